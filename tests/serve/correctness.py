@@ -1,8 +1,5 @@
 """The cases of docs/correctness.md: what a request may ask for, with every drafter and every kind of target, against
-the answer without a draft.
-
-python -m slipstream.tests.serve.correctness      # runs them all and writes that file, in about a quarter of an hour
-"""
+the answer without a draft."""
 
 import json
 import random
@@ -10,19 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Grammar, Logprobs, Request, read_speculation
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
-from slipstream.tests.serve.engine_runs import Answer, acceptance, build_engine, make_request, run
+from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, run
 from slipstream.tests.serve.test_lossless import AnyPolicy
 from slipstream.tests.sources import ROOT
 
@@ -233,83 +228,3 @@ def is_near(logprobs: Logprobs | None, expected: Logprobs | None) -> bool:
         return logprobs is expected
     pairs = zip((*logprobs.tokens, *chain(*logprobs.top)), (*expected.tokens, *chain(*expected.top)), strict=True)
     return logprobs.top_ids == expected.top_ids and all(abs(a - b) < 1e-4 for a, b in pairs)
-
-
-ANSWERS = len(TEMPERATURES) * 2 * 2  # of a feature with a drafter: few pages and room, each twice
-HEAD = f"""# Features and drafters
-
-`python -m slipstream.tests.serve.correctness` writes this page. `tests/serve/test_correctness.py` runs the same cases,
-all of them in `make test-all`.
-
-We compare each answer with the answer to the same request alone and without a draft. Tokens and finish reason must be
-equal, log-probabilities within 1e-4, and a trace must agree with the request's own counts. Each feature gives
-{ANSWERS} answers with each drafter: at temperature 0 and 1, with room for all requests and with so few pages that some
-are preempted, and each of these twice. The second time prompts are cached and n-gram lookahead knows the answers.
-
-All requests run side by side, those without drafts too, and each step verifies a random number of nodes. Every drafter,
-`none` too, drafts the text that a grammar forces; the reference does not. Targets run in fp32 on a CPU. EAGLE and block
-drafts know half of the answers, as far as their random heads (dflash2, dspark, lilicorr) let them.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """Outcome of all cases with one target."""
-
-    equal: Counter[tuple[str, str]]  # answers that equal the reference, by feature and drafter
-    accepted: dict[str, float]  # share of drafted tokens, by drafter
-
-
-def main() -> None:
-    results = {}
-    for kind in TARGETS:
-        with TemporaryDirectory() as folder:
-            results[kind] = compare_all(find_target(kind, Path(folder)), Path(folder))
-    (ASSETS.parent / "docs" / "correctness.md").write_text(write_page(results))
-
-
-def compare_all(target: Path, folder: Path) -> Results:
-    expected = answers_alone(target)
-    equal: Counter[tuple[str, str]] = Counter()
-    accepted = {}
-    for drafter, options in tqdm(list(product(DRAFTERS, (FEW, ROOM))), unit="engine"):
-        engine = engine_of(target, drafter, folder, expected, **options)
-        for _ in range(2):
-            answers = run(engine, requests_of(target, all_cases()))
-            wrong = differences(answers, expected)
-            equal.update((case.feature, drafter) for case in all_cases() if case.id not in wrong)
-        accepted[drafter] = acceptance(answers)
-    return Results(equal, accepted)
-
-
-def write_page(results: dict[str, Results]) -> str:
-    """Returns the text of docs/correctness.md. Only features and drafters whose answers differ have a line."""
-    lines = [HEAD, "## Equal answers", "", *sums_of(results), *differing_cells(results), "", "## Features", ""]
-    lines += [f"- {feature}" for feature in features()]
-    lines += ["", "## Drafters", "", "Accepted share of drafted tokens, with room and cached prompts:", ""]
-    lines += [f"| | {' | '.join(TARGETS[kind] for kind in results)} |", "|---" * (len(results) + 1) + "|"]
-    for drafter in DRAFTERS:
-        shares = (f"{result.accepted[drafter]:.2f}" for result in results.values())
-        lines.append(f"| {drafter} | {' | '.join(shares)} |")
-    return "\n".join(lines) + "\n"
-
-
-def sums_of(results: dict[str, Results]) -> list[str]:
-    total = len(features()) * len(DRAFTERS) * ANSWERS
-    return [f"- {TARGETS[kind]}: {result.equal.total():,} of {total:,}" for kind, result in results.items()]
-
-
-def differing_cells(results: dict[str, Results]) -> list[str]:
-    """Returns a table of the features and drafters with answers that differ; no lines if there are none."""
-    lines = [
-        f"| {TARGETS[kind]} | {feature} | {drafter} | {result.equal[feature, drafter]} |"
-        for kind, result in results.items()
-        for feature, drafter in product(features(), DRAFTERS)
-        if result.equal[feature, drafter] < ANSWERS
-    ]
-    head = ["", f"| target | feature | drafter | equal of {ANSWERS} |", "|---|---|---|---|"]
-    return [*head, *lines] if lines else []
-
-
-if __name__ == "__main__":
-    main()

@@ -96,6 +96,7 @@ LEARNING = ("ngram first", "ngram")  # drafters that know what earlier requests 
 BY_CHANCE = ("dflash2", "lilicorr")  # random selectors and scorers choose at random, at a temperature among few tokens
 SEVERAL = ("dflash", "eagle", "eagle tree", "eagle3", "dflash2 tree", "dspark")
 MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral")
+SINKS_AND_CAPS = ("gpt-oss", "gemma2", "gemma3")
 KINDS = ("qwen3", "qwen3-moe", "mistral-window")  # dense, a mixture of experts, windows
 BLOCKS = [
     *("dflash tree", "dflash2", "dflash2 tree", "dspark", "dspark tree", "lilicorr"),
@@ -166,17 +167,21 @@ Reference = Callable[[str, list[Request]], dict[str, list[int]]]
 @grouped("drafter")
 @pytest.mark.parametrize(
     ("drafter", "sampling", "sizes", "family"),
-    drafted(
-        ["eagle tree", "ngram first", "dflash", "eagle3"],
-        SAMPLINGS,
-        [(1, 8), (16, 8), (16, 1)],
-        FEW,
-        in_gate=[
-            ("dflash2 tree", "plain", (16, 8), "qwen3"),
-            ("dspark", "greedy", (1, 8), "qwen3"),
-            ("lilicorr", "greedy", (16, 8), "qwen3"),
-        ],
-    ),
+    [
+        *drafted(
+            ["eagle tree", "ngram first", "dflash", "eagle3"],
+            SAMPLINGS,
+            [(1, 8), (16, 8), (16, 1)],
+            FEW,
+            in_gate=[
+                ("dflash2 tree", "plain", (16, 8), "qwen3"),
+                ("dspark", "greedy", (1, 8), "qwen3"),
+                ("lilicorr", "greedy", (16, 8), "qwen3"),
+            ],
+        ),
+        *drafted(["ngram", "eagle tree", "eagle3"], ["greedy", "plain"], [(1, 8)], SINKS_AND_CAPS),
+        *drafted(["eagle3", "ngram", "dflash"], ["greedy", "plain"], [(16, 8)], MIXTURES),
+    ],
 )
 def test_a_drafter_changes_no_token(
     drafter: str, sampling: str, sizes: tuple[int, int], family: str, build: BuildDrafted, reference: Reference
@@ -189,37 +194,11 @@ def test_a_drafter_changes_no_token(
     if drafter in LEARNING:  # random models do not repeat themselves
         answers = run(engine, requests)
         assert tokens_of(answers) == reference(family, requests)
-    if drafter != "none":
+    if drafter != "none" and family in FEW:
         assert is_right_now_and_then(drafter, answers)
         assert acceptance(answers) < 0.95
-
-
-@grouped("drafter")
-@pytest.mark.parametrize(
-    ("drafter", "sampling", "family"),
-    drafted(["ngram", "eagle tree", "eagle3"], ["greedy", "plain"], ["gpt-oss", "gemma2", "gemma3"]),
-)
-def test_a_drafter_changes_no_token_of_sinks_and_caps(
-    drafter: str, sampling: str, family: str, build: BuildDrafted, reference: Reference
-) -> None:
-    requests = uneven_requests(SAMPLINGS[sampling])
-    engine = build(family, drafter, max_running=8, page_size=1)
-    for _ in range(2):  # drafters that learn from answers know them the second time
-        answers = run(engine, requests)
-        assert tokens_of(answers) == reference(family, requests)
-    if drafter not in ("none", *BLOCKS):  # a block draft with heads may know none of them
-        assert acceptance(answers) > 0.05, "the test needs drafts that are right now and then"
-
-
-@grouped("drafter")
-@pytest.mark.parametrize(
-    ("drafter", "family", "sampling"), drafted(["eagle3", "ngram", "dflash"], MIXTURES, ["greedy", "plain"])
-)
-def test_a_drafter_changes_no_token_of_a_mixture_of_experts(
-    drafter: str, family: str, sampling: str, build: BuildDrafted, reference: Reference
-) -> None:
-    requests = uneven_requests(SAMPLINGS[sampling])
-    assert tokens_of(run(build(family, drafter), requests)) == reference(family, requests)
+    if drafter not in ("none", *BLOCKS) and family in SINKS_AND_CAPS:
+        assert acceptance(answers) > 0.05
 
 
 @pytest.mark.gpu
