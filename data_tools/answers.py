@@ -6,7 +6,6 @@ A source runs many dialogues at once and calls `on_result` as each ends. A row a
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +14,7 @@ from slipstream.data_tools.target_tokenizer import ChatTemplate
 from slipstream.models.chat.messages import Message
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
 from slipstream.serve.chat.forms import AUTO
-from slipstream.serve.chat.parser import CallPiece, Parts, TextPiece
+from slipstream.serve.chat.parser import Parts, TextPiece
 from slipstream.serve.chat.tools import ToolChoice, ToolError, read_choice
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import Output, Request, SamplingParams
@@ -35,7 +34,7 @@ class AnswerReader:
         content = Parts([TextPiece("content", text, 0, len(text))])
         parts = content if form.parser is None else form.parser().feed(text, final=True)
         reasoning = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
-        calls = {"tool_calls": [call_of(piece) for piece in parts.calls]} if parts.calls else {}
+        calls = {"tool_calls": [piece.to_json() for piece in parts.calls]} if parts.calls else {}
         return {"role": "assistant", "content": parts.content, **reasoning, **calls}
 
     def _form(self, prompt: Prompt) -> AnswerFormat:
@@ -44,10 +43,6 @@ class AnswerReader:
             return self._format.answer(choice, prompt.token_ids, None)
         except ToolError:  # the template takes no tools, or not these: calls are content
             return self._format.answer(ToolChoice(), prompt.token_ids, None)
-
-
-def call_of(piece: CallPiece) -> dict[str, Any]:
-    return {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": piece.arguments}}
 
 
 @dataclass(slots=True, kw_only=True)

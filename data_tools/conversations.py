@@ -20,6 +20,8 @@ from slipstream.data_tools.rows import Row, RowError
 from slipstream.models.chat.messages import ROLES, Message, check_text, read_messages
 from slipstream.serve.chat.tools import read_calls, read_tools
 
+Columns = Mapping[str, Any]
+Forms = dict[str, Any]
 ROLE_ALIASES = {  # in lower case
     "human": "user",
     "gpt": "assistant",
@@ -63,7 +65,7 @@ class Example:
     is_cut: bool = False  # max_tokens ended the last answer: it has no end token
 
 
-def to_example(row: Row, columns: Mapping[str, Any], *, has_template: bool = True) -> Example:
+def to_example(row: Row, columns: Columns, *, has_template: bool = True) -> Example:
     """The example that `columns` hold. A `prompt` and `completion` of plain text are a user and an assistant turn, or,
     for a target without a chat template, two texts that follow each other."""
     identity = None if columns.get("id") is None else str(columns["id"])
@@ -118,7 +120,7 @@ def _is_text(present: set[str]) -> bool:
     return {"prompt", "completion"} <= present or "text" in present
 
 
-def _conversation(forms: Mapping[str, Any]) -> Conversation | None:
+def _conversation(forms: Columns) -> Conversation | None:
     """The longest of `forms`, the raw messages by the columns that hold them; None without any. Raises ValueError if
     they contradict each other; one with the same questions and no answers does not."""
     conversations = {name: _messages(messages, name) for name, messages in forms.items()}
@@ -135,9 +137,9 @@ def _without_answers(messages: Sequence[Message]) -> list[Message]:
     return [message for message in messages if message["role"] != "assistant"]
 
 
-def _answered_forms(columns: Mapping[str, Any], present: set[str], has_template: bool) -> dict[str, Any]:
+def _answered_forms(columns: Columns, present: set[str], has_template: bool) -> Forms:
     """The raw messages of each form that gives answers or several turns, by the columns that hold them."""
-    forms: dict[str, Any] = {}
+    forms: Forms = {}
     for column in ("messages", "conversations"):
         if column in present:
             forms[column] = _parse_json(columns[column], column)
@@ -155,10 +157,10 @@ def _answered_forms(columns: Mapping[str, Any], present: set[str], has_template:
     return _with_system(columns, forms)
 
 
-def _question_forms(columns: Mapping[str, Any], present: set[str]) -> dict[str, Any]:
+def _question_forms(columns: Columns, present: set[str]) -> Forms:
     """The raw messages of each form that gives a question, by the column that holds it, with its answer if the row has
     a `response`, or an `answer` to a `question`."""
-    forms: dict[str, Any] = {}
+    forms: Forms = {}
     for column in (column for column in QUESTIONS if column in present):
         forms[column] = _question(columns, column)
         answer = "answer" if column == "question" and "response" not in present else "response"
@@ -167,7 +169,7 @@ def _question_forms(columns: Mapping[str, Any], present: set[str]) -> dict[str, 
     return _with_system(columns, forms)
 
 
-def _question(columns: Mapping[str, Any], column: str) -> list[Any]:
+def _question(columns: Columns, column: str) -> list[Any]:
     """The messages of a column that asks; texts in a list are a user's turns, as in copies of MT-bench."""
     if column == "instruction":
         return _instruction(columns)
@@ -175,20 +177,20 @@ def _question(columns: Mapping[str, Any], column: str) -> list[Any]:
     return [{"role": "user", "content": turn} if isinstance(turn, str) else turn for turn in turns]
 
 
-def _turns(columns: Mapping[str, Any], column: str, role: str = "user") -> list[Any]:
+def _turns(columns: Columns, column: str, role: str = "user") -> list[Any]:
     """The messages of a column that holds them, or one of `role` with the text that it holds."""
     value = columns[column]
     return value if isinstance(value, list) else [{"role": role, "content": _string(column, value)}]
 
 
-def _instruction(columns: Mapping[str, Any]) -> list[Message]:
+def _instruction(columns: Columns) -> list[Message]:
     """Alpaca's question: the instruction, and on the next line its input, if there is one; Dolly calls it context."""
     names = ("instruction", "input", "context")
     texts = [_string(column, columns[column]) for column in names if columns.get(column)]
     return [{"role": "user", "content": "\n".join(texts)}]
 
 
-def _chosen(columns: Mapping[str, Any]) -> list[Any]:
+def _chosen(columns: Columns) -> list[Any]:
     """The prompt and the chosen answer to it, which may repeat the prompt; without a prompt, another question of the
     row and the answer. Raises ValueError for another prompt."""
     prompt = [] if columns.get("prompt") is None else _turns(columns, "prompt")
@@ -210,7 +212,7 @@ def _chosen(columns: Mapping[str, Any]) -> list[Any]:
     return answer
 
 
-def _with_system(columns: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[str, Any]:
+def _with_system(columns: Columns, forms: Columns) -> Forms:
     """`forms` after the system prompt that rows may have in a column of its own."""
     system = columns.get("system")
     if not system or not forms:
@@ -219,7 +221,7 @@ def _with_system(columns: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[s
     return {name: [message, *form] if isinstance(form, list) else form for name, form in forms.items()}
 
 
-def _documents(columns: Mapping[str, Any], present: set[str]) -> list[Tokens] | None:
+def _documents(columns: Columns, present: set[str]) -> list[Tokens] | None:
     """The tokens that a row holds: those of one document, or a list of several; None if it has none."""
     if {"input_ids", "loss_mask"} <= present:
         return [_tokens(columns)]
@@ -231,7 +233,7 @@ def _documents(columns: Mapping[str, Any], present: set[str]) -> list[Tokens] | 
     return [_tokens(row) for row in rows]
 
 
-def _tokens(columns: Mapping[str, Any]) -> Tokens:
+def _tokens(columns: Columns) -> Tokens:
     input_ids = columns.get("input_ids")
     loss_mask = columns.get("loss_mask")
     if not isinstance(input_ids, list) or not isinstance(loss_mask, list) or not input_ids:

@@ -39,7 +39,8 @@ from slipstream.models.files.outputs import CHECKPOINT, STEP, step_folders
 from slipstream.train.blocks import default_gamma
 from slipstream.train.trackers import is_metrics
 
-WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
+Options = Mapping[str, Any]  # flat, by dotted name
+WriteDraft = Callable[[Mapping[str, Tensor], Path, Options], None]  # state_dict, folder, contents of run.json
 # Options that may change when a run continues, some of earlier versions among them.
 FREE_OPTIONS = (
     *("output", "resume", "dry_run", "target_sharding", "target_compile", "data.batch_size", "data.long_documents"),
@@ -122,9 +123,9 @@ class Checkpoints:
     model: nn.Module
     output: Path
     keep: int
-    identity: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    run: Mapping[str, Any]
+    identity: Options
+    defaults: Options
+    run: Options
     write_draft: WriteDraft
     lock: FolderLock | None
     newest: int = 0  # step of the newest checkpoint that this run loaded or wrote
@@ -157,7 +158,7 @@ class Checkpoints:
         self.accelerator.step = 0  # checkpoints lie between accumulation windows
         return Progress(**saved["progress"])
 
-    def check_identity(self, saved: Mapping[str, Any], folder: Path) -> None:
+    def check_identity(self, saved: Options, folder: Path) -> None:
         """Raises ValueError if the run in `folder` has other options or inputs. An option that its version did not have
         counts as its default, one that this version does not have as left out if it is as today."""
         earlier = complete(in_todays_terms(saved, self.defaults), self.defaults)
@@ -180,7 +181,7 @@ class Checkpoints:
                 f"{REMEDIES.get(name, 'pass the saved value')} to continue it, or another output to start afresh"
             )
 
-    def check_form(self, saved: Mapping[str, Any], folder: Path) -> None:
+    def check_form(self, saved: Options, folder: Path) -> None:
         """Raises ValueError if the state in `folder` was saved in shards that these processes cannot load."""
         form = state_form(self.accelerator)
         is_deepspeed = form["sharding"].startswith("DeepSpeed")  # which cannot reshard
@@ -250,12 +251,12 @@ class Checkpoints:
         self.accelerator.wait_for_everyone()
 
 
-def _as_read(options: Mapping[str, Any]) -> dict[str, Any]:
+def _as_read(options: Options) -> dict[str, Any]:
     """Flat options as they read back from progress.json."""
     return dict(json.loads(json.dumps(flatten(options))))
 
 
-def in_todays_terms(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def in_todays_terms(saved: Options, defaults: Options) -> dict[str, Any]:
     """The options of a run without dropped ones that are as today. Norms once were options, one for each."""
     best = "speed" if saved.get("evaluation.costs") else "accept_length"
     is_windowed = saved.get("draft.sliding_window") is not None
@@ -273,7 +274,7 @@ def in_todays_terms(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
     return options
 
 
-def is_extension(name: str, saved: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+def is_extension(name: str, saved: Options, options: Options) -> bool:
     """Whether a run may continue with this change to the option `name`: its length grows, or its learning rate, which
     was constant, decays in the end."""
     before = saved.get(name)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from slipstream.models.drafts.heads.table import CONFIGS, HEADS
 
+Values = Mapping[str, Any]  # of config.json
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Fields of other trainers' files -> our fields of the same meaning.
 ALIASES = {"pard_token": "mask_token_id"} | {name: ours for kind in CONFIGS for name, ours in kind.aliases.items()}
@@ -60,7 +61,7 @@ class Convention(NamedTuple):
         return f"{slots}: {self.reason}"
 
 
-def convention_of(values: Mapping[str, Any], choice: bool | None = None) -> Convention:
+def convention_of(values: Values, choice: bool | None = None) -> Convention:
     """Returns the convention of a config.json; `choice` is the user's. Raises ValueError where fields, or field and
     choice, contradict each other, and where nothing decides."""
     config = merged(values)
@@ -92,11 +93,11 @@ def convention_of(values: Mapping[str, Any], choice: bool | None = None) -> Conv
     return Convention(ANCHOR_FIRST[architecture], f"its architecture is {architecture}, and sample_from_anchor absent")
 
 
-def architecture_of(values: Mapping[str, Any]) -> str:
+def architecture_of(values: Values) -> str:
     return str((values.get("architectures") or ["(none)"])[0])
 
 
-def merged(values: Mapping[str, Any]) -> dict[str, Any]:
+def merged(values: Values) -> dict[str, Any]:
     """The fields of both levels under our names. Raises ValueError for one that has two values."""
     config: dict[str, Any] = {}
     levels = ("", values), (", in dflash_config", values.get("dflash_config") or {})
@@ -116,7 +117,7 @@ def _as(name: str, ours: str) -> str:
     return "" if name == ours else f"{name} "
 
 
-def settle_block(values: Mapping[str, Any], choice: bool | None) -> dict[str, Any]:
+def settle_block(values: Values, choice: bool | None) -> dict[str, Any]:
     """Another trainer's config.json, or ours, with all of a block draft's own fields in dflash_config and the
     convention at the top level. Raises ValueError for what the network here cannot run, and for what is uncertain."""
     config = merged(values)
@@ -139,7 +140,7 @@ PLAIN_FIELDS = (  # of dflash_config, besides those of heads
 )
 
 
-def _refuse(values: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def _refuse(values: Values, config: Values) -> None:
     projector = str(config.get("projector_type") or "dflash")
     if projector.lower() in UNSUPPORTED_PROJECTORS:
         raise ValueError(f"draft config: {UNSUPPORTED_PROJECTORS[projector.lower()]} is not supported")
@@ -156,7 +157,7 @@ def _refuse(values: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         raise ValueError(f"draft config: hidden_act is {values['hidden_act']!r}; only 'silu' is supported")
 
 
-def _layers(config: Mapping[str, Any]) -> list[int]:
+def _layers(config: Values) -> list[int]:
     """Output ids, from either field. Raises ValueError if these name different states."""
     outputs = config.get("target_layer_ids")
     inputs = config.get("eagle_aux_hidden_state_layer_ids")
@@ -171,7 +172,7 @@ def _layers(config: Mapping[str, Any]) -> list[int]:
     return layers
 
 
-def _window(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _window(values: Values, config: Values) -> dict[str, Any]:
     """The window, where ModelOpt's fields have it, and whether slots see later ones there."""
     fields: dict[str, Any] = {}
     types = values.get("layer_types")
@@ -189,9 +190,7 @@ def _window(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
     return fields | {"sliding_window_non_causal": _is_non_causal(values, config, types, has_window=has_window)}
 
 
-def _is_non_causal(
-    values: Mapping[str, Any], config: Mapping[str, Any], types: list[str] | None, *, has_window: bool
-) -> bool:
+def _is_non_causal(values: Values, config: Values, types: list[str] | None, *, has_window: bool) -> bool:
     """Whether a slot sees later ones of its block in layers with a window, as it does in the others.
 
     DFlash 2 says so by is_causal false, and speculators by sliding_window_non_causal, which is true of its DFlash 2

@@ -44,6 +44,8 @@ from slipstream.models.targets.config import LayerSpec, TargetSpec, check_aux_la
 if TYPE_CHECKING:  # serving a draft needs no tokenizer's type
     from transformers import PreTrainedTokenizerBase
 
+Values = Mapping[str, Any]  # of config.json
+
 CONVOLUTION_TAPS = (0, 2)
 PLAIN_FIELDS = ("conv_kernel_size", "conv_group_size", "output_multiplier", "input_embedding_scale")
 HEAD_OPTIONS = frozenset(kind.option for kind in CONFIGS)
@@ -201,9 +203,7 @@ class DFlashConfig(DraftConfig):
         return fields
 
     @classmethod
-    def settle(
-        cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
-    ) -> Mapping[str, Any]:
+    def settle(cls, values: Values, target: TargetSpec, choices: Choices, evidence: Evidence | None) -> Values:
         choices.refuse("block", "sample_from_anchor")
         settled = settle_block(values, choices.sample_from_anchor)
         if layers := settled["dflash_config"].get("target_layer_ids"):
@@ -213,7 +213,7 @@ class DFlashConfig(DraftConfig):
         return settled
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
+    def from_json(cls, values: Values, target: TargetSpec, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target, "num_hidden_layers")
         draft_fields = values["dflash_config"]
         expected = {"num_target_layers": target.num_layers, "target_hidden_size": target.hidden_size}
@@ -235,14 +235,14 @@ class DFlashConfig(DraftConfig):
         )
 
 
-def _mask_token(values: Mapping[str, Any]) -> int:
+def _mask_token(values: Values) -> int:
     if values.get("mask_token_id") is None:
         token = values.get("mask_token") or "the token that masked its blocks in training (SGLang assumes <|MASK|>)"
         raise ValueError(f"draft config lacks dflash_config.mask_token_id; enter the target's id of {token}")
     return int(values["mask_token_id"])
 
 
-def _block_size(values: Mapping[str, Any]) -> int:
+def _block_size(values: Values) -> int:
     outer = values.get("block_size")
     inner = (values.get("dflash_config") or {}).get("block_size")
     size = inner if outer is None else outer
@@ -253,7 +253,7 @@ def _block_size(values: Mapping[str, Any]) -> int:
     return int(size)
 
 
-def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
+def _windows(values: Values) -> dict[str, Any]:
     """Fields `sliding_window`, `windowed_layers` and `sliding_window_non_causal` of the config."""
     num_layers = values["num_hidden_layers"]
     window = values.get("sliding_window")

@@ -42,6 +42,7 @@ from slipstream.models.layers.moe import feed_forward
 from slipstream.models.layers.norm import PartNorms, RMSNorm
 from slipstream.models.targets.config import LayerSpec, TargetSpec, check_aux_layers
 
+Values = Mapping[str, Any]  # of config.json
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1, by their public names
 FLAG_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 POST_NORM = "return_hidden_post_norm"  # norm_output in eagle_config of NVIDIA's files
@@ -99,7 +100,7 @@ class Eagle3Config(DraftConfig):
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
+    def from_json(cls, values: Values, target: TargetSpec, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target)
         eagle = values.get("eagle_config") or {}
         for flag in UNSUPPORTED_FLAGS:
@@ -123,9 +124,7 @@ class Eagle3Config(DraftConfig):
         )
 
     @classmethod
-    def settle(
-        cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
-    ) -> Mapping[str, Any]:
+    def settle(cls, values: Values, target: TargetSpec, choices: Choices, evidence: Evidence | None) -> Values:
         choices.refuse("EAGLE3", "aux_layers", "norm_output")
         eagle = dict(values.get("eagle_config") or {})
         settled = {**values, "eagle_config": eagle}
@@ -140,7 +139,7 @@ class Eagle3Config(DraftConfig):
         return settled
 
 
-def _flag(name: str, values: Mapping[str, Any]) -> bool:
+def _flag(name: str, values: Values) -> bool:
     """From the top level or eagle_config, where vLLM also looks. Raises ValueError if they differ."""
     outer = values.get(name)
     inner = (values.get("eagle_config") or {}).get(name)
@@ -149,7 +148,7 @@ def _flag(name: str, values: Mapping[str, Any]) -> bool:
     return bool(outer or inner)
 
 
-def _flags_of_tensors(values: Mapping[str, Any], evidence: Evidence | None) -> dict[str, bool]:
+def _flags_of_tensors(values: Values, evidence: Evidence | None) -> dict[str, bool]:
     """Flags that the config leaves out and a norm in the file shows."""
     if evidence is None:
         return {}
@@ -158,7 +157,7 @@ def _flags_of_tensors(values: Mapping[str, Any], evidence: Evidence | None) -> d
     return {flag: True for flag in absent if FLAG_TENSORS[flag] in evidence.tensors}
 
 
-def _means_norm_output(values: Mapping[str, Any], choices: Choices, evidence: Evidence | None) -> bool:
+def _means_norm_output(values: Values, choices: Choices, evidence: Evidence | None) -> bool:
     """Whether the next step reads the state after the final norm.
 
     Every server takes `norm_output` for this. From May to September 2026 (its pull requests 568 and 879)
@@ -193,7 +192,7 @@ def _means_norm_output(values: Mapping[str, Any], choices: Choices, evidence: Ev
     return norm_output
 
 
-def _has_fc(eagle: Mapping[str, Any], choices: Choices, evidence: Evidence | None) -> bool:
+def _has_fc(eagle: Values, choices: Choices, evidence: Evidence | None) -> bool:
     """`use_aux_hidden_state`, false in drafts that read the target's final state alone and so have no fc."""
     if eagle.get("use_aux_hidden_state", True):
         return True
@@ -213,7 +212,7 @@ def published_layers(num_layers: int) -> tuple[int, ...] | None:
     return (1, num_layers // 2 - 1, num_layers - 4) if num_layers >= 11 else None
 
 
-def _nested_layers(values: Mapping[str, Any], target: TargetSpec, choices: Choices) -> list[int] | None:
+def _nested_layers(values: Values, target: TargetSpec, choices: Choices) -> list[int] | None:
     """The layer outputs that the ids in eagle_config mean, where no others stand at the top level; None: it has none.
 
     They count outputs in our files and SpecForge's, and inputs in NVIDIA's for gpt-oss and in those that name the three
@@ -253,7 +252,7 @@ def _layers_to_json(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def _layers_from_json(values: Mapping[str, Any], target: TargetSpec, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+def _layers_from_json(values: Values, target: TargetSpec, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Output ids. Raises ValueError if the two fields name different states, or neither any that are certain."""
     outputs = (values.get("eagle_config") or {}).get(AUX_LAYERS)
     if not values.get(AUX_LAYERS):

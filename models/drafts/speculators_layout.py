@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+Values = Mapping[str, Any]  # of config.json
 VERSION = "0.9.0"  # of the library, tested against this module
 OWN = (
     *("drafter", "num_target_layers", "target_num_layers"),
@@ -50,7 +51,7 @@ OTHER_KINDS = {"xpress": "XPress's refiner", "mtp": "the target's own MTP layer"
 EAGLE3_TOKENS = 3  # per round by default, also ours
 
 
-def to_speculators(values: Mapping[str, Any], verifier: str, architectures: list[str]) -> dict[str, Any]:
+def to_speculators(values: Values, verifier: str, architectures: list[str]) -> dict[str, Any]:
     """A draft's public config.json -> the same in this layout; `verifier` is the target, by folder or hub id.
 
     Raises ValueError for a draft that this layout cannot describe.
@@ -90,7 +91,7 @@ SPECULATORS = {
 }
 
 
-def _block_kind(values: Mapping[str, Any]) -> str:
+def _block_kind(values: Values) -> str:
     """Raises ValueError for heads that the library has not, or not together."""
     config = values["dflash_config"]
     has_markov = bool(config.get("markov_rank") or config.get("enable_confidence_head"))
@@ -108,7 +109,7 @@ def _block_kind(values: Mapping[str, Any]) -> str:
     return "dflash2" if all(has_second) else "dspark" if has_markov else "dflash"
 
 
-def _block_fields(values: Mapping[str, Any], kind: str) -> tuple[int, dict[str, Any]]:
+def _block_fields(values: Values, kind: str) -> tuple[int, dict[str, Any]]:
     """Tokens drafted in a round, and this draft's own fields. vLLM applies `sliding_window_non_causal` to all
     layers of a draft without windows, so there it is true."""
     config = values["dflash_config"]
@@ -133,7 +134,7 @@ def _block_fields(values: Mapping[str, Any], kind: str) -> tuple[int, dict[str, 
     }
 
 
-def _eagle3_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+def _eagle3_fields(values: Values) -> tuple[int, dict[str, Any]]:
     """As above. Writes flags that are off, too, since vLLM takes a missing norm_before_residual as on."""
     if values.get("attention_bias"):
         raise ValueError("this draft has biases for q, k and v alone (attention_bias); speculators has one for o, too")
@@ -149,7 +150,7 @@ def _eagle3_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     return EAGLE3_TOKENS, {**target_size, **layers, **{flag: values.get(flag, False) for flag in EAGLE3_FLAGS}}
 
 
-def speculators_kind(values: Mapping[str, Any]) -> str | None:
+def speculators_kind(values: Values) -> str | None:
     """The kind of draft in a config.json of this layout; None for another layout. Raises ValueError for other kinds."""
     kind = values.get("speculators_model_type")
     if kind is not None and kind not in PUBLIC_ARCHITECTURES:

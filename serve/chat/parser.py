@@ -41,6 +41,10 @@ class CallPiece:
     name: str = ""
     arguments: str = ""
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns the call as chats have it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
 
 class TextPiece(NamedTuple):
     """Text of the reasoning or the content: the characters from `start` to `end` of the decoded answer."""

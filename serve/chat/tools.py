@@ -10,18 +10,19 @@ from typing import Any, Literal
 from slipstream.models.chat.messages import FieldError
 from slipstream.models.chat.quotes import quote, shorten
 
+Fields = dict[str, Any]
 MOST_TOOLS = 128  # as OpenAI
 MOST_CHARS = 64 * 2**10  # of a tool as JSON; a grammar has the same limit
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 FUNCTION_FIELDS = {"name", "description", "parameters", "strict"}
 # Further fields of the Responses API's functions, with their values that have no effect.
-NEUTRAL_FIELDS: dict[str, Any] = {
+NEUTRAL_FIELDS: Fields = {
     "allowed_callers": ["direct"],
     "async": False,
     "defer_loading": False,
     "output_schema": None,
 }
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+NO_PARAMETERS: Fields = {"type": "object", "properties": {}}
 
 
 class ToolError(FieldError):
@@ -39,7 +40,7 @@ class Tool:
     field: str
 
     @property
-    def definition(self) -> dict[str, Any]:
+    def definition(self) -> Fields:
         """The definition that chat templates read."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
@@ -96,7 +97,7 @@ def read_tools(value: Any, *, is_flat: bool = False, ignore_unknown: bool = Fals
     return tools
 
 
-def read_function(value: Any, path: str, *, is_flat: bool, ignore_unknown: bool) -> tuple[dict[str, Any], str]:
+def read_function(value: Any, path: str, *, is_flat: bool, ignore_unknown: bool) -> tuple[Fields, str]:
     """Returns the fields of a function that are not null, and its place in the request."""
     form = '{"type": "function", "name": ...}' if is_flat else '{"type": "function", "function": {"name": ...}}'
     if not isinstance(value, Mapping):
@@ -193,14 +194,14 @@ def named(value: Any, field: str, names: frozenset[str], *, is_flat: bool, ignor
     return name
 
 
-def read_calls(value: Any, field: str, *, ignore_unknown: bool = False) -> list[dict[str, Any]]:
+def read_calls(value: Any, field: str, *, ignore_unknown: bool = False) -> list[Fields]:
     """Reads the calls of an assistant's earlier turn for a chat template. Raises ToolError."""
     if not isinstance(value, list) or len(value) > MOST_TOOLS:
         raise ToolError(field, f"must be a list of at most {MOST_TOOLS} calls")
     return [read_call(call, f"{field}.{index}", ignore_unknown) for index, call in enumerate(value)]
 
 
-def read_call(value: Any, field: str, ignore_unknown: bool) -> dict[str, Any]:
+def read_call(value: Any, field: str, ignore_unknown: bool) -> Fields:
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or value.get("type", "function") != "function":
         raise ToolError(field, 'must be an object: {"id": ..., "type": "function", "function": {...}}')

@@ -15,6 +15,8 @@ from slipstream.models.chat.quotes import quote
 from slipstream.serve.grammar.strings import FORMATS
 from slipstream.serve.grammar.work import Unsupported, Work
 
+Keywords = Mapping[str, Any]
+Schema = dict[str, Any]
 TYPES = ("object", "array", "string", "number", "boolean", "null")
 ANNOTATIONS = {
     *("$schema", "$comment", "$vocabulary", "$defs", "definitions", "title", "description", "default", "examples"),
@@ -64,10 +66,10 @@ class _Rewriter:
         self.root = root
         self.work = work
         self.names: dict[str, str] = {}  # names of definitions in the result, by pointer
-        self.definitions: dict[str, Any] = {}
+        self.definitions: Schema = {}
         self.num_joining = 0  # depth of nested intersections in progress
         # By the id of an enum's list: the list, and its values by canonical text.
-        self.values: dict[int, tuple[list[Any], dict[str, Any]]] = {}
+        self.values: dict[int, tuple[list[Any], Schema]] = {}
 
     def run(self) -> Any:
         result = self.visit(self.root, "", 0)
@@ -87,7 +89,7 @@ class _Rewriter:
             elif isinstance(part, list):
                 rest += part
 
-    def visit(self, schema: Any, place: str, depth: int) -> dict[str, Any]:
+    def visit(self, schema: Any, place: str, depth: int) -> Schema:
         self.work.charge(place, STEPS_OF_SCHEMA + len(place) // 1024)
         if depth > MOST_DEPTH:
             raise Unsupported(place, "the schema", f"nests deeper than {MOST_DEPTH} levels")
@@ -108,7 +110,7 @@ class _Rewriter:
             return self.union(keywords, unions, place, depth)
         return self.typed(keywords, place, depth)
 
-    def union(self, keywords: Mapping[str, Any], unions: list[str], place: str, depth: int) -> dict[str, Any]:
+    def union(self, keywords: Keywords, unions: list[str], place: str, depth: int) -> Schema:
         """Returns the intersection of the schema's plain keywords and its unions."""
         base = {name: value for name, value in keywords.items() if name not in unions}
         if unions == ["$ref"] and not base:
@@ -118,7 +120,7 @@ class _Rewriter:
             result = self.both(result, self.branch(name, keywords[name], place, depth), place, name)
         return result
 
-    def branch(self, name: str, value: Any, place: str, depth: int) -> dict[str, Any]:
+    def branch(self, name: str, value: Any, place: str, depth: int) -> Schema:
         if name == "$ref":
             return self.resolved({"$ref": f"#/$defs/{self.definition(value, place, depth)}"}, place, name)
         if name in ("const", "enum"):
@@ -135,7 +137,7 @@ class _Rewriter:
             if part is not False or not drops_false
         ]
         if name == "allOf":
-            result: dict[str, Any] = {}
+            result: Schema = {}
             for part in visited:
                 result = self.both(result, part, place, name)
             return result
@@ -143,7 +145,7 @@ class _Rewriter:
             raise Unsupported(place, "oneOf", "of schemas that may overlap is not supported; use anyOf")
         return self.any_of(visited, place)
 
-    def any_of(self, schemas: list[dict[str, Any]], place: str) -> dict[str, Any]:
+    def any_of(self, schemas: list[Schema], place: str) -> Schema:
         """Returns the union of rewritten schemas."""
         self.work.charge(place, len(schemas))
         if {} in schemas:
@@ -152,22 +154,22 @@ class _Rewriter:
         self.work.charge(place, len(flat))
         return flat[0] if len(flat) == 1 else {"anyOf": flat}
 
-    def enum(self, values: dict[str, Any]) -> dict[str, Any]:
+    def enum(self, values: Schema) -> Schema:
         """Returns a schema of values. `values`: by their canonical texts."""
         listed = list(values.values())
         self.values[id(listed)] = (listed, values)
         return {"enum": listed}
 
-    def values_of(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def values_of(self, schema: Schema) -> Schema:
         """Returns the values of a schema that `enum` made, by their canonical texts."""
         return self.values[id(schema["enum"])][1]
 
-    def are_disjoint(self, branches: list[dict[str, Any]], place: str) -> bool:
+    def are_disjoint(self, branches: list[Schema], place: str) -> bool:
         """Whether the rewritten schemas clearly have no value in common: by types, values, or the values of a property
         that both require."""
         listed = dict[str, tuple[int, Any]]()  # branch and value, by canonical text
-        objects = list[tuple[int, dict[str, Any]]]()
-        kinds = list[tuple[int, dict[str, Any]]]()
+        objects = list[tuple[int, Schema]]()
+        kinds = list[tuple[int, Schema]]()
         for index, branch in enumerate(branches):
             for variant in self.variants_of(branch, place):
                 if not variant or "anyOf" in variant:
@@ -186,16 +188,16 @@ class _Rewriter:
         have_names = self.have_a_discriminator(objects, place) or self.are_apart_in_pairs(objects, place)
         return have_names and self.are_apart_in_pairs(kinds, place)
 
-    def variants_of(self, branch: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
+    def variants_of(self, branch: Schema, place: str) -> Iterator[Schema]:
         for variant in self.resolved(branch, place, "oneOf").get("anyOf", [branch]):
             yield self.resolved(variant, place, "oneOf")
 
-    def have_a_discriminator(self, objects: list[tuple[int, dict[str, Any]]], place: str) -> bool:
+    def have_a_discriminator(self, objects: list[tuple[int, Schema]], place: str) -> bool:
         """Whether the values of some property tell the branches of these objects apart."""
         names = objects[0][1].get("required", []) if objects else []
         return any(self.is_discriminator(name, objects, place) for name in names)
 
-    def is_discriminator(self, name: str, objects: list[tuple[int, dict[str, Any]]], place: str) -> bool:
+    def is_discriminator(self, name: str, objects: list[tuple[int, Schema]], place: str) -> bool:
         branches = dict[str, int]()  # by canonical text of a value of the property
         for index, variant in objects:
             required = variant.get("required", [])
@@ -207,7 +209,7 @@ class _Rewriter:
                 return False
         return True
 
-    def are_apart_in_pairs(self, kinds: list[tuple[int, dict[str, Any]]], place: str) -> bool:
+    def are_apart_in_pairs(self, kinds: list[tuple[int, Schema]], place: str) -> bool:
         return all(
             self.are_apart(left, right, place)
             for number, (index, left) in enumerate(kinds)
@@ -215,7 +217,7 @@ class _Rewriter:
             if index != other
         )
 
-    def are_apart(self, left: dict[str, Any], right: dict[str, Any], place: str) -> bool:
+    def are_apart(self, left: Schema, right: Schema, place: str) -> bool:
         """Whether two schemas without unions and values clearly have no value in common."""
         self.work.charge(place, 1 + len(left.get("required", [])) + len(right.get("required", [])))
         if left["type"] != right["type"]:
@@ -227,7 +229,7 @@ class _Rewriter:
             for first, second in pairs
         )
 
-    def resolved(self, schema: dict[str, Any], place: str, name: str) -> dict[str, Any]:
+    def resolved(self, schema: Schema, place: str, name: str) -> Schema:
         """Returns a rewritten schema with its top-level references resolved."""
         num_references = 0
         while "$ref" in schema:
@@ -239,7 +241,7 @@ class _Rewriter:
             schema = target
         return schema
 
-    def both(self, first: dict[str, Any], second: dict[str, Any], place: str, name: str) -> dict[str, Any]:
+    def both(self, first: Schema, second: Schema, place: str, name: str) -> Schema:
         """Returns the intersection of two rewritten schemas. `name`: the keyword that requires it."""
         self.work.charge(place, STEPS_OF_SCHEMA)
         if not first or not second or self.are_equal(first, second, place):
@@ -266,7 +268,7 @@ class _Rewriter:
             return len(first) == len(second) and all(self.are_equal(*pair, place) for pair in pairs)
         return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
-    def join(self, first: dict[str, Any], second: dict[str, Any], place: str, name: str) -> dict[str, Any]:
+    def join(self, first: Schema, second: Schema, place: str, name: str) -> Schema:
         variants = [
             [self.resolved(variant, place, name) for variant in side.get("anyOf", [side])]
             for side in (self.resolved(first, place, name), self.resolved(second, place, name))
@@ -288,7 +290,7 @@ class _Rewriter:
             raise Unsupported(place, name, "and what is beside it allow nothing together")
         return self.any_of(schemas, place)
 
-    def pair(self, left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
+    def pair(self, left: Schema, right: Schema, place: str, name: str) -> Schema | None:
         """Returns the intersection of two schemas without unions; None if it is empty."""
         self.work.charge(place)
         if "enum" in right:
@@ -311,20 +313,20 @@ class _Rewriter:
             return self.pair_arrays(left, right, place, name)
         return _pair_bounds(left, right, place, name)
 
-    def pair_values(self, left: dict[str, Any], right: dict[str, Any], place: str) -> dict[str, Any] | None:
+    def pair_values(self, left: Schema, right: Schema, place: str) -> Schema | None:
         left_values = self.values_of(left)
         right_values = self.values_of(right)
         self.work.charge(place, len(left_values))
         values = {text: value for text, value in left_values.items() if text in right_values}
         return self.enum(values) if values else None
 
-    def pair_objects(self, left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
+    def pair_objects(self, left: Schema, right: Schema, place: str, name: str) -> Schema | None:
         if "propertyNames" in left or "propertyNames" in right:
             raise Unsupported(place, name, "beside propertyNames is not supported")
         required = dict.fromkeys([*left.get("required", []), *right.get("required", [])])
         for side in (left, right):
             self.work.charge(place, len(side.get("properties", {})) + len(side.get("required", [])))
-        properties: dict[str, Any] = {}
+        properties: Schema = {}
         for key in dict.fromkeys([*left.get("properties", {}), *right.get("properties", {})]):
             sides = [side.get("properties", {}).get(key, side["additionalProperties"]) for side in (left, right)]
             if False in [side for side in sides if isinstance(side, bool)]:
@@ -363,10 +365,10 @@ class _Rewriter:
             "additionalProperties": rest,
         }
 
-    def pair_arrays(self, left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
+    def pair_arrays(self, left: Schema, right: Schema, place: str, name: str) -> Schema | None:
         length = max(len(side.get("prefixItems", [])) for side in (left, right))
 
-        def item(side: dict[str, Any], index: int) -> Any:
+        def item(side: Schema, index: int) -> Any:
             prefix = side.get("prefixItems", [])
             return prefix[index] if index < len(prefix) else side.get("items", {})
 
@@ -390,7 +392,7 @@ class _Rewriter:
         result = {"type": "array", **bounds, **({"prefixItems": prefix} if prefix else {})}
         return result if items == {} else {**result, "items": items}
 
-    def holds(self, value: Any, schema: dict[str, Any], place: str, name: str, depth: int = 0) -> bool:
+    def holds(self, value: Any, schema: Schema, place: str, name: str, depth: int = 0) -> bool:
         """Whether a value obeys a rewritten schema."""
         self.work.charge(place, 2)
         if depth > MOST_DEPTH:
@@ -433,7 +435,7 @@ class _Rewriter:
             return fits and _in_bounds(value, schema, "minimum", "maximum")
         return True
 
-    def types(self, keywords: Mapping[str, Any], place: str) -> list[str]:
+    def types(self, keywords: Keywords, place: str) -> list[str]:
         type_ = keywords.get("type", list(TYPES))
         kinds = [type_] if isinstance(type_, str) else type_
         if isinstance(kinds, list):
@@ -442,7 +444,7 @@ class _Rewriter:
             raise Unsupported(place, "type", f"is {quote(type_)}; it must be one or some of {', '.join(KEYWORDS)}")
         return [kind for kind in dict.fromkeys(kinds) if kind != "integer" or "number" not in kinds]
 
-    def typed(self, keywords: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def typed(self, keywords: Keywords, place: str, depth: int) -> Schema:
         kinds = self.types(keywords, place)
         if not any(name in HONOURED for name in keywords) and "type" not in keywords:
             return {}
@@ -452,7 +454,7 @@ class _Rewriter:
             kinds = ["integer" if kind == "number" else kind for kind in kinds]
         return self.any_of([self.variant(kind, keywords, place, depth) for kind in kinds], place)
 
-    def variant(self, kind: str, keywords: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def variant(self, kind: str, keywords: Keywords, place: str, depth: int) -> Schema:
         self.work.charge(place, 2)
         keywords = {name: keywords[name] for name in KEYWORDS[kind] if name in keywords}
         if kind in ("integer", "number"):
@@ -462,7 +464,7 @@ class _Rewriter:
         check = {"object": self.object, "array": self.array, "string": self.string}[kind]
         return {"type": kind, **check(keywords, place, depth)}
 
-    def object(self, keywords: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def object(self, keywords: Keywords, place: str, depth: int) -> Schema:
         properties = keywords.get("properties", {})
         required = keywords.get("required", [])
         if not isinstance(properties, Mapping):
@@ -497,7 +499,7 @@ class _Rewriter:
         result["additionalProperties"] = more
         return result
 
-    def names_of(self, schema: Any, place: str, depth: int) -> dict[str, Any]:
+    def names_of(self, schema: Any, place: str, depth: int) -> Schema:
         """Returns the schema of names, which are strings."""
         place = f"{place}/propertyNames"
         result = self.both({"type": "string"}, self.visit(schema, place, depth + 1), place, "propertyNames")
@@ -505,7 +507,7 @@ class _Rewriter:
             raise Unsupported(place, "anyOf")
         return result
 
-    def array(self, keywords: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def array(self, keywords: Keywords, place: str, depth: int) -> Schema:
         result = _counts(keywords, place, "Items")
         prefix = keywords.get("prefixItems", [])
         items = keywords.get("items", True)
@@ -519,7 +521,7 @@ class _Rewriter:
             result["items"] = False if items is False else self.visit(items, f"{place}/items", depth + 1)
         return result
 
-    def string(self, keywords: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def string(self, keywords: Keywords, place: str, depth: int) -> Schema:
         result = {**keywords, **_counts(keywords, place, "Length")}
         if "format" in keywords and keywords["format"] not in [*FORMATS]:
             raise Unsupported(place, "format", f"{quote(keywords['format'])} is not supported")
@@ -533,7 +535,7 @@ class _Rewriter:
             result["pattern"] = whole(keywords["pattern"], place)
         return result
 
-    def number(self, keywords: Mapping[str, Any], place: str, kind: str) -> dict[str, Any]:
+    def number(self, keywords: Keywords, place: str, kind: str) -> Schema:
         for name, value in keywords.items():
             check_number(value, place, name)
             if name != "multipleOf":
@@ -570,7 +572,7 @@ class _Rewriter:
         return self.names[pointer]
 
 
-def _pair_bounds(left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
+def _pair_bounds(left: Schema, right: Schema, place: str, name: str) -> Schema | None:
     """Returns the narrower bounds; None if they exclude every value. Other keywords must be equal, or on one side
     only."""
     bounds = {**left, **right}
@@ -593,7 +595,7 @@ def _pair_bounds(left: dict[str, Any], right: dict[str, Any], place: str, name: 
     return bounds
 
 
-def _in_bounds(number: float, schema: dict[str, Any], low: str, high: str) -> bool:
+def _in_bounds(number: float, schema: Schema, low: str, high: str) -> bool:
     return bool(schema.get(low, -math.inf) <= number <= schema.get(high, math.inf))
 
 
@@ -656,7 +658,7 @@ def check_bound(value: float, kind: str, place: str, name: str) -> None:
         raise Unsupported(place, name, f"is {value}, which is no double; choose {nearest}")
 
 
-def _with_evaluated(keywords: dict[str, Any]) -> dict[str, Any]:
+def _with_evaluated(keywords: Schema) -> Schema:
     """Replaces `unevaluated...` by `items` and `additionalProperties`, which mean the same unless another keyword
     applies schemas."""
     if any(name in keywords for name in APPLICATORS):
@@ -671,7 +673,7 @@ def _allows_everything(schema: Any) -> bool:
     return schema is True or schema == {}  # 1 equals True in Python, and is no schema
 
 
-def _without_effect(keywords: dict[str, Any], place: str) -> dict[str, Any]:
+def _without_effect(keywords: Schema, place: str) -> Schema:
     """Removes keywords that have no effect."""
     idle: dict[str, bool] = {
         "$id": place == "",
@@ -733,7 +735,7 @@ def _syntax(pattern: str) -> Iterator[tuple[int, str]]:
             yield index, character
 
 
-def _counts(keywords: Mapping[str, Any], place: str, kind: str) -> dict[str, Any]:
+def _counts(keywords: Keywords, place: str, kind: str) -> Schema:
     """Returns the bounds of a number of `kind`: Items, Length or Properties."""
     counts = {}
     for name in (f"min{kind}", f"max{kind}"):

@@ -49,7 +49,7 @@ from slipstream.serve.http.schemas import (
     TokenizeBody,
     read_body,
 )
-from slipstream.serve.http.writers import ChatWriter, CompletionWriter, Writer, sse
+from slipstream.serve.http.writers import ChatWriter, CompletionWriter, sse
 from slipstream.serve.logs import REQUEST_ID
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Request as RequestOfEngine
@@ -60,6 +60,7 @@ LONG_SCORED = 256  # tokens above which a thread writes log-probabilities and tr
 Fields = dict[str, Any]  # of a body
 Endpoint = Callable[[Request], Awaitable[Response]]
 Kind = type[ChatBody] | type[CompletionBody] | type[ResponsesBody]
+Writer = ChatWriter | CompletionWriter | ResponseWriter
 Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)

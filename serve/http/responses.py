@@ -22,7 +22,7 @@ from slipstream.serve.http.logprobs import Echo, Scored, chat_logprobs
 from slipstream.serve.http.responses_body import ResponsesBody
 from slipstream.serve.request import Request
 
-Event = dict[str, Any]
+Fields = dict[str, Any]  # of JSON
 Kind = Literal["reasoning", "content", "call"]
 TOLD = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}  # names in events
 PROMPT_DETAILS = "prompt_tokens_details"
@@ -34,7 +34,7 @@ class ResponseWriter:
     """The parts of a body that are kept while it is answered, and the answer so far: a Writer (writers.py)."""
 
     ending: ClassVar[str] = ""
-    head: dict[str, Any]  # fields of the Response that do not change
+    head: Fields  # fields of the Response that do not change
     stream: bool
     stop: Sequence[str]
     requests: Sequence[Request]  # one
@@ -54,33 +54,33 @@ class ResponseWriter:
         num_spec_tokens = frontend.num_spec_tokens if body.asked_speculation.enabled else 0
         return cls(head, body.stream, body.stop, requests, answers, writer, num_spec_tokens)
 
-    def whole(self, answers: Sequence[Delta], completion: Completion) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Delta], completion: Completion) -> Fields:
         """`answers`: all of the one choice."""
         [answer] = answers
         self.writer.take(answer)
         return self._ended(completion)
 
-    def opening(self) -> list[Event]:
+    def opening(self) -> list[Fields]:
         """Returns the events before any text."""
         response = self._response("in_progress")
         return [self.writer.event(name, response=response) for name in ("created", "in_progress")]
 
-    def pieces(self, delta: Delta) -> list[Event]:
+    def pieces(self, delta: Delta) -> list[Fields]:
         return self.writer.take(delta)
 
-    def closing(self, completion: Completion) -> list[Event]:
+    def closing(self, completion: Completion) -> list[Fields]:
         """Returns the last event."""
         response = self._ended(completion)
         return [self.writer.event(response["status"], response=response)]
 
-    def failed(self, error: ApiError) -> list[Event]:
+    def failed(self, error: ApiError) -> list[Fields]:
         """Returns the last events of an answer that fails."""
         codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
         fault = {"code": codes.get(error.status, "server_error"), "message": error.message}
         closing = self.writer.close("incomplete")
         return [*closing, self.writer.event("failed", response=self._response("failed", error=fault))]
 
-    def _ended(self, completion: Completion) -> dict[str, Any]:
+    def _ended(self, completion: Completion) -> Fields:
         """Returns the Response with its usage, after the last piece."""
         usage = completion.usage(1)
         # The cache gets the tokens that were not read from it.
@@ -97,12 +97,12 @@ class ResponseWriter:
             return self._response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **totals)
         return self._response("completed", completed_at=int(time.time()), **totals)
 
-    def _response(self, status: str, **changes: Any) -> dict[str, Any]:
+    def _response(self, status: str, **changes: Any) -> Fields:
         empty = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage", "metrics"))
         return {**self.head, "status": status, "output": list(self.writer.items), **empty, **changes}
 
 
-def settings(body: ResponsesBody, request: Request) -> dict[str, Any]:
+def settings(body: ResponsesBody, request: Request) -> Fields:
     """Returns the request's options with their defaults, which OpenAI repeats in the answer."""
     return {
         "background": False,
@@ -129,9 +129,9 @@ class OpenItem:
     """An output item in progress. `head`: its fields except its content."""
 
     kind: Kind
-    head: dict[str, Any]
+    head: Fields
     texts: list[str] = field(default_factory=list)
-    entries: list[dict[str, Any]] = field(default_factory=list)  # log-probabilities of its tokens
+    entries: list[Fields] = field(default_factory=list)  # log-probabilities of its tokens
 
     @classmethod
     def of(cls, piece: Piece) -> "OpenItem":
@@ -144,7 +144,7 @@ class OpenItem:
         return cls("content", {"id": f"msg_{name}", "type": "message", "role": "assistant"})
 
     @property
-    def content(self) -> dict[str, Any]:
+    def content(self) -> Fields:
         """The content of the item, as its last event has it."""
         text = "".join(self.texts)
         if self.kind == "call":
@@ -152,10 +152,10 @@ class OpenItem:
         return {"text": text, **({"logprobs": self.entries} if self.kind == "content" else {})}
 
     @property
-    def part(self) -> dict[str, Any]:
+    def part(self) -> Fields:
         return {"type": TOLD[self.kind], **({"annotations": []} if self.kind == "content" else {}), **self.content}
 
-    def item(self, status: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def item(self, status: str, parts: Sequence[Fields]) -> Fields:
         body = self.content if self.kind == "call" else {"content": list(parts)}
         return {**self.head, "status": status, **body}
 
@@ -165,7 +165,7 @@ class ItemWriter:
 
     def __init__(self, logprobs: int | None, texts: TokenTexts) -> None:
         """`logprobs`: likeliest tokens to list for each token of the text; None: no log-probabilities."""
-        self.items: list[dict[str, Any]] = []  # finished items
+        self.items: list[Fields] = []  # finished items
         self.is_cut = False  # the answer ended at max_output_tokens
         self._logprobs = logprobs
         self._texts = texts
@@ -174,13 +174,13 @@ class ItemWriter:
         self._scored: list[Scored] = []  # all tokens so far
         self._num_told = 0  # tokens that belong to a text so far, and all before them
 
-    def event(self, name: str, **fields: Any) -> Event:
+    def event(self, name: str, **fields: Any) -> Fields:
         self._num_events += 1
         return {"type": f"response.{name}", "sequence_number": self._num_events - 1, **fields}
 
-    def take(self, delta: Delta) -> list[Event]:
+    def take(self, delta: Delta) -> list[Fields]:
         """Writes the next pieces of the answer and returns their events."""
-        events = list[Event]()
+        events = list[Fields]()
         self._scored += delta.scored
         for piece in joined(delta.pieces):
             kind: Kind = "call" if isinstance(piece, CallPiece) else piece.kind
@@ -199,7 +199,7 @@ class ItemWriter:
             events += self.close("incomplete" if self.is_cut else "completed")
         return events
 
-    def close(self, status: str) -> list[Event]:
+    def close(self, status: str) -> list[Fields]:
         """Ends the open item, if there is one, and returns its events."""
         if self._open is None:
             return []
@@ -213,7 +213,7 @@ class ItemWriter:
             events.append(self.event("content_part.done", **place, part=open_item.part))
         return [*events, self.event("output_item.done", output_index=place["output_index"], item=item)]
 
-    def _begin(self, piece: Piece) -> list[Event]:
+    def _begin(self, piece: Piece) -> list[Fields]:
         open_item = self._open = OpenItem.of(piece)
         item = open_item.item("in_progress", [])
         place = self._place
@@ -222,7 +222,7 @@ class ItemWriter:
             events.append(self.event("content_part.added", **place, part=open_item.part))
         return events
 
-    def _write(self, text: str, entries: list[dict[str, Any]]) -> list[Event]:
+    def _write(self, text: str, entries: list[Fields]) -> list[Fields]:
         assert self._open is not None
         self._open.texts.append(text)
         self._open.entries += entries
@@ -232,13 +232,13 @@ class ItemWriter:
         return [self.event(f"{TOLD[self._open.kind]}.delta", **self._place, delta=text, **logprobs)]
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _place(self) -> Fields:
         """The fields that locate the open item and its content part."""
         assert self._open is not None
         place = {"item_id": self._open.head["id"], "output_index": len(self.items)}
         return place if self._open.kind == "call" else {**place, "content_index": 0}
 
-    def _entries(self, delta: Delta, run: TextPiece) -> list[dict[str, Any]]:
+    def _entries(self, delta: Delta, run: TextPiece) -> list[Fields]:
         """Returns the log-probabilities of a run of text. Some of its tokens may have come before it, if they looked
         like the beginning of a call."""
         if self._logprobs is None:

@@ -29,6 +29,7 @@ from slipstream.serve.http.schemas import (
 )
 from slipstream.serve.request import Grammar
 
+Fields = dict[str, Any]  # of JSON
 LOGPROBS = "message.output_text.logprobs"
 # Reasoning is sent as plain text, which a client can send back, so nothing needs to be encrypted.
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
@@ -86,7 +87,7 @@ class TextOptions(Options):
     neutral = {"verbosity": ("medium",)}
     place = "text"
 
-    format: dict[str, Any] | None = None
+    format: Fields | None = None
 
 
 class ResponseStreamOptions(Options):
@@ -126,7 +127,7 @@ class Turns:
         fields = self._known(item, {"type", *understood}, OF_ANY_ITEM | neutral, path)
         getattr(self, f"_add_{kind}")(fields, path)
 
-    def _add_message(self, item: dict[str, Any], path: str) -> None:
+    def _add_message(self, item: Fields, path: str) -> None:
         role = item.get("role")
         if role not in ROLES:
             raise ApiError(400, f"{path}.role is {quote(role)}; it must be one of {', '.join(ROLES)}", f"{path}.role")
@@ -137,12 +138,12 @@ class Turns:
         answer = self._answer(follows=False)
         answer["content"] += text
 
-    def _add_reasoning(self, item: dict[str, Any], path: str) -> None:
+    def _add_reasoning(self, item: Fields, path: str) -> None:
         text = self._text(item.get("content", ""), f"{path}.content", {"reasoning_text": "text"})
         answer = self._answer(follows=False)
         answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
-    def _add_function_call(self, item: dict[str, Any], path: str) -> None:
+    def _add_function_call(self, item: Fields, path: str) -> None:
         try:
             function = read_called(item, path)
         except ToolError as error:
@@ -150,7 +151,7 @@ class Turns:
         call = {"id": call_id(item, path), "type": "function", "function": function}
         self._answer(follows=True).setdefault("tool_calls", []).append(call)
 
-    def _add_function_call_output(self, item: dict[str, Any], path: str) -> None:
+    def _add_function_call_output(self, item: Fields, path: str) -> None:
         text = self._text(item.get("output"), f"{path}.output")
         message = {"role": "tool", "tool_call_id": call_id(item, path), "content": text}
         name = item.get("name")
@@ -190,11 +191,11 @@ class Turns:
             texts.append(text)
         return "".join(texts)
 
-    def _known(self, value: dict[str, Any], understood: set[str], neutral: Neutral, path: str) -> dict[str, Any]:
+    def _known(self, value: Fields, understood: set[str], neutral: Neutral, path: str) -> Fields:
         return understood_fields(value, understood, neutral, f"{path}.", ignore_unknown=self._ignore_unknown)
 
 
-def call_id(item: dict[str, Any], path: str) -> str:
+def call_id(item: Fields, path: str) -> str:
     value = item.get("call_id")
     if not isinstance(value, str) or not value:
         raise ApiError(400, f"{path}.call_id is missing; it must be a string", f"{path}.call_id")
@@ -217,7 +218,7 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = None
     max_output_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
     tools: list[Any] = []
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | Fields | None = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = ReasoningOptions()
     text: TextOptions = TextOptions()
@@ -226,11 +227,11 @@ class ResponsesBody(SamplingBody):
     metadata: dict[str, str] = {}
     user: str | None = None
     stream_options: ResponseStreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Fields = {}
 
     @model_validator(mode="before")
     @classmethod
-    def check_names(cls, body: dict[str, Any]) -> dict[str, Any]:
+    def check_names(cls, body: Fields) -> Fields:
         for name, field in NAMES_IN_CHAT.items():
             if body.get(name) is not None:
                 raise ApiError(400, f"{name} is a field of other endpoints; send {field}", name)

@@ -29,6 +29,7 @@ from slipstream.serve.http import limits
 from slipstream.serve.http.limits import ApiError
 from slipstream.serve.request import MOST_LOGPROBS, Grammar, Speculation
 
+Values = dict[str, Any]  # of JSON
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI for /v1/completions; a chat answer may fill the context
 MESSAGE_FIELDS = {"role", "content", "name", "refusal"}
 FIELDS_OF_ROLE = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}
@@ -36,7 +37,7 @@ FIELDS_OF_ROLE = {"assistant": {"tool_calls", "reasoning_content", "reasoning"},
 # Fields of OpenAI and other servers that are not implemented, with the values that have no effect: clients send them by
 # default. null is always accepted; None here means that any value is. Other values are refused by name.
 Neutral = dict[str, tuple[Any, ...] | None]
-UnderstoodFields = Callable[[dict[str, Any], set[str], Neutral, str], dict[str, Any]]
+UnderstoodFields = Callable[[Values, set[str], Neutral, str], Values]
 
 NEUTRAL_OF_OPENAI: Neutral = {
     "metadata": None,
@@ -100,8 +101,8 @@ NEUTRAL_IN_MESSAGE: Neutral = {  # fields of an answer that a client sends back 
 
 
 def understood_fields(
-    body: dict[str, Any], understood: set[str], neutral: Neutral, path: str = "", *, ignore_unknown: bool = False
-) -> dict[str, Any]:
+    body: Values, understood: set[str], neutral: Neutral, path: str = "", *, ignore_unknown: bool = False
+) -> Values:
     """Returns the understood fields of `body` that are not null. Raises ApiError naming an unsupported field and,
     unless these are ignored, an unknown field."""
     unknown = sorted(body.keys() - understood - neutral.keys())
@@ -161,7 +162,7 @@ def known_message(message: Any, path: str, ignore_unknown: bool) -> Any:
     return with_calls({name: entry for name, entry in message.items() if name in understood}, path, ignore_unknown)
 
 
-def with_calls(message: dict[str, Any], path: str, ignore_unknown: bool) -> dict[str, Any]:
+def with_calls(message: Values, path: str, ignore_unknown: bool) -> Values:
     """Reads the calls of an assistant's message and checks the call id of a tool's."""
     if not isinstance(message.get("tool_call_id"), str | None):
         raise ApiError(400, f"{path}.tool_call_id must be a string", f"{path}.tool_call_id")
@@ -246,7 +247,7 @@ class Fields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def check_fields(cls, body: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    def check_fields(cls, body: Values, info: ValidationInfo) -> Values:
         return understood_fields(body, set(cls.model_fields), cls.neutral, ignore_unknown=ignores_unknown(info))
 
 
@@ -303,7 +304,7 @@ class SamplingBody(Fields):
         list[str], PlainValidator(partial(read_strings, field="bad_words", limit=limits.MAX_BAD_WORDS))
     ] = []
     # Grammars of the answer, as vLLM and SGLang name them; see `grammar_of`.
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: Values | None = None
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | None = None
@@ -338,7 +339,7 @@ class Body(SamplingBody):
 
     stream_options: StreamOptions | None = None
     max_tokens: NumTokens | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Values | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES_PER_PROMPT)] = 1
     return_token_ids: bool = False  # vLLM's: `token_ids` beside the text of a choice
     # vLLM's: number of likeliest tokens to list for each token of the prompt.
@@ -381,9 +382,9 @@ class ChatBody(Body):
     messages: Annotated[list[Message], BeforeValidator(read_messages)]
     max_completion_tokens: NumTokens | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Values = {}
     tools: list[Any] = []
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | Values | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     include_reasoning: bool = True
@@ -446,7 +447,7 @@ def grammar_of(body: SamplingBody, *, ignore_unknown: bool = False) -> tuple[Gra
     return grammars[0] if grammars else None
 
 
-def _grammars_of_format(value: dict[str, Any], read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
+def _grammars_of_format(value: Values, read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
     kind = value.get("type")
     path = "response_format"
     if kind in ("text", "json_object"):
@@ -485,7 +486,7 @@ def structural_tag(value: Any, path: str, read_fields: UnderstoodFields) -> Gram
     return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag["format"]}))
 
 
-def triggered_tags(structures: Any, triggers: Any, path: str, read_fields: UnderstoodFields) -> dict[str, Any]:
+def triggered_tags(structures: Any, triggers: Any, path: str, read_fields: UnderstoodFields) -> Values:
     is_list = isinstance(structures, list) and structures
     names = {"begin", "schema", "end"}
     if not is_list or not all(isinstance(structure, dict) and names <= structure.keys() for structure in structures):
@@ -504,7 +505,7 @@ def triggered_tags(structures: Any, triggers: Any, path: str, read_fields: Under
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _structured_outputs(value: dict[str, Any], read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
+def _structured_outputs(value: Values, read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
     """Returns the grammars of vLLM's `structured_outputs` and their fields."""
     path = "structured_outputs"
     grammars = list[tuple[Grammar, str]]()
@@ -538,7 +539,7 @@ class TokenizeBody(Fields):
     messages: Annotated[list[Message], BeforeValidator(read_messages)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Values = {}
     tools: list[Any] = []
     return_token_strs: bool = False
 
@@ -558,7 +559,7 @@ class DetokenizeBody(Fields):
 AnyBody = TypeVar("AnyBody", bound=Fields)
 
 
-def read_body(kind: type[AnyBody], fields: dict[str, Any], *, ignore_unknown: bool = False) -> AnyBody:
+def read_body(kind: type[AnyBody], fields: Values, *, ignore_unknown: bool = False) -> AnyBody:
     """Reads a body. Raises ApiError for the first fault, naming its field."""
     try:
         return kind.model_validate(fields, context={"ignore_unknown": ignore_unknown})

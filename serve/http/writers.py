@@ -1,11 +1,15 @@
-"""Writes answers as OpenAI's objects and events: chats and completions here, /v1/responses in responses.py."""
+"""Writes answers as OpenAI's objects and events: chats and completions here, /v1/responses in responses.py.
+
+A writer writes the answer of one call, whole or as the events of a stream: `opening` before any text, `pieces` of each
+delta, `closing` after all text, or `failed`; and then its `ending`.
+"""
 
 import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from slipstream.serve.chat.answers import AnswerFormat
 from slipstream.serve.chat.parser import CallPiece
@@ -24,47 +28,7 @@ from slipstream.serve.http.logprobs import (
 from slipstream.serve.http.schemas import ChatBody, CompletionBody
 from slipstream.serve.request import Request
 
-Event = dict[str, Any]
-
-
-class Writer(Protocol):
-    """Writes the answer of one call, whole or as the events of a stream."""
-
-    ending: ClassVar[str]  # of a stream, after its last event
-
-    @property
-    def stream(self) -> bool: ...
-
-    @property
-    def stop(self) -> Sequence[str]: ...
-
-    @property
-    def requests(self) -> Sequence[Request]: ...
-
-    @property
-    def answers(self) -> AnswerFormat: ...
-
-    @property
-    def echoes(self) -> Sequence[Echo]:
-        """The prompts that the choices repeat, if they do."""
-
-    @property
-    def prompt_logprobs(self) -> int | None: ...
-
-    def whole(self, answers: Sequence[Delta], completion: Completion) -> Event:
-        """Returns the whole answer. `answers`: all text of each choice."""
-
-    def opening(self) -> list[Event]:
-        """Returns the events before any text."""
-
-    def pieces(self, delta: Delta) -> list[Event]:
-        """Returns the events of a delta."""
-
-    def closing(self, completion: Completion) -> list[Event]:
-        """Returns the events after all text."""
-
-    def failed(self, error: ApiError) -> list[Event]:
-        """Returns the last events of an answer that fails."""
+Fields = dict[str, Any]  # of JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,40 +87,41 @@ class ChoicesWriter:
             wants_token_ids=body.return_token_ids,
         )
 
-    def whole(self, answers: Sequence[Delta], completion: Completion) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Delta], completion: Completion) -> Fields:
+        """Returns the whole answer. `answers`: all text of each choice."""
         choices = [self.choice(answer) for answer in answers]
         return {**self.head(self.kind), "choices": choices, **self.counts(completion)}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Fields]:
         return []
 
-    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+    def pieces(self, delta: Delta) -> list[Fields]:
         return [self.event([self.choice(delta)], delta.num_tokens)]
 
-    def closing(self, completion: Completion) -> list[dict[str, Any]]:
+    def closing(self, completion: Completion) -> list[Fields]:
         return [{**self.event([]), **self.counts(completion)}] if self.include_usage else []
 
-    def counts(self, completion: Completion) -> dict[str, Any]:
+    def counts(self, completion: Completion) -> Fields:
         """Returns OpenAI's usage and vLLM's metrics."""
         return {"usage": completion.usage(self.num_choices), "metrics": completion.vllm_metrics(self.num_spec_tokens)}
 
-    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+    def failed(self, error: ApiError) -> list[Fields]:
         return [error.body]
 
-    def choice(self, answer: Delta) -> dict[str, Any]:
+    def choice(self, answer: Delta) -> Fields:
         """Returns a choice with all of `answer`."""
         raise NotImplementedError
 
-    def logprobs_of(self, scored: Sequence[Scored], k: int) -> dict[str, Any]:
+    def logprobs_of(self, scored: Sequence[Scored], k: int) -> Fields:
         """Returns the log-probabilities of tokens, with those of the `k` likeliest at the place of each."""
         raise NotImplementedError
 
-    def head(self, kind: str) -> dict[str, Any]:
+    def head(self, kind: str) -> Fields:
         seed = self.requests[0].seed
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**head, "system_fingerprint": self.fingerprint, "seed": seed}
 
-    def event(self, choices: list[dict[str, Any]], num_tokens: int = 0) -> dict[str, Any]:
+    def event(self, choices: list[Fields], num_tokens: int = 0) -> Fields:
         """Returns an event of a stream. `num_tokens`: tokens of the choice so far."""
         event = {**self.head(self.kind_of_event), "choices": choices}
         if self.include_usage:
@@ -173,7 +138,7 @@ class ChoicesWriter:
             "total_tokens": num_prompt + num_tokens,
         }
 
-    def scored_prompt_of(self, choice: Choice) -> list[dict[str, Any] | None] | None:
+    def scored_prompt_of(self, choice: Choice) -> list[Fields | None] | None:
         if choice.prompt_logprobs is None or self.prompt_logprobs is None:
             return None
         tokens = choice.request.prompt
@@ -181,9 +146,9 @@ class ChoicesWriter:
             scored_prompt(tokens, [0] * len(tokens), choice.prompt_logprobs), self.prompt_logprobs, self.texts
         )
 
-    def details(self, answer: Delta) -> dict[str, Any]:
+    def details(self, answer: Delta) -> Fields:
         """Returns the fields about single tokens."""
-        details: dict[str, Any] = {"logprobs": None}
+        details: Fields = {"logprobs": None}
         if self.logprobs is not None:
             details["logprobs"] = self.logprobs_of(answer.scored, self.logprobs)
         if self.wants_trace:
@@ -200,18 +165,18 @@ class CompletionWriter(ChoicesWriter):
     prefix = "cmpl"
     kind = kind_of_event = "text_completion"
 
-    def whole(self, answers: Sequence[Delta], completion: Completion) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Delta], completion: Completion) -> Fields:
         body = super().whole(answers, completion)
         if self.prompt_logprobs is not None:
             for choice, source in zip(body["choices"], completion.choices, strict=True):
                 choice["prompt_logprobs"] = self.scored_prompt_of(source)
         return body
 
-    def choice(self, answer: Delta) -> dict[str, Any]:
+    def choice(self, answer: Delta) -> Fields:
         reason = answer.finish_reason
         return {"index": answer.index, "text": answer.text, **self.details(answer), "finish_reason": reason}
 
-    def logprobs_of(self, scored: Sequence[Scored], k: int) -> dict[str, Any]:
+    def logprobs_of(self, scored: Sequence[Scored], k: int) -> Fields:
         return completion_logprobs(scored, k, self.texts)
 
 
@@ -223,22 +188,22 @@ class ChatWriter(ChoicesWriter):
     kind = "chat.completion"
     kind_of_event = "chat.completion.chunk"
 
-    def whole(self, answers: Sequence[Delta], completion: Completion) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Delta], completion: Completion) -> Fields:
         body = super().whole(answers, completion)
         if self.prompt_logprobs is not None:  # a chat has one prompt
             body["prompt_logprobs"] = self.scored_prompt_of(completion.choices[0])
         return body
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Fields]:
         """Returns the role of each choice."""
         first = {"role": "assistant", "content": ""}
         return [self.event([self._part(index, first)]) for index in range(len(self.requests))]
 
-    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+    def pieces(self, delta: Delta) -> list[Fields]:
         """Returns the events of a delta in the order of a message: reasoning, content, calls. The last event has the
         finish reason, which follows calls in a separate event; the last event with text has log-probabilities and
         traces."""
-        parts = list[dict[str, Any]]()
+        parts = list[Fields]()
         text = delta.text
         calls = delta.calls
         if self.shows_reasoning and delta.reasoning:
@@ -256,9 +221,9 @@ class ChatWriter(ChoicesWriter):
             choices[-1]["finish_reason"] = delta.finish_reason
         return [self.event([choice], delta.num_tokens) for choice in choices]
 
-    def choice(self, answer: Delta) -> dict[str, Any]:
+    def choice(self, answer: Delta) -> Fields:
         calls = answer.calls
-        message: dict[str, Any] = {
+        message: Fields = {
             "role": "assistant",
             "content": answer.text or (None if calls else ""),
             "refusal": None,
@@ -266,23 +231,23 @@ class ChatWriter(ChoicesWriter):
         if self.answers.has_reasoning and self.shows_reasoning:
             message |= self._reasoning(answer)
         if calls:
-            message["tool_calls"] = [whole_call(call) for call in calls]
+            message["tool_calls"] = [call.to_json() for call in calls]
         reason = answer.finish_reason
         return {"index": answer.index, "message": message, **self.details(answer), "finish_reason": reason}
 
-    def logprobs_of(self, scored: Sequence[Scored], k: int) -> dict[str, Any]:
+    def logprobs_of(self, scored: Sequence[Scored], k: int) -> Fields:
         return chat_logprobs(scored, k, self.texts)
 
-    def _reasoning(self, answer: Delta) -> dict[str, Any]:
+    def _reasoning(self, answer: Delta) -> Fields:
         """Returns the reasoning by both names that clients read."""
         return dict.fromkeys(("reasoning_content", "reasoning"), answer.reasoning or None)
 
-    def _part(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    def _part(self, index: int, delta: Fields) -> Fields:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def trace_entries(traced: Sequence[TracedToken], texts: TokenTexts) -> list[dict[str, Any]]:
-    def described(token: int | None) -> dict[str, Any]:
+def trace_entries(traced: Sequence[TracedToken], texts: TokenTexts) -> list[Fields]:
+    def described(token: int | None) -> Fields:
         return {"id": token, "token": None if token is None else texts(token)}
 
     return [
@@ -299,13 +264,9 @@ def trace_entries(traced: Sequence[TracedToken], texts: TokenTexts) -> list[dict
     ]
 
 
-def whole_call(call: CallPiece) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def call_events(call: CallPiece) -> list[dict[str, Any]]:
+def call_events(call: CallPiece) -> list[Fields]:
     """Returns a call's id and name, once and without arguments, and then its arguments."""
-    head = {"index": call.index, **whole_call(replace(call, arguments=""))}
+    head = {"index": call.index, **replace(call, arguments="").to_json()}
     more = {"index": call.index, "function": {"arguments": call.arguments}}
     return [*([head] if call.name else []), *([more] if call.arguments else [])]
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from slipstream.models.files.atomic import open_locked
 
+Fields = Mapping[str, Any]
 OPTIONS = "options"
 IDENTITY = "identity"
 REMEDY = "name another output, or add --overwrite"
@@ -28,8 +29,8 @@ class Journal:
         self,
         path: Path,
         program: str,
-        options: Mapping[str, Any],
-        identity: Mapping[str, Any] | None,
+        options: Fields,
+        identity: Fields | None,
         *,
         anew: bool = False,
     ) -> None:
@@ -74,14 +75,14 @@ class Journal:
         self._file.truncate(sum(map(len, complete_lines)))
         return head
 
-    def _check_options(self, earlier: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def _check_options(self, earlier: Fields, options: Fields) -> None:
         for name, value in options.items():
             if earlier.get(name) != value:
                 raise ValueError(
                     f"{name} is {value!r}, but {self.path} was begun with {earlier.get(name)!r}; use that, {REMEDY}"
                 )
 
-    def _check_identity(self, earlier: Mapping[str, Any] | None, identity: Mapping[str, Any] | None) -> None:
+    def _check_identity(self, earlier: Fields | None, identity: Fields | None) -> None:
         self.is_identified = earlier is not None and identity is not None
         if earlier is None or identity is None:
             return
@@ -100,10 +101,10 @@ class Journal:
                 f"{REMEDY}"
             )
 
-    def add(self, result: Mapping[str, Any]) -> None:
+    def add(self, result: Fields) -> None:
         self.results.append(dict(result))
         self._write(result)
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, line: Fields) -> None:
         self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         self._file.flush()

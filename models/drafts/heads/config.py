@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
+Values = Mapping[str, Any]  # of config.json
+
 
 class BlockSizes(NamedTuple):
     """Fields and properties of a block draft's config on which heads depend."""
@@ -54,7 +56,7 @@ class HeadConfig:
         return tuple(cls.prefix + field.name for field in fields(cls))
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Self | None:
+    def from_options(cls, options: Values) -> Self | None:
         """Reads options of training; None: they do not ask for the head."""
         return cls._read(options) if options.get(cls.option) else None
 
@@ -63,20 +65,20 @@ class HeadConfig:
         return self._write()
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self | None:
+    def from_json(cls, values: Values) -> Self | None:
         """Reads dflash_config; None: the draft lacks the head."""
         return cls._read(values) if values.get(cls.field) else None
 
-    def to_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def to_json(self, values: Values) -> dict[str, Any]:
         """The inverse; `values` are fields of the heads before it."""
         return self._write()
 
     @classmethod
-    def refuse(cls, values: Mapping[str, Any]) -> None:
+    def refuse(cls, values: Values) -> None:
         """Raises ValueError for fields of another trainer's file that the network here does not obey."""
 
     @classmethod
-    def _read(cls, values: Mapping[str, Any]) -> Self:
+    def _read(cls, values: Values) -> Self:
         names = [field.name for field in fields(cls)]
         return cls(**{name: values[cls.prefix + name] for name in names if values.get(cls.prefix + name) is not None})
 
@@ -139,14 +141,14 @@ class LiLiCorrConfig(HeadConfig):
             raise ValueError("sample_from_anchor is true, which LiLiCorr drafts are not trained with; set it to false")
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Self | None:
+    def from_options(cls, options: Values) -> Self | None:
         return options.get(cls.option)
 
     def to_options(self) -> dict[str, Any]:
         return {self.option: self}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self | None:
+    def from_json(cls, values: Values) -> Self | None:
         """Raises ValueError for a file that has some of the fields and lacks others: a default would change scores, not
         shapes."""
         missing = [name for name in cls.names() if values.get(name) is None]
@@ -155,7 +157,7 @@ class LiLiCorrConfig(HeadConfig):
         return None if missing else cls._read(values)
 
     @classmethod
-    def refuse(cls, values: Mapping[str, Any]) -> None:
+    def refuse(cls, values: Values) -> None:
         if values.get("lilicorr_enabled") is False and values.get(cls.field):
             raise ValueError(
                 "draft config: lilicorr_enabled is false, but lilicorr_candidate_topk is set; delete either"
