@@ -37,7 +37,7 @@ NEEDS: dict[str, str] = {
     "MiMoV2FlashForCausalLM": f"{SIGMOID}, values of another size than keys",
     "MiniMaxM2ForCausalLM": SIGMOID,
     "MptForCausalLM": f"{LAYER_NORM}, {NO_GATE}",
-    "NanoChatForCausalLM": f"{NO_GATE} (squared ReLU)",
+    "NanoChatForCausalLM": "norms without weights, a rotation the other way",
     "NemotronForCausalLM": f"{LAYER_NORM}, {NO_GATE}",
     "OPTForCausalLM": f"{LAYER_NORM}, {NO_GATE}",
     "OlmoForCausalLM": f"{LAYER_NORM} without weights",
