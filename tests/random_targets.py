@@ -162,9 +162,41 @@ TYPED = {**BY_LAYER, **EXPERTS, "rope_parameters": TWO_ROPES, "head_dim": 16}
 GROWTH = {**YARN_ROPE, "original_max_position_embeddings": 8, "factor": 32.0, "llama_4_scaling_beta": 0.4}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 # Name of transformers' class, which older releases may lack, and fields.
+ROUTED = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
+DEEPSEEK_MOE = {**ROUTED, "n_routed_experts": 12, "n_shared_experts": 1, "routed_scaling_factor": 1.7}
+IN_GROUPS = {"n_group": 4, "topk_group": 2, "n_shared_experts": 2}
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", {}),
     "arcee-bias": ("ArceeConfig", {"head_dim": 16, "mlp_bias": True, "attention_bias": True}),
+    "dots1": ("Dots1Config", {**DEEPSEEK_MOE, **IN_GROUPS, "head_dim": 16, "first_k_dense_replace": 1}),
+    "dots1-windows": ("Dots1Config", {**DEEPSEEK_MOE, **BY_LAYER, "norm_topk_prob": True, "attention_bias": True}),
+    "ernie-moe": ("Ernie4_5_MoeConfig", {"moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2}),
+    "ernie-moe-between": (
+        "Ernie4_5_MoeConfig",
+        {
+            **{"moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 0},
+            **{"moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2},
+        },
+    ),
+    "exaone-moe": ("ExaoneMoeConfig", {**EXPERTS, **BY_LAYER, "routed_scaling_factor": 2.5}),
+    "exaone-moe-plain": (
+        "ExaoneMoeConfig",
+        {**EXPERTS, "layer_types": ["full_attention"] * 4, "n_group": 2, "norm_topk_prob": False},
+    ),
+    "flint": ("FlintConfig", {**EXPERTS, **BY_LAYER, "head_dim": 16}),
+    "glm4-moe": ("Glm4MoeConfig", {**DEEPSEEK_MOE, "head_dim": 16, "use_qk_norm": True}),
+    "glm4-moe-groups": (
+        "Glm4MoeConfig",
+        {**DEEPSEEK_MOE, **IN_GROUPS, "attention_bias": True, "norm_topk_prob": False, "first_k_dense_replace": 2},
+    ),
+    "hy-v3": ("HYV3Config", {**EXPERTS, "head_dim": 16}),
+    "hy-v3-bias": ("HYV3Config", {**EXPERTS, "attention_bias": True, "tie_word_embeddings": True}),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    ),
+    "solar-open": ("SolarOpenConfig", {**DEEPSEEK_MOE, "head_dim": 16}),
+    "solar-open-groups": ("SolarOpenConfig", {**DEEPSEEK_MOE, **IN_GROUPS, "attention_bias": True}),
     "exaone": ("ExaoneConfig", {"rope_parameters": dict(LLAMA3_ROPE)}),
     "exaone-tied": ("ExaoneConfig", {"head_dim": 16, "tie_word_embeddings": True}),
     "flex-olmo": ("FlexOlmoConfig", OLMOE),
@@ -308,9 +340,9 @@ def roughen(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dim() == 1:
             parameter.data += (1.0 if name.endswith("sinks") else 0.2) * torch.randn_like(parameter)
-    for name, buffer in module.named_buffers():
-        if name.endswith("layer_scalar"):  # of Gemma 4
-            buffer += 0.2 * torch.randn_like(buffer)
+    for name, tensor in (*module.named_buffers(), *module.named_parameters()):
+        if name.endswith(("layer_scalar", "e_score_correction_bias")):  # of Gemma 4, of routers
+            tensor.data += 0.2 * torch.randn_like(tensor)
 
 
 def shared_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

@@ -227,7 +227,7 @@ def route_kernel(
             k = start + tl.arange(0, DEPTH)[None, :]
             x = load_inputs(x_ptr + row[:, None].to(tl.int64) * x_stride, k, row, num_rows, num_inputs, EVEN)
             weight = load_weights(weights + k, k, num_inputs, EVEN)
-            acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+            acc = tl.dot(weight, tl.trans(x).to(weight.dtype), acc, input_precision=PRECISION)
         result += acc
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -22,10 +22,10 @@ from slipstream.models.targets.config import ClampedSwiGLU, MLPSpec, MoESpec
 class Router(nn.Module):
     """Chooses the experts of each token."""
 
-    dtypes: ClassVar[Mapping[str, torch.dtype]] = {"correction": torch.float32}
-
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
+        wide = ("correction", "weight") if spec.wide_router else ("correction",)
+        self.dtypes = dict.fromkeys(wide, torch.float32)
         self.top_k = spec.top_k
         self.normalise = spec.normalise
         self.scoring = Scoring(spec.scores, spec.logit_softcap, spec.groups, spec.top_groups, spec.scale)

@@ -3,6 +3,7 @@
 Letters: E experts, I their intermediate size, H hidden, D head dim, R rotated dims of a head.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 
@@ -13,6 +14,7 @@ from slipstream.models.layers.formats.table import FORMATS
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.families import INTERLEAVED
 
+logger = logging.getLogger(__name__)
 NORM = "norm.weight"  # the final one
 SCALES = {name for format in FORMATS for name in format.scale_tensors}
 ACROSS_OUTPUTS = {name for format in FORMATS for name in format.across_outputs}
@@ -47,9 +49,21 @@ HUNYUAN = {
     "gate.wg": "gate",
     "shared_mlp": "shared_expert",
 }
+DEEPSEEK_MOE = {
+    "mlp.gate.e_score_correction_bias": "mlp.gate.correction",
+    "mlp.e_score_correction_bias": "mlp.gate.correction",
+    "mlp.shared_experts": "mlp.shared_expert",
+}
 # Architecture -> parts of its files' names and what they are here.
 NAMES: dict[str, dict[str, str]] = {
+    "Dots1ForCausalLM": DEEPSEEK_MOE,
+    "Ernie4_5_MoeForCausalLM": {
+        "mlp.moe_statics.e_score_correction_bias": "mlp.gate.correction",
+        "mlp.gate.moe_statics.e_score_correction_bias": "mlp.gate.correction",
+        "mlp.shared_experts": "mlp.shared_expert",
+    },
     "ExaoneForCausalLM": EXAONE,
+    "ExaoneMoeForCausalLM": DEEPSEEK_MOE,
     "Gemma4ForCausalLM": {
         "embed_tokens_per_layer": "per_layer_inputs.embed_tokens",
         "per_layer_model_projection": "per_layer_inputs.model_projection",
@@ -58,20 +72,32 @@ NAMES: dict[str, dict[str, str]] = {
         "router.proj": "router",
         "router.scale": "router.norm.weight",
     },
+    "FlintForCausalLM": {"self_attn.softmax_offset": "self_attn.sinks"},
     "Glm4ForCausalLM": {  # those of a Gemma layer
         "post_self_attn_layernorm": "post_attention_layernorm",
         "post_attention_layernorm": "pre_feedforward_layernorm",
         "post_mlp_layernorm": "post_feedforward_layernorm",
     },
+    "Glm4MoeForCausalLM": DEEPSEEK_MOE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeSWAForCausalLM": GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": GRANITE_MOE,
+    "HYV3ForCausalLM": {
+        "mlp.e_score_correction_bias": "mlp.gate.correction",
+        "mlp.expert_bias": "mlp.gate.correction",
+        "mlp.gate.gate": "mlp.gate",
+        "mlp.shared_mlp": "mlp.shared_expert",
+        "mlp.shared_experts": "mlp.shared_expert",
+    },
     "HunYuanDenseV1ForCausalLM": HUNYUAN,
     "HunYuanMoEV1ForCausalLM": HUNYUAN,
     "HyperCLOVAXForCausalLM": HYPERCLOVAX,
     "LlamaForCausalLM": EXAONE,  # of files that transformers wrote
+    "MiniMaxM2ForCausalLM": DEEPSEEK_MOE,
+    "SolarOpenForCausalLM": DEEPSEEK_MOE,
     "VaultGemmaForCausalLM": {"pre_feedforward_layernorm": "post_attention_layernorm"},
 }
+WITH_LATER_LAYERS = frozenset({"Glm4MoeForCausalLM", "HYV3ForCausalLM"})
 FUSED_EXPERTS = re.compile(r"\.experts\.down_proj(?=_scale_inv$|$)")
 OUTPUTS = (".o_proj", ".down_proj")
 OUTPUT_NORMS = (".post_attention_layernorm", ".post_feedforward_layernorm")
@@ -86,7 +112,8 @@ def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Ten
         tensors = {key: oriented(key, tensor, config.hidden_size) for key, tensor in tensors.items()}
     names = NAMES.get(config.architecture)
     if names is not None and (names is not HYPERCLOVAX or config.layers[0].norms == "sandwich"):
-        tensors = renamed(tensors, names)
+        tensors = {key: flat(key, tensor) for key, tensor in renamed(tensors, names).items()}
+    tensors = without_later_layers(tensors, config)
     unread = tuple(f"layers.{index}.self_attn.{name}" for index in readers(config) for name in UNREAD)
     tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(unread)} if unread else tensors
     return tensors | ones_of(config)
@@ -105,6 +132,22 @@ def adapt_values(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Te
     if config.logit_divisor != 1 and NORM in tensors:
         tensors[NORM] = (tensors[NORM].float() / config.logit_divisor).to(tensors[NORM].dtype)
     return tensors
+
+
+def flat(key: str, tensor: Tensor) -> Tensor:
+    """A router's correction as (E,), which files of ERNIE have as (1, E)."""
+    return tensor.flatten() if key.endswith(".gate.correction") else tensor
+
+
+def without_later_layers(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
+    """Leaves out the layers after the last one, in which some mixtures have heads that predict more tokens (MTP)."""
+    if config.architecture not in WITH_LATER_LAYERS:
+        return tensors
+    layers = tuple(f"layers.{index}." for index in range(config.num_layers))
+    later = {key.split(".")[1] for key in tensors if key.startswith("layers.") and not key.startswith(layers)}
+    if later:
+        logger.info("layers %s of the files predict more tokens (MTP); they are not used", ", ".join(sorted(later)))
+    return {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or key.startswith(layers)}
 
 
 def ones_of(config: TargetSpec) -> dict[str, Tensor]:

@@ -313,6 +313,8 @@ class MoESpec:
     """How many groups."""
     scale: float = 1.0
     """Factor of the weights."""
+    wide_router: bool = False
+    """The router's weights are in fp32, whatever the network's dtype."""
     transposed: bool = False
     """In files the experts of a layer are one tensor (E, inputs, outputs) in which gate and up alternate (gpt-oss)."""
 
@@ -602,12 +604,12 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "MLPAct
         return [None] * count
     assert activation != "relu2", "experts have gates"
     is_gpt_oss = architecture == "GptOssForCausalLM"
-    has_hf_name = "num_experts" in values
+    name = family.count or ("num_experts" if "num_experts" in values else "num_local_experts")
     counts = {name: values[name] for name in ("num_experts", "num_local_experts") if name in values}
     if len(set(counts.values())) > 1:
         raise ValueError(f"config.json says how many experts there are twice: {counts}; delete the wrong one")
     spec = MoESpec(
-        num_experts=families.count_of(values, "num_experts" if has_hf_name else "num_local_experts"),
+        num_experts=families.count_of(values, name),
         top_k=1,
         intermediate_size=families.count_of(values, family.size),
         normalise=not family.normalise or bool(values.get(family.normalise)),
@@ -615,6 +617,12 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "MLPAct
         shared_gate=family.shared_gate,
         activation=clamped_swiglu(values) if is_gpt_oss else None if activation == "silu" else activation,
         bias=is_gpt_oss,
+        scores=family.scores,
+        correction=family.correction,
+        groups=families.count_of(values, "n_group") if family.grouped else 1,
+        top_groups=families.count_of(values, "topk_group") if family.grouped else 1,
+        scale=families.number_of(values, family.scale) if family.scale else 1.0,
+        wide_router=family.wide_router,
         transposed=is_gpt_oss,
     )
     dense = dense_layers(values, family)
@@ -637,6 +645,12 @@ def numbers_of_experts(values: Mapping[str, Any], name: str) -> list[int]:
 
 def shared_size_of(values: Mapping[str, Any], family: families.Mixture) -> int:
     """Returns the intermediate size of the shared expert; 0 where there is none."""
+    if family.shared_experts:
+        count = values.get(family.shared_experts)
+        is_none = count is None or count == 0
+        return (
+            0 if is_none else families.count_of(values, family.shared_experts) * families.count_of(values, family.size)
+        )
     name = family.shared
     may_lack = not family.shared_gate and values.get(name) == 0
     return families.count_of(values, name) if name and not may_lack else 0
@@ -648,6 +662,14 @@ def dense_layers(values: Mapping[str, Any], family: families.Mixture) -> set[int
     if family.layers == "by_step":
         step = values.get("decoder_sparse_step") or 1
         return {layer for layer in layers if (layer + 1) % step} | set(values.get("mlp_only_layers") or ())
+    if family.layers == "after_first":
+        first = values.get("first_k_dense_replace")
+        return set(range(0 if first == 0 else families.count_of(values, "first_k_dense_replace")))
+    if family.layers == "between":
+        step = families.count_of(values, "moe_layer_interval")
+        last = values["moe_layer_end_index"]
+        span = range(values["moe_layer_start_index"], len(layers) if last == -1 else last + 1)
+        return {layer for layer in layers if layer not in span or (layer + 1) % step}
     kinds = values.get("mlp_layer_types")
     if family.layers == "all" or kinds is None:
         return set()

@@ -132,15 +132,29 @@ class Mixture:
     """Of one expert."""
     top_k: str = "num_experts_per_tok"
     """How many a token takes; a list where layers differ."""
+    count: str = ""
+    """How many experts there are; empty: `num_experts` or `num_local_experts`."""
     normalise: str = ""
     """Whether the weights of the chosen experts are divided by their sum; empty: they are."""
     shared: str = ""
     """Size of an expert that every token takes; empty: there is none."""
+    shared_experts: str = ""
+    """How many experts of `size` every token takes, in place of `shared`."""
     shared_gate: bool = False
     """That expert has a gate."""
-    layers: Literal["all", "by_step", "by_type"] = "all"
-    """The layers that have experts: all, those that `decoder_sparse_step` and `mlp_only_layers` leave, or those that
-    `mlp_layer_types` calls sparse."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False
+    """A bias is added to the scores for the choice alone."""
+    wide_router: bool = False
+    """Its weights are in fp32."""
+    grouped: bool = False
+    """`n_group` and `topk_group` are read."""
+    scale: str = ""
+    """Factor of the weights; empty: 1."""
+    layers: Literal["all", "by_step", "by_type", "after_first", "between"] = "all"
+    """The layers that have experts: all, those that `decoder_sparse_step` and `mlp_only_layers` leave, those that
+    `mlp_layer_types` calls sparse, all but the first `first_k_dense_replace`, or every `moe_layer_interval`-th from
+    `moe_layer_start_index` to `moe_layer_end_index`."""
 
 
 def llama(_values: Mapping[str, Any]) -> Traits:
@@ -377,6 +391,13 @@ def ernie(values: Mapping[str, Any]) -> Traits:
     return Traits(attention={"qkv_bias": has_bias, "output_bias": has_bias}, windows="none", mlp_bias="use_bias")
 
 
+def ernie_moe(values: Mapping[str, Any]) -> Traits:
+    """Raises ValueError for a config with biases, of which its head has one, too."""
+    if values["use_bias"]:
+        raise ValueError("config.json: use_bias is true, and heads with a bias are not supported in this family")
+    return replace(ernie(values), mlp_bias="")
+
+
 def exaone4(values: Mapping[str, Any]) -> Traits:
     """Where there are windows, layers without one do not rotate."""
     kinds = values.get("layer_types") or ()
@@ -445,6 +466,42 @@ def granite_moe(values: Mapping[str, Any]) -> Traits:
     return replace(granite(values), mlp_bias="")
 
 
+def glm4_moe(values: Mapping[str, Any]) -> Traits:
+    """GLM-4.5 and 4.6, whose pairs of rotated dims stand apart."""
+    biases = {"qkv_bias": bool(values["attention_bias"]), "output_bias": False}
+    has_norms = bool(values.get("use_qk_norm"))
+    return Traits(attention={**biases, "qk_norm": has_norms}, windows="none", partial_rotary=True)
+
+
+def solar_open(values: Mapping[str, Any]) -> Traits:
+    biases = {"qkv_bias": bool(values["attention_bias"]), "output_bias": False}
+    return Traits(attention=biases, windows="none", partial_rotary=True)
+
+
+def minimax_m2(_values: Mapping[str, Any]) -> Traits:
+    return Traits(attention={"projection_norm": True}, windows="none", attention_bias=False, partial_rotary=True)
+
+
+def dots1(_values: Mapping[str, Any]) -> Traits:
+    return Traits(attention={"qk_norm": True})
+
+
+def exaone_moe(values: Mapping[str, Any]) -> Traits:
+    return replace(exaone4(values), norms="pre")
+
+
+def flint(values: Mapping[str, Any]) -> Traits:
+    """Layers without a window do not rotate."""
+    kinds = values.get("layer_types") or ()
+    unrotated = [index for index, kind in enumerate(kinds) if kind != "sliding_attention"]
+    return Traits(attention={"qk_norm": True, "sinks": True}, unrotated=unrotated)
+
+
+def hy_v3(_values: Mapping[str, Any]) -> Traits:
+    """Hunyuan 3."""
+    return Traits(attention={"qk_norm": True}, windows="none", mlp_bias="mlp_bias")
+
+
 def phi3(_values: Mapping[str, Any]) -> Traits:
     """Fused projections and longrope, files and fields say."""
     return Traits(windows="alike", attention_bias=False, partial_rotary=True)
@@ -453,16 +510,21 @@ def phi3(_values: Mapping[str, Any]) -> Traits:
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "ArceeForCausalLM": arcee,
     "CwmForCausalLM": cwm,
+    "Dots1ForCausalLM": dots1,
     "Ernie4_5ForCausalLM": ernie,
+    "Ernie4_5_MoeForCausalLM": ernie_moe,
     "Exaone4ForCausalLM": exaone4,
     "ExaoneForCausalLM": llama,
+    "ExaoneMoeForCausalLM": exaone_moe,
     "FlexOlmoForCausalLM": flex_olmo,
+    "FlintForCausalLM": flint,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4UnifiedForCausalLM": gemma4,
     "GemmaForCausalLM": gemma,
     "Glm4ForCausalLM": glm4,
+    "Glm4MoeForCausalLM": glm4_moe,
     "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
@@ -470,6 +532,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "GraniteMoeSWAForCausalLM": granite_moe_swa,
     "GraniteMoeSharedForCausalLM": granite_moe,
     "GraniteSWAForCausalLM": granite_swa,
+    "HYV3ForCausalLM": hy_v3,
     "HeliumForCausalLM": helium,
     "HunYuanDenseV1ForCausalLM": hunyuan,
     "HunYuanMoEV1ForCausalLM": hunyuan,
@@ -478,6 +541,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "InternLM3ForCausalLM": llama,
     "LlamaForCausalLM": llama,
     "MellumForCausalLM": mellum,
+    "MiniMaxM2ForCausalLM": minimax_m2,
     "Ministral3ForCausalLM": ministral3,
     "MinistralForCausalLM": ministral,
     "MistralForCausalLM": mistral,
@@ -493,21 +557,66 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "Qwen3MoeForCausalLM": qwen3_moe,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
+    "SolarOpenForCausalLM": solar_open,
     "VaultGemmaForCausalLM": vault_gemma,
 }
 # Families that rotate dims 2 i and 2 i + 1 of a head together, and not i and i + half.
-INTERLEAVED = frozenset({"Ernie4_5ForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM", "HeliumForCausalLM"})
+INTERLEAVED = frozenset(
+    {"Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM", "HeliumForCausalLM"}
+)
 GRANITE_MOE_SHARED = Mixture(shared="shared_intermediate_size")
+DEEPSEEK_MOE = Mixture(  # that of DeepSeek-V3 (arXiv 2412.19437)
+    size="moe_intermediate_size",
+    count="n_routed_experts",
+    normalise="norm_topk_prob",
+    shared_experts="n_shared_experts",
+    scores="sigmoid",
+    correction=True,
+    grouped=True,
+    scale="routed_scaling_factor",
+    layers="after_first",
+)
 # The families that have experts.
 MIXTURES: dict[str, Mixture] = {
+    "Dots1ForCausalLM": DEEPSEEK_MOE,
+    "Ernie4_5_MoeForCausalLM": Mixture(
+        size="moe_intermediate_size",
+        top_k="moe_k",
+        count="moe_num_experts",
+        shared_experts="moe_num_shared_experts",
+        correction=True,
+        wide_router=True,
+        layers="between",
+    ),
+    "ExaoneMoeForCausalLM": replace(
+        DEEPSEEK_MOE, count="num_experts", shared_experts="num_shared_experts", layers="by_type"
+    ),
     "FlexOlmoForCausalLM": Mixture(normalise="norm_topk_prob"),
+    "FlintForCausalLM": Mixture(
+        size="moe_intermediate_size",
+        normalise="norm_topk_prob",
+        shared="shared_expert_intermediate_size",
+        scores="sigmoid",
+        layers="by_step",
+    ),
     "Gemma4ForCausalLM": Mixture(switch="enable_moe_block", top_k="top_k_experts", size="moe_intermediate_size"),
+    "Glm4MoeForCausalLM": DEEPSEEK_MOE,
     "GptOssForCausalLM": Mixture(),
     "GraniteMoeForCausalLM": Mixture(),
     "GraniteMoeSWAForCausalLM": GRANITE_MOE_SHARED,
     "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
+    "HYV3ForCausalLM": Mixture(
+        size="moe_intermediate_size",
+        shared_experts="num_shared_experts",
+        scores="sigmoid",
+        correction=True,
+        wide_router=True,
+        scale="router_scaling_factor",
+        layers="by_type",
+    ),
     "HunYuanMoEV1ForCausalLM": Mixture(top_k="moe_topk", shared="intermediate_size"),
     "MellumForCausalLM": Mixture(size="moe_intermediate_size", normalise="norm_topk_prob", layers="by_type"),
+    "MiniMaxM2ForCausalLM": Mixture(scores="sigmoid", correction=True),
     "MixtralForCausalLM": Mixture(),
     "OlmoeForCausalLM": Mixture(normalise="norm_topk_prob"),
     "Qwen2MoeForCausalLM": Mixture(
@@ -518,6 +627,7 @@ MIXTURES: dict[str, Mixture] = {
         layers="by_step",
     ),
     "Qwen3MoeForCausalLM": Mixture(size="moe_intermediate_size", normalise="norm_topk_prob", layers="by_step"),
+    "SolarOpenForCausalLM": replace(DEEPSEEK_MOE, layers="all"),
 }
 
 

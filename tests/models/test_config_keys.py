@@ -158,7 +158,36 @@ GROWTH = {**YARN, "rope_theta": 1e4, ORIGINAL: 16, "llama_4_scaling_beta": 0.3}
 # Families with fields of their own -> changes of them, and of those that they share with others.
 BY_LAYER = {"0": {"head_dim": 16}, "1": {"head_dim": 16}, "3": {"head_dim": 16}, "5": {"head_dim": 16}}
 LATER: dict[str, list[Changes]] = {
+<<<<<<< HEAD
     "arcee": [{"hidden_act": name} for name in ("silu", "relu2")],
+=======
+    "dots1": [
+        *({"n_group": groups} for groups in (1, 2, 3, 5, 12, 0, None)),
+        *({"topk_group": groups} for groups in (1, 4, 5, 0)),
+        *({"first_k_dense_replace": count} for count in (0, 2, 4, -1)),
+        *({"n_shared_experts": count} for count in (1, 0, None)),
+        *({"routed_scaling_factor": 2.5}, {"routed_scaling_factor": 0}, {"norm_topk_prob": True}),
+        *({"num_experts_per_tok": count} for count in (6, 7)),
+        *({"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"n_routed_experts": 8}, {"hidden_act": "relu"}),
+    ],
+    "ernie-moe": [
+        *({"moe_layer_start_index": index} for index in (0, 3)),
+        *({"moe_layer_end_index": index} for index in (1, 3, -1)),
+        *({"moe_layer_interval": 2}, {"moe_num_shared_experts": 1}, {"use_bias": True}, {"moe_k": 3}, {"moe_k": 9}),
+    ],
+    "exaone-moe": [
+        *({"mlp_layer_types": kinds} for kinds in (["dense"] * 2 + ["sparse"] * 2, ["sparse"] * 3)),
+        *({"sliding_window": 5}, {"n_group": 2}, {"num_shared_experts": 2}, {"norm_topk_prob": False}),
+    ],
+    "glm4-moe": [
+        *({"use_qk_norm": False}, {"attention_bias": True}, {"norm_topk_prob": False}, {"n_group": 2}),
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    ],
+    "minimax-m2": [
+        *({"rotary_dim": dims} for dims in (4, 16)),
+        *({"num_local_experts": 5}, {"scoring_func": "softmax"}, {"use_qk_norm": False}, {"qk_norm_type": "per_head"}),
+    ],
+>>>>>>> cf6c4a04 (models: serve GLM-4.5, MiniMax-M2, dots1, Solar, ERNIE MoE, HY 3, Flint)
     "granite-moe-shared": [
         *({key: 2.0} for key in ("attention_multiplier", "embedding_multiplier", "residual_multiplier")),
         *({"logits_scaling": factor} for factor in (2.0, 1, 0, None)),

@@ -38,7 +38,16 @@ WIDE_MOE = Qwen3MoeConfig(
     **MOE_CONFIG.to_dict() | {"moe_intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 120}
 )
 PACKED_OUTPUTS = {"qweight": 1, "qzeros": 1, "scales": 1}  # axes of outputs that are not 0
-NORMED_TOGETHER = ("olmo2", "olmo3", "olmo3-yarn", "olmoe", "olmoe-norm", "flex-olmo", "flex-olmo-norm")  # all heads
+NORMED_TOGETHER = (
+    "olmo2",
+    "olmo3",
+    "olmo3-yarn",
+    "olmoe",
+    "olmoe-norm",
+    "flex-olmo",
+    "flex-olmo-norm",
+    "minimax-m2",
+)  # all heads
 
 
 class Sum(nn.Module):
