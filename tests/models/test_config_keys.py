@@ -158,14 +158,11 @@ GROWTH = {**YARN, "rope_theta": 1e4, ORIGINAL: 16, "llama_4_scaling_beta": 0.3}
 # Families with fields of their own -> changes of them, and of those that they share with others.
 BY_LAYER = {"0": {"head_dim": 16}, "1": {"head_dim": 16}, "3": {"head_dim": 16}, "5": {"head_dim": 16}}
 LATER: dict[str, list[Changes]] = {
-<<<<<<< HEAD
     "arcee": [{"hidden_act": name} for name in ("silu", "relu2")],
-=======
     "dots1": [
         *({"n_group": groups} for groups in (1, 2, 3, 5, 12, 0, None)),
         *({"topk_group": groups} for groups in (1, 4, 5, 0)),
         *({"first_k_dense_replace": count} for count in (0, 2, 4, -1)),
-        *({"n_shared_experts": count} for count in (1, 0, None)),
         *({"routed_scaling_factor": 2.5}, {"routed_scaling_factor": 0}, {"norm_topk_prob": True}),
         *({"num_experts_per_tok": count} for count in (6, 7)),
         *({"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"n_routed_experts": 8}, {"hidden_act": "relu"}),
@@ -187,7 +184,6 @@ LATER: dict[str, list[Changes]] = {
         *({"rotary_dim": dims} for dims in (4, 16)),
         *({"num_local_experts": 5}, {"scoring_func": "softmax"}, {"use_qk_norm": False}, {"qk_norm_type": "per_head"}),
     ],
->>>>>>> cf6c4a04 (models: serve GLM-4.5, MiniMax-M2, dots1, Solar, ERNIE MoE, HY 3, Flint)
     "granite-moe-shared": [
         *({key: 2.0} for key in ("attention_multiplier", "embedding_multiplier", "residual_multiplier")),
         *({"logits_scaling": factor} for factor in (2.0, 1, 0, None)),
