@@ -268,6 +268,30 @@ if hasattr(transformers, "MuseGlimmerConfig"):  # later than the oldest release 
         layer_rope_theta=[10000.0, 0, 0, 10000.0],
     )
 
+if hasattr(transformers, "LagunaConfig"):
+    LAGUNA = (
+        SHAPE
+        | EXPERTS
+        | {
+            **{"head_dim": 16, "sliding_window": 9, "shared_expert_intermediate_size": 40},
+            **{"num_attention_heads_per_layer": [4, 8, 4, 12], "moe_routed_scaling_factor": 2.5},
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        }
+    )
+    RELATIVES["laguna"] = transformers.LagunaConfig(**LAGUNA)
+    RELATIVES["laguna-elements"] = transformers.LagunaConfig(
+        **LAGUNA,
+        gating="per-element",
+        attention_bias=True,
+        tie_word_embeddings=True,
+        moe_router_logit_softcapping=0.7,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+            "full_attention": YARN_ROPE | {"partial_rotary_factor": 0.5},
+        },
+    )
+
 if hasattr(transformers, "Gemma4TextConfig"):
     GEMMA4 = SHAPE | {
         **{"head_dim": 8, "sliding_window": 9, "num_hidden_layers": 6, "global_head_dim": 16},

@@ -92,6 +92,12 @@ NAMES: dict[str, dict[str, str]] = {
     "HunYuanDenseV1ForCausalLM": HUNYUAN,
     "HunYuanMoEV1ForCausalLM": HUNYUAN,
     "HyperCLOVAXForCausalLM": HYPERCLOVAX,
+    "LagunaForCausalLM": {
+        "mlp.experts.e_score_correction_bias": "mlp.gate.correction",
+        "mlp.gate.e_score_correction_bias": "mlp.gate.correction",
+        "mlp.shared_experts": "mlp.shared_expert",
+        "self_attn.g_proj": "self_attn.gate_proj",
+    },
     "LlamaForCausalLM": EXAONE,  # of files that transformers wrote
     "MiniMaxM2ForCausalLM": DEEPSEEK_MOE,
     "SolarOpenForCausalLM": DEEPSEEK_MOE,

@@ -94,7 +94,8 @@ class RopeConfig:
         rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
         for name in ("type", GROWTH):
             parameters.pop(name, None)
-        partial = _first(parameters.pop("partial_rotary_factor", None), config.get("partial_rotary_factor"), 1.0)
+        outer_partial = None if is_nested else config.get("partial_rotary_factor")
+        partial = _first(parameters.pop("partial_rotary_factor", None), outer_partial, 1.0)
         if rope_type in ("llama3", "yarn", "longrope"):
             longest = config["max_position_embeddings"]
             outer = None if is_nested else config.get(ORIGINAL)
@@ -623,6 +624,7 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "MLPAct
         top_groups=families.count_of(values, "topk_group") if family.grouped else 1,
         scale=families.number_of(values, family.scale) if family.scale else 1.0,
         wide_router=family.wide_router,
+        logit_softcap=families.cap_of(values, family.logit_softcap) if values.get(family.logit_softcap) else None,
         transposed=is_gpt_oss,
     )
     dense = dense_layers(values, family)

@@ -145,6 +145,8 @@ class Mixture:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     correction: bool = False
     """A bias is added to the scores for the choice alone."""
+    logit_softcap: str = ""
+    """Soft cap of the router's logits, where it is above 0; empty: none."""
     wide_router: bool = False
     """Its weights are in fp32."""
     grouped: bool = False
@@ -313,6 +315,22 @@ def muse_glimmer(values: Mapping[str, Any]) -> Traits:
         logit_softcap=number_of(values, "final_logit_softcapping"),
         logit_divisor=1 / number_of(values, "output_multiplier"),
     )
+
+
+def laguna(values: Mapping[str, Any]) -> Traits:
+    """Numbers of query heads differ by layer. Raises ValueError for gates that its code takes for others."""
+    gating = values.get("gating")
+    if gating not in (True, "per-head", "per-element"):
+        raise ValueError(f"config.json: gating is {gating!r}; it must be true, 'per-head' or 'per-element'")
+    gate = OutputGate(activation="softplus", by_head=gating != "per-element")
+    name = "num_attention_heads_per_layer"
+    heads = values.get(name) or ()
+    if len(heads) != count_of(values, "num_hidden_layers"):
+        raise ValueError(
+            f"config.json: {name} is {heads!r}; it must have a number for each of {values['num_hidden_layers']} layers"
+        )
+    by_layer = [{"num_heads": count_of({name: number}, name)} for number in heads]
+    return Traits(attention={"qk_norm": True, "gate": gate}, attention_by_layer=by_layer, partial_rotary=True)
 
 
 def gpt_oss(_values: Mapping[str, Any]) -> Traits:
@@ -539,6 +557,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "HyperCLOVAXForCausalLM": hyperclovax,
     "IQuestCoderForCausalLM": llama,
     "InternLM3ForCausalLM": llama,
+    "LagunaForCausalLM": laguna,
     "LlamaForCausalLM": llama,
     "MellumForCausalLM": mellum,
     "MiniMaxM2ForCausalLM": minimax_m2,
@@ -615,6 +634,15 @@ MIXTURES: dict[str, Mixture] = {
         layers="by_type",
     ),
     "HunYuanMoEV1ForCausalLM": Mixture(top_k="moe_topk", shared="intermediate_size"),
+    "LagunaForCausalLM": Mixture(
+        size="moe_intermediate_size",
+        shared="shared_expert_intermediate_size",
+        scores="sigmoid",
+        correction=True,
+        logit_softcap="moe_router_logit_softcapping",
+        scale="moe_routed_scaling_factor",
+        layers="by_type",
+    ),
     "MellumForCausalLM": Mixture(size="moe_intermediate_size", normalise="norm_topk_prob", layers="by_type"),
     "MiniMaxM2ForCausalLM": Mixture(scores="sigmoid", correction=True),
     "MixtralForCausalLM": Mixture(),

@@ -234,6 +234,24 @@ LATER: dict[str, list[Changes]] = {
         *({"hidden_activation": "gelu_pytorch_tanh"}, {"hidden_activation": "relu"}, {"num_hidden_layers": 3}),
         {"per_layer_config": {"0": {"head_dim": 8}}},
     ],
+    "laguna": [
+        *({"gating": kind} for kind in ("per-head", "per-element", False, "none")),
+        *({"num_attention_heads_per_layer": heads} for heads in (None, [4, 4, 4, 5], [4, 4])),
+        *({"num_attention_heads": 8}, {"num_key_value_heads": 4}, {"head_dim": 8}, {"attention_bias": True}),
+        *({"moe_router_logit_softcapping": cap} for cap in (0.0, 0.5, -1.0)),
+        *({"moe_routed_scaling_factor": 0.5}, {"moe_apply_router_weight_on_input": True}, {"norm_topk_prob": False}),
+        *({"mlp_layer_types": kinds} for kinds in (None, ["sparse"] * 4, ["dense"] * 4, ["other"] * 4)),
+        *({"shared_expert_intermediate_size": 16}, {"num_experts": 5}),
+        *({"num_experts_per_tok": 7}, {"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": "relu"}),
+        *({"sliding_window": 5}, {"layer_types": None}, {"partial_rotary_factor": 0.5}, {"rms_norm_eps": 0.1}),
+        {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 500.0} for kind in MIXED}},
+        {
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 500.0} for kind in MIXED},
+        },
+        {"rope_parameters": {kind: {**YARN, "rope_theta": 1e4, "partial_rotary_factor": 0.25} for kind in MIXED}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ],
     "gemma4": [
         *({"sliding_window": 5}, {"attention_bias": True}, {"final_logit_softcapping": None}, {"rms_norm_eps": 0.1}),
         *({"num_kv_shared_layers": 2}, {"num_kv_shared_layers": 5}, {"num_kv_shared_layers": 6}),
@@ -268,7 +286,7 @@ LATER: dict[str, list[Changes]] = {
     ],
 }
 LATER_ALSO_NAMED = {"layer_types", "per_layer_config", "partial_rotary_factor", "llama_4_scaling_beta", ORIGINAL}
-LATER_ALSO_NAMED |= {"num_experts"}
+LATER_ALSO_NAMED |= {"num_experts", "num_key_value_heads", "rope_parameters"}
 LATER_CASES = [(family, changes) for family in LATER if family in RELATIVES for changes in LATER[family]]
 
 

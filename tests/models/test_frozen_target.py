@@ -48,17 +48,8 @@ CONFIGS = EXPERT_FAMILIES | {name: FAMILIES[name] for name in ("llama", "qwen2",
 ALL = torch.arange(SHAPE["vocab_size"])
 NEWER = ("gemma2", "gemma3", "olmo2")
 LATER = (
-    *(
-        "gemma4",
-        "gemma4-shared",
-        "gemma4-odd",
-        "gemma4-unified",
-        "gemma4-experts",
-        "hunyuan",
-        "hyperclovax",
-        "ministral3",
-    ),
-    *("muse-glimmer", "muse-glimmer-unrotated"),
+    *("gemma4", "gemma4-experts", "gemma4-odd", "gemma4-shared", "gemma4-unified", "hunyuan", "hyperclovax"),
+    *("laguna", "laguna-elements", "ministral3", "muse-glimmer", "muse-glimmer-unrotated"),
 )
 CONFIGS |= {"gemma2": CAPPED["gemma2"], "olmo2": FAMILIES["olmo2"]}
 CONFIGS |= {"gemma3": Gemma3TextConfig(**SHAPE, **GEMMA), "mistral": MistralConfig(**SHAPE, sliding_window=3)}

@@ -103,9 +103,14 @@ BLOCKS = [
     "lilicorr tree",
 ]
 DRAFTERS = ["eagle tree", NGRAM, "ngram first", *MODULES]
-LATER = [
-    name for name in ("gemma4", "gemma4-experts", "gemma4-shared", "muse-glimmer") if name in RELATIVES
-]  # than the oldest transformers that we allow
+LATER_FAMILIES = (
+    "gemma4",
+    "gemma4-experts",
+    "gemma4-shared",
+    "laguna",
+    "muse-glimmer",
+)  # than the oldest transformers that we allow
+LATER = [name for name in LATER_FAMILIES if name in RELATIVES]
 FEW = ("qwen3", "llama", "mistral-window", "qwen3-windows", "qwen3-tied")
 BuildDrafted = Callable[..., Engine]
 

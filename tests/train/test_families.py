@@ -13,9 +13,14 @@ from slipstream.tests.train.runs import Arguments
 from slipstream.train import dflash, eagle3
 from slipstream.train.trackers import read_metrics
 
-LATER = [
-    name for name in ("gemma4-experts", "gemma4-shared", "ministral3", "muse-glimmer") if name in RELATIVES
-]  # than the oldest transformers that we allow
+LATER_FAMILIES = (
+    "gemma4-experts",
+    "gemma4-shared",
+    "laguna",
+    "ministral3",
+    "muse-glimmer",
+)  # than the oldest transformers that we allow
+LATER = [name for name in LATER_FAMILIES if name in RELATIVES]
 
 
 def make_target(family: str, tokenizer_of: Path, folder: Path) -> Path:
