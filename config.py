@@ -20,7 +20,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from difflib import get_close_matches
 from itertools import accumulate
@@ -122,15 +123,26 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
 
 
 def run(program: Callable[[ConfigT], None], config_class: type[ConfigT], argv: Sequence[str] | None, prog: str) -> None:
-    """Parses `argv` (default: the command line), checks the inputs if `config_class` has `check_inputs`, and calls
-    `program`; --help shows the docstring of `config_class`.
-
-    A ValueError or OSError becomes one sentence on stderr and exit status 1, an interrupt exit status 130.
-    """
-    config = parse(config_class, argv, prog=prog, description=config_class.__doc__ or "")
-    try:
-        getattr(config, "check_inputs", lambda: None)()
+    """Reads the options by `read` and calls `program` with them."""
+    config = read(config_class, argv, prog)
+    with errors_reported(config, prog):
         program(config)
+
+
+def read(config_class: type[ConfigT], argv: Sequence[str] | None, prog: str) -> ConfigT:
+    """Parses `argv` (default: the command line) and checks the inputs if `config_class` has `check_inputs`; --help
+    shows the docstring of `config_class`."""
+    config = parse(config_class, argv, prog=prog, description=config_class.__doc__ or "")
+    with errors_reported(config, prog):
+        getattr(config, "check_inputs", lambda: None)()
+    return config
+
+
+@contextmanager
+def errors_reported(config: object, prog: str) -> Iterator[None]:
+    """Turns a ValueError or OSError into one sentence on stderr and exit status 1, an interrupt into status 130."""
+    try:
+        yield
     except (ValueError, OSError) as error:
         message = file_fault(config, error) if isinstance(error, OSError) else error
         print(f"{prog}: error: {message}", file=sys.stderr)

@@ -54,6 +54,7 @@ from slipstream.models.drafts.eagle3 import FLAGS, Eagle3
 from slipstream.models.drafts.heads.config import HeadConfig, LiLiCorrConfig
 from slipstream.models.drafts.heads.markov import MarkovConfig
 from slipstream.models.drafts.heads.selector import SelectorConfig
+from slipstream.models.drafts.source import source_of
 from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.checkpoint import (
     INDEX,
@@ -67,7 +68,6 @@ from slipstream.models.files.outputs import CHECKPOINT, FolderKind, check_output
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target, load_config, load_target
-from slipstream.serve.drafters.registry import drafter_name
 from slipstream.serve.options import EngineConfig, find_target
 
 CPU = torch.device("cpu")
@@ -271,7 +271,7 @@ def inflate(config: InflateConfig) -> None:
 
 def load_small_draft(name: str, model: TargetSpec) -> Draft:
     """The checkpoint `name` of any drafter that can be enlarged."""
-    drafter = drafter_name(name)
+    drafter = source_of(name).drafter
     if drafter not in DRAFTS:
         raise ValueError(f"draft {name} is of drafter {drafter}; only {', '.join(DRAFTS)} can be inflated")
     return DRAFTS[drafter].load(resolve(name), model)

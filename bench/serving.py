@@ -44,7 +44,7 @@ from slipstream.bench.server import running_server, serve_command
 from slipstream.bench.serving_run import Run, pool, run_http, run_offline
 from slipstream.bench.workload import Task, Workload
 from slipstream.config import run
-from slipstream.models.files.names import is_checkpoint
+from slipstream.models.drafts.source import source_of
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.load import read_levels
 from slipstream.serve.options import EngineConfig, check_at_least, find_target
@@ -134,7 +134,7 @@ class ServingConfig(PromptBenchConfig):
     def target_name(self) -> str:
         """Raises ValueError if neither the options nor a draft name a target."""
         names = (split_draft(draft)[0] for draft in self.drafts)
-        first = next((name for name in names if is_checkpoint(name)), "none")
+        first = next((name for name in names if source_of(name).has_network), "none")
         return find_target(EngineConfig(target=self.target, draft=first))[0]
 
     def count(self, level: int) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.config import run
 from slipstream.data_tools.options import show_table
 from slipstream.data_tools.verb_options import ConvertConfig
-from slipstream.models.drafts.base import EMBEDDING, HEAD, Choices, DraftNetwork, drafter_of, load_draft
+from slipstream.models.drafts.base import EMBEDDING, HEAD, Choices, DraftNetwork, load_draft
 from slipstream.models.drafts.block_layouts import (
     ALIASES,
     ANCHOR_FIELDS,
@@ -37,6 +37,7 @@ from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import POST_NORM, Eagle3
 from slipstream.models.drafts.heads.table import CONFIGS
 from slipstream.models.drafts.interchange import SERVERS, broken_rules, draft_values, shown
+from slipstream.models.drafts.source import drafter_of
 from slipstream.models.drafts.speculators_layout import (
     AUX_LAYERS,
     DECODER_FIELDS,

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 from slipstream.config import check_required
 from slipstream.data_tools.options import ConversationOptions, TokenizeOptions, check_source
-from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, check_folder, is_checkpoint
+from slipstream.models.drafts.source import source_of
+from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, check_folder
 from slipstream.serve.options import EngineConfig, check_at_least
 from slipstream.serve.request import SamplingParams
 
@@ -129,8 +130,8 @@ class RegenerateConfig(ConversationOptions):
     def check_inputs(self) -> None:
         """Raises ValueError for an input that does not exist."""
         ConversationOptions.check_inputs(self)
-        if is_checkpoint(self.draft):
-            check_checkpoint("draft", self.draft)
+        if not self.endpoint:
+            source_of(self.draft, self.target).check()
         check_file("api_key_file", self.api_key_file, KEY_FILE)
 
     def inputs(self) -> dict[str, Sequence[str | None]]:

@@ -35,6 +35,7 @@ from slipstream.doctor.text_causes import (
 )
 from slipstream.doctor.texts import Answered, Conversation, Renderer, batches_of, read_conversations, usable
 from slipstream.models.drafts.base import Choices, DraftFiles
+from slipstream.models.drafts.source import source_of
 from slipstream.models.files.checkpoint import (
     read_draft_tensors,
     read_json,
@@ -45,7 +46,6 @@ from slipstream.models.files.checkpoint import (
 from slipstream.models.files.text import read_key
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.pretrained import load_tokenizer
-from slipstream.serve.drafters.registry import drafter_name
 from slipstream.serve.options import EngineConfig, find_target
 
 VARIANT_QUESTIONS = 24  # questions for each other way to render prompts
@@ -184,7 +184,7 @@ def depth_of(config: DoctorConfig, family: str) -> int:
 def family_of(draft: str, path: Path) -> str:
     """Returns the draft's family by config.json or, where that names none that is known, by the tensors."""
     try:
-        name = drafter_name(draft)
+        name = source_of(draft).drafter
     except ValueError:
         names = [key.removeprefix("model.") for key in read_draft_tensors(path)]
         name = "eagle3" if any(key.startswith("midlayer.") for key in names) else "dflash"

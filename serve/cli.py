@@ -14,6 +14,7 @@ from dataclasses import asdict, fields, make_dataclass
 from typing import Any
 
 from slipstream.config import parse, read_options
+from slipstream.models.drafts.source import source_of
 from slipstream.serve.http.engine_client import EngineClient, EngineError
 from slipstream.serve.http.listener import bind
 from slipstream.serve.logs import configure, release_streams, report
@@ -79,9 +80,9 @@ def options_class(draft: str) -> Any:
     """Returns ServeConfig with `drafter` typed as the Options of this draft's drafter."""
     drafter_options: type = NoOptions
     if draft != ServeConfig().draft:
-        from slipstream.serve.drafters.registry import options_of
+        from slipstream.serve.drafters.options import options_for
 
-        drafter_options = options_of(draft)
+        drafter_options = options_for(source_of(draft))
     drafter = ("drafter", drafter_options)
     return make_dataclass("ServeOptions", [drafter], bases=(ServeConfig,), frozen=True, kw_only=True)
 

@@ -113,13 +113,13 @@ def target_weights(name: str, plan: EnginePlan) -> Weights:
 
 def draft_weights(plan: EnginePlan) -> Iterator[Weights]:
     """Yields those of the draft network, if there is one."""
-    draft = plan.config.draft
+    source = plan.draft.source
     if plan.draft.network is not None:
         with torch.device("meta"):
-            network: Any = find_drafter(draft)
+            network: Any = find_drafter(source)
             module = network.Network(plan.draft.network)
         size = weight_bytes(module, plan.dtype)
-        yield Weights(draft, plan.draft.name, size, size)
+        yield Weights(source.name, plan.draft.name, size, size)
 
 
 def report(config: ServeConfig) -> str:

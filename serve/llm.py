@@ -13,7 +13,8 @@ from slipstream import runtime
 from slipstream.models.chat.messages import DEFAULT_DATE, Message, check_text, read_messages
 from slipstream.models.chat.quotes import quote
 from slipstream.models.chat.template import PromptTemplate
-from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
+from slipstream.models.drafts.source import warn_if_changed
+from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
 from slipstream.serve.chat.parser import CallPiece, Parts, TextPiece
 from slipstream.serve.chat.tools import ToolChoice, read_choice
@@ -118,7 +119,7 @@ class LLM:
         _, path = find_target(config)
         self.tokenizer = load_tokenizer(path, config.trust_remote_code)
         self.engine = build_engine(config)
-        warn_if_changed(draft, path, self.tokenizer)
+        warn_if_changed(config.source, path, self.tokenizer)
         self._decoder = Decoder(self.tokenizer)
         self._json_whitespace = config.json_whitespace
         self._chat = ChatFormat(self.tokenizer, config.tool_parser, config.reasoning_parser)

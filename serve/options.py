@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date
-from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, is_checkpoint
+from slipstream.models.drafts.source import DraftSource, source_of
+from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file
 from slipstream.serve.chat.forms import check_parsers
 
 PROMPT_TOKENS = 1024  # prompt tokens of a step, unless options or the target ask for more
@@ -121,6 +122,11 @@ class EngineConfig:
         check_parsers(self.tool_parser, self.reasoning_parser)
         if not 0.05 <= self.mem_fraction <= 0.98:
             raise ValueError(f"mem_fraction is {self.mem_fraction}; it must be between 0.05 and 0.98")
+
+    @property
+    def source(self) -> DraftSource:
+        """The source that `draft` names."""
+        return source_of(self.draft, self.target)
 
     @property
     def prompt_tokens(self) -> int:
@@ -266,37 +272,13 @@ def parse_objective(objective: str) -> float | None:
     return float(match[1])
 
 
-def check_target_named(config: EngineConfig) -> None:
-    """Raises ValueError if neither the options nor a draft checkpoint can name the target."""
-    if not config.target and not is_checkpoint(config.draft):
-        raise ValueError(f"target is empty and draft {config.draft!r} is not a checkpoint that names one; add --target")
-
-
 def check_checkpoints(target: str, draft: str) -> None:
     """Raises ValueError for a checkpoint that does not exist, and if none can name the target."""
-    check_target_named(EngineConfig(target=target, draft=draft))
     check_checkpoint("target", target)
-    if is_checkpoint(draft):
-        check_checkpoint("draft", draft)
+    source_of(draft, target).check()
 
 
 def find_target(config: EngineConfig, *, weights: bool = True) -> tuple[str, Path]:
     """Returns the name and folder of the target: `config.target`, else the target and revision that the draft names.
     `weights`: fetch them from the hub, too."""
-    from slipstream.models.files.checkpoint import named_target, read_json, resolve
-
-    how: dict[str, bool] = {"trust_remote_code": config.trust_remote_code, "weights": weights}
-    if config.target:
-        return config.target, resolve(config.target, config.revision, **how)
-    check_target_named(config)
-    draft = resolve(config.draft, weights=weights)
-    try:
-        name = named_target(draft)
-        revision = config.revision or read_json(draft / "config.json").get("target_revision")
-        if name:
-            return name, resolve(name, revision, **how)
-    except ValueError as error:
-        raise ValueError(
-            f"the target that draft {config.draft} names cannot be read ({error}); add --target"
-        ) from error
-    raise ValueError(f"draft {config.draft} names no target; add --target")
+    return config.source.find_target(config.revision, trust_remote_code=config.trust_remote_code, weights=weights)

@@ -80,7 +80,7 @@ def plan_spec(
     sizes: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 2048, "grammar_drafts": False, "device": "cpu"}
     config = EngineConfig(**sizes | options | {"target": str(target), "draft": draft})
     facts = DeviceFacts.of(torch.device("cpu"))
-    plan = plan_draft(draft, config.drafter, spec)
+    plan = plan_draft(config.source, config.drafter, spec)
     if not like_gpu:
         return plan_engine(config, target, spec, plan, facts, torch.float32)
     config = replace(config, attention="prefill=sdpa,verify=triton,draft=triton")

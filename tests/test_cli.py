@@ -1,6 +1,7 @@
 """The `slipstream` command: its verbs, and how they refuse wrong options before they import anything large."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -60,6 +61,22 @@ def answers(lines: list[str], folder: Path) -> list[tuple[int, str]]:
     assert ended.returncode == 0, ended.stderr
     statuses = [line.partition(" ") for line in ended.stdout.splitlines()]
     return [(int(status), words) for status, _, words in statuses]
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash"])
+def test_a_training_program_answers_before_it_imports_torch(name: str, tmp_path: Path) -> None:
+    """`accelerate launch` runs the file itself. torch cannot be imported here."""
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
+    missing = ("--target=/no/target", "--output=o", "--data.path=here")
+    for words, status, reply in (
+        (("--help",), 0, f"usage: train/{name}.py"),
+        (("--optim.lr=x",), 2, "optim.lr is 'x'; give a number"),
+        (missing, 1, "target /no/target does not exist; name a folder or a hub id"),
+    ):
+        command = [sys.executable, str(ROOT / "train" / f"{name}.py"), *words]
+        path = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT.parent}"}
+        ended = subprocess.run(command, capture_output=True, text=True, env=path)
+        assert (ended.returncode, reply in ended.stdout + ended.stderr) == (status, True), ended.stderr
 
 
 def test_every_verb_is_tried() -> None:

@@ -8,6 +8,12 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
+from slipstream.config import read, run
+from slipstream.train.dflash_options import DFlashOptions, DraftOptions
+
+if __name__ == "__main__":
+    read(DFlashOptions, None, "train/dflash.py")  # here, since the imports below take seconds
+
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -15,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.config import run
 from slipstream.kernels.speculation.lattice import walk_lattice
 from slipstream.models.drafts.dflash import DFlash, default_block_aux_layers, default_mask_token
 from slipstream.models.drafts.heads.base import Head, TokenLosses
@@ -36,7 +41,6 @@ from slipstream.train.blocks import (
     find_blocks,
 )
 from slipstream.train.calibration import Calibrator
-from slipstream.train.dflash_options import DFlashOptions, DraftOptions
 from slipstream.train.draft_setup import train
 from slipstream.train.loop import leave_processes
 from slipstream.train.losses import Bias, TargetHead, head_losses, rows_at_once, weighted_losses

@@ -8,6 +8,12 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
+from slipstream.config import read, run
+from slipstream.train.eagle_options import DraftOptions, EagleOptions
+
+if __name__ == "__main__":
+    read(EagleOptions, None, "train/eagle.py")  # here, since the imports below take seconds
+
 from functools import partial
 from typing import Any
 
@@ -15,11 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.config import run
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.train.batches import Batch
 from slipstream.train.draft_setup import train
-from slipstream.train.eagle_options import DraftOptions, EagleOptions
 from slipstream.train.loop import leave_processes
 from slipstream.train.losses import TargetHead, distillation_loss, regression_losses
 from slipstream.train.target_files import TargetFiles

@@ -8,17 +8,21 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
+from slipstream.config import read, run
+from slipstream.train.eagle3_options import DraftOptions, Eagle3Options
+
+if __name__ == "__main__":
+    read(Eagle3Options, None, "train/eagle3.py")  # here, since the imports below take seconds
+
 from functools import partial
 
 from torch import Tensor
 
-from slipstream.config import run
 from slipstream.kernels.cross_entropy import soft_cross_entropy
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.interchange import NORMS
 from slipstream.models.targets.config import default_aux_layers
 from slipstream.train.draft_setup import train
-from slipstream.train.eagle3_options import DraftOptions, Eagle3Options
 from slipstream.train.loop import leave_processes
 from slipstream.train.losses import LOGITS_AT_ONCE, regression_losses
 from slipstream.train.target_files import TargetFiles

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.drafts.base import HEAD, OWN_FIELDS, DraftConfig, DraftNetwork, drafter_of, load_draft
+from slipstream.models.drafts.base import HEAD, OWN_FIELDS, DraftConfig, DraftNetwork, load_draft
 from slipstream.models.drafts.heads.table import HEADS
+from slipstream.models.drafts.source import drafter_of
 from slipstream.models.files.checkpoint import read_json, resolve
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.config import TargetSpec

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
-from slipstream.kernels.speculation.verify import MAX_NODES
+from slipstream.kernels.limits import MAX_NODES
 
 PATH_NODES: tl.constexpr = tl.constexpr(MAX_NODES)  # that `Paths.nodes` keeps of each path
 

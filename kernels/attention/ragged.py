@@ -46,7 +46,7 @@ from slipstream.kernels.attention.tree import (
 from slipstream.kernels.gemm.tiling import PROGRAMS
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters
 from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, shared_memory, wait_for_inputs
-from slipstream.kernels.speculation.verify import MAX_NODES
+from slipstream.kernels.limits import MAX_NODES
 
 QUANTUM: tl.constexpr = tl.constexpr(128)  # tokens of the shortest part, and the unit in which work is shared out
 MOST_PARTS: tl.constexpr = tl.constexpr(24)  # of the tokens before a tile's first query; longer contexts, longer parts

@@ -23,7 +23,8 @@ from slipstream.kernels.attention.dense import cap
 from slipstream.kernels.grid_sync import MAX_ROWS, all_resident, barrier_wait, barriers, done_counters, is_last_done
 from slipstream.kernels.kv.fp8 import E4M3, decode
 from slipstream.kernels.launch import COMPILED, Op, pdl_options, shared_memory
-from slipstream.kernels.speculation.verify import MAX_NODES, unpack
+from slipstream.kernels.limits import MAX_NODES
+from slipstream.kernels.speculation.verify import unpack
 
 Mask = Literal["causal", "tree", "block"]
 

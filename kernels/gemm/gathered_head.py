@@ -20,9 +20,9 @@ from torch import Tensor
 from slipstream.kernels.gemm.linear import few_on_gpu, linear
 from slipstream.kernels.gemm.tiling import Tiling
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
+from slipstream.kernels.limits import MAX_K
 from slipstream.kernels.sampling.processors import parameter_entry
 from slipstream.kernels.sampling.sample import (
-    MAX_K,
     NO_ORDER,
     Sampling,
     bits_to_gumbel,

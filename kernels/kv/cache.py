@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
-from slipstream.kernels.speculation.verify import MAX_NODES
+from slipstream.kernels.limits import MAX_NODES
 
 TILE = 8192  # numbers that a program reads before it writes
 

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import libdevice
 
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters, is_last_done
 from slipstream.kernels.launch import COMPILED, Op, pdl_options, wait_for_inputs
+from slipstream.kernels.limits import MAX_K, MOST_SORTED
 from slipstream.kernels.sampling.filters import Filters, filter_logits, filter_thresholds_triton
 from slipstream.kernels.sampling.processors import (
     Processors,
@@ -35,8 +36,6 @@ from slipstream.kernels.sampling.processors import (
 )
 
 MASK32 = 0xFFFFFFFF
-MAX_K = 16
-MOST_SORTED = 64  # more than MAX_K are sorted out, not taken one by one
 TILE = 2048  # columns of one program
 FEW = tl.constexpr(MAX_K)
 SORTED = tl.constexpr(MOST_SORTED)

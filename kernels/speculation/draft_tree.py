@@ -10,7 +10,6 @@ too, and their draft KV follows the committed tokens in this order.
 Letters: B requests, k children of a node, n nodes of a frontier (k, and 1 before there is any), P candidates in all.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,27 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
-from slipstream.kernels.sampling.sample import MAX_K, NO_SCORE, rank_column, score_order, score_rank, take_best
-
-
-@dataclass(frozen=True, slots=True)
-class TreeShape:
-    topk: int
-    depth: int  # levels
-
-    @property
-    def candidates(self) -> int:
-        """P."""
-        return self.topk + (self.depth - 1) * self.topk**2
-
-    @property
-    def expanded(self) -> int:
-        """Frontier nodes that the draft computes: those of all levels but the last."""
-        return self.topk * (self.depth - 1)
-
-    def within(self, width: int) -> "TreeShape":
-        """The shape that finds the best `width` nodes, root included: never more levels nor wider ones than that."""
-        return TreeShape(min(self.topk, width - 1), min(self.depth, width - 1))
+from slipstream.kernels.limits import MAX_K
+from slipstream.kernels.sampling.sample import NO_SCORE, rank_column, score_order, score_rank, take_best
+from slipstream.kernels.speculation.tree_shape import TreeShape
 
 
 class Candidates(NamedTuple):

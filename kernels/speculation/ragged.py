@@ -22,7 +22,8 @@ from torch.nn.functional import pad
 
 from slipstream.kernels.attention.ragged import places_of_parts, places_of_parts_triton
 from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
-from slipstream.kernels.speculation.verify import MAX_NODES, ancestor_masks, unpack, verify
+from slipstream.kernels.limits import MAX_NODES
+from slipstream.kernels.speculation.verify import ancestor_masks, unpack, verify
 
 BUCKETS = 16  # of the draft's probability, and of places in a proposal: later nodes share the last one
 CELLS = BUCKETS * BUCKETS  # of a draft network's nodes; the host may append others to the table

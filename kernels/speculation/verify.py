@@ -7,9 +7,6 @@ Letters: B requests, N nodes per request (root included), at most MAX_NODES.
 import torch
 from torch import Tensor
 
-# Bits of an ancestor mask: nodes of a proposal, or of the frontiers (all levels but the last) of a draft tree.
-MAX_NODES = 64
-
 
 def ancestor_masks(parents: Tensor) -> Tensor:
     """parents (B, N) int32 with parents[:, 0] = -1 and parents[:, i] < i, N <= 64 -> (B, N) int64 bit masks: bit j of

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.drafts.speculators_layout import drafter_of_kind, from_speculators, speculators_kind
+from slipstream.models.drafts.speculators_layout import from_speculators
 from slipstream.models.drafts.token_map import check_t2d, ids_of
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
 from slipstream.models.files.weights import load_weights, public_tensors
@@ -40,26 +40,6 @@ REQUIRED_FIELDS = (
     "max_position_embeddings",
 )
 OWN_FIELDS = ("target", "target_revision", "target_fingerprint", "tokenizer_hash")
-FOREIGN_ARCHITECTURES = {
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "Eagle3Qwen3ForCausalLM": "eagle3",
-    "LlamaForCausalLMEagle": "eagle",
-    "EagleLlamaForCausalLM": "eagle",
-    "Qwen2ForCausalLMEagle": "eagle",
-    "DFlashDraftModel": "dflash",
-    "DFlash2DraftModel": "dflash",
-    "DSparkDraftModel": "dflash",
-    "Qwen3DSparkModel": "dflash",
-    "LiLiCorrDraftModel": "dflash",
-}
-UNSUPPORTED_ARCHITECTURES = {
-    "DominoDraftModel": "Domino's GRU",
-    "XPressDraftModel": "XPress's refiner",
-    "XPressSpeculator": "XPress's refiner",
-    "Eagle3DeepseekV2ForCausalLM": "latent attention (MLA)",
-    "DeepseekV4ForCausalLM": "DeepSeek-V4's bundled draft, which is part of the target's checkpoint,",
-}
 
 DRAFT_ROPES = tuple(kind for kind in ROPE_TYPES if kind != "longrope")
 Network = TypeVar("Network", bound="DraftNetwork")
@@ -225,32 +205,6 @@ def with_window(spec: AttentionSpec, window: int) -> AttentionSpec:
     if spec.window is not None:
         raise ValueError(f"window is {window}; this draft was trained with one of {spec.window}: leave the option out")
     return replace(spec, window=window)
-
-
-def drafter_of(config: Mapping[str, Any], draft: str) -> str:
-    """The drafter that config.json calls for. `draft` names the checkpoint.
-
-    First asked is `speculators_model_type`, which says how the whole file is laid out: that library keeps fields that
-    it does not know, so a draft that it trained on from one of ours still has our `drafter`. `drafter` comes second,
-    other trainers' architectures last. Raises ValueError for a kind or an architecture that is not supported.
-    """
-    kind = speculators_kind(config)
-    if kind is not None:
-        return drafter_of_kind(kind)
-    if "drafter" in config:
-        return str(config["drafter"])
-    architecture = (config.get("architectures") or ["(none)"])[0]
-    if architecture == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1:  # as EAGLE's authors write
-        return "eagle3" if "draft_vocab_size" in config else "eagle"
-    if architecture in UNSUPPORTED_ARCHITECTURES:
-        raise ValueError(
-            f"draft {draft} has architecture {architecture}: {UNSUPPORTED_ARCHITECTURES[architecture]} is not supported"
-        )
-    if architecture not in FOREIGN_ARCHITECTURES:
-        raise ValueError(
-            f"draft {draft} has architecture {architecture}; known drafts: {', '.join(FOREIGN_ARCHITECTURES)}"
-        )
-    return FOREIGN_ARCHITECTURES[architecture]
 
 
 def decoder_to_json(config: DraftConfig) -> dict[str, Any]:

@@ -6,9 +6,10 @@ the whole vocabulary has no d2t and t2d.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Values = Mapping[str, Any]  # of config.json
 VERSION = "0.9.0"  # of the library, tested against this module
@@ -204,7 +205,7 @@ def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in public.items() if name not in moved and "speculators" not in name}
 
 
-def without_last_layer(layers: list[int], last: int, tensors: Mapping[str, Tensor], target_size: int) -> list[int]:
+def without_last_layer(layers: list[int], last: int, tensors: Mapping[str, "Tensor"], target_size: int) -> list[int]:
     """`layers`, but for `last`, the id of the target's last layer, which trainers append to record the teacher's state:
     where the draft's fc reads one state of `target_size` fewer."""
     num_inputs = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else None

@@ -1,4 +1,7 @@
-"""Checkpoints on disk: which files of a folder or of the hub hold the weights; reading, writing and naming them."""
+"""Checkpoints on disk: which files of a folder or of the hub hold the weights; reading, writing and naming them.
+
+torch and the hub's client are imported where they are used: options are checked without them.
+"""
 
 import hashlib
 import json
@@ -6,16 +9,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from slipstream.models.files.names import may_be_hub_id
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 INDEX = "model.safetensors.index.json"
@@ -35,6 +36,9 @@ def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool =
         return path
     if not may_be_hub_id(name):
         raise ValueError(f"checkpoint {name} does not exist; name a folder or a hub id such as owner/model")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
     code = ("*.py",) if trust_remote_code else ()
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*SMALL_FILES, *code]))
@@ -57,6 +61,8 @@ def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool =
 
 def _fetch_weights(name: str, folder: Path) -> None:
     """Fetches the files that `weight_files` will choose, from the same commit as the small files."""
+    from huggingface_hub import snapshot_download
+
     index = folder / INDEX
     choices = [["model.safetensors"], ["model*.safetensors"], ["*.safetensors"]]
     for patterns in [indexed_names(index)] if index.exists() else choices:
@@ -150,7 +156,7 @@ def named_target(draft: Path) -> str:
     return str(folder)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, "Tensor"]:
     """Every tensor of a folder's weight files, by name, file after file. They are views of the mapped files: one takes
     memory once its values are read, and a file is released with the last of its tensors (weights.load_weights).
 
@@ -159,6 +165,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     files = weight_files(path)
     if not files:
         raise ValueError(f"{path} holds no *.safetensors file; convert the checkpoint to safetensors")
+    from safetensors.torch import load_file
+
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
@@ -168,18 +176,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return _without_ignored(tensors)
 
 
-def read_draft_tensors(path: Path) -> dict[str, Tensor]:
+def read_draft_tensors(path: Path) -> dict[str, "Tensor"]:
     """As `read_tensors`; without safetensors reads pytorch_model.bin, EAGLE's published format, as plain data."""
     pickled = path / "pytorch_model.bin"
     if not pickled.exists() or weight_files(path):
         return read_tensors(path)
+    import torch
+
     try:
         return _without_ignored(torch.load(pickled, map_location="cpu", weights_only=True))
     except Exception as error:
         raise ValueError(f"{pickled} is damaged or holds more than tensors ({error}); fetch it again") from error
 
 
-def _without_ignored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _without_ignored(tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
     return {key: tensor for key, tensor in tensors.items() if not key.endswith(IGNORED_KEYS)}
 
 
@@ -195,9 +205,11 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def write_checkpoint(
-    path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], run: Mapping[str, Any]
+    path: Path, config: Mapping[str, Any], tensors: Mapping[str, "Tensor"], run: Mapping[str, Any]
 ) -> None:
     """Writes config.json, model.safetensors and run.json (provenance) into the existing folder `path`."""
+    from safetensors.torch import save_file
+
     weights = path / "model.safetensors"
     with disk_errors(path):
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, weights)

@@ -1,14 +1,9 @@
-"""Tells folders, hub ids and names of drafters apart. Imports nothing else, so that programs can check options at
+"""Tells folders and hub ids apart. Imports nothing else, so that programs can check options at
 once."""
 
 from pathlib import Path
 
 KEY_FILE = "a text file with the key"  # the value to name for api_key_file
-
-
-def is_checkpoint(name: str) -> bool:
-    """True for a local folder or a hub id (owner/name); False for the bare name of a drafter."""
-    return "/" in name or (name != "" and Path(name).is_dir())
 
 
 def may_be_hub_id(name: str) -> bool:

@@ -7,20 +7,16 @@ A checkpoint's own Python code runs only with `trust_remote_code`; without, it i
 terminal.
 """
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from slipstream.models.files.checkpoint import read_json, resolve, tokenizer_hash, weights_fingerprint
-from slipstream.models.files.names import is_checkpoint
+from slipstream.models.files.checkpoint import read_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
 
@@ -86,20 +82,6 @@ def _end_token(path: Path, trust_remote_code: bool) -> int | None:
             return token_id
     tokenizer = find_tokenizer(path, trust_remote_code)
     return None if tokenizer is None else tokenizer.eos_token_id
-
-
-def warn_if_changed(draft: str, target: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """A draft for another target still gives right output, only fewer accepted tokens: worth a warning, not an end."""
-    if not is_checkpoint(draft):
-        return
-    config = read_json(resolve(draft) / "config.json")
-    message = "draft %s was trained for other %s than %s holds: expect fewer accepted tokens"
-    expected = config.get("target_fingerprint")
-    if expected and expected != weights_fingerprint(target):
-        logger.warning(message, draft, "weights", target)
-    expected = config.get("tokenizer_hash")
-    if expected and expected != tokenizer_hash(tokenizer):
-        logger.warning(message, draft, "tokenizer rules", target)
 
 
 def _listed(file: Path) -> set[int]:

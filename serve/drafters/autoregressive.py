@@ -8,79 +8,28 @@ Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, 
 """
 
 import logging
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm.gathered_head import head_topk
-from slipstream.kernels.sampling.sample import MAX_K
-from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place, TreeShape, choose, grow
-from slipstream.kernels.speculation.verify import MAX_NODES
+from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place, choose, grow
 from slipstream.models.drafts.base import DraftConfig
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
+from slipstream.serve.drafters.options import TreeOptions, widths_up_to
 from slipstream.serve.drafters.vocabulary import DraftVocabulary
-from slipstream.serve.options import check_draft_cache
 from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.kv import KVSlots
 from slipstream.serve.runner.request_state import RequestState
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_NODES = 16  # nodes of a tree
-
-
-@dataclass(frozen=True, slots=True)
-class TreeOptions:
-    depth: int = 3
-    """Depth of a proposal: tokens drafted one after the other."""
-    topk: int = 1
-    """Continuations drafted for each token; 1: a chain."""
-    nodes: int | None = None
-    """Most nodes that the target verifies, root included. Default: depth + 1 for a chain, up to 16 for a tree."""
-    window: int | None = None
-    """Tokens that the draft's layers see at most, of a draft that was trained to see all."""
-    kv_cache_dtype: str = "auto"
-    """Of the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
-
-    def __post_init__(self) -> None:
-        check_draft_cache(self.kv_cache_dtype)
-        base.check_window(self.window)
-        if not 1 <= self.depth <= MAX_NODES - 1:
-            raise ValueError(f"drafter.depth is {self.depth}; it must be between 1 and {MAX_NODES - 1}")
-        if not 1 <= self.topk <= MAX_K:
-            raise ValueError(f"drafter.topk is {self.topk}; it must be between 1 and {MAX_K}")
-        if self.topk > 1 and self.shape.expanded > MAX_NODES:
-            raise ValueError(
-                f"drafter.topk is {self.topk} and drafter.depth {self.depth}: topk * (depth - 1) is "
-                f"{self.shape.expanded} and must be at most {MAX_NODES}; lower one of them"
-            )
-        if self.nodes is not None and not 2 <= self.nodes <= self.most_nodes:
-            raise ValueError(
-                f"drafter.nodes is {self.nodes}; with topk {self.topk} and depth {self.depth} it must be between 2 and "
-                f"{self.most_nodes}"
-            )
-
-    @property
-    def shape(self) -> TreeShape:
-        return TreeShape(self.topk, self.depth)
-
-    @property
-    def most_nodes(self) -> int:
-        return min(MAX_NODES, 1 + self.shape.candidates)
-
-    @property
-    def verified_nodes(self) -> int:
-        return self.nodes or (min(DEFAULT_NODES, self.most_nodes) if self.topk > 1 else self.depth + 1)
-
 
 class AutoregressiveDrafter(base.NetworkDrafter):
-    Options = TreeOptions
-
     def __init__(self, module: Eagle | Eagle3, vocabulary: DraftVocabulary, options: TreeOptions) -> None:
         if options.topk > vocabulary.num_tokens:
             raise ValueError(
@@ -102,7 +51,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         """A chain drafts from `hidden` and feeds back all tokens but the last; a tree all levels but the last."""
         nodes = options.verified_nodes
         return base.DraftPlan(
-            widths=base.widths_up_to(nodes),
+            widths=widths_up_to(nodes),
             scratch=(0, 0, *(options.shape.within(width).expanded for width in range(2, nodes + 1))),
             branches=options.topk > 1,
             lookahead=1,

@@ -16,12 +16,11 @@ from slipstream.models.drafts.base import (
     read_draft_config,
     with_window,
 )
-from slipstream.models.files.checkpoint import resolve
+from slipstream.models.drafts.source import DrafterName, DraftSource
 from slipstream.models.targets.config import AttentionSpec, TargetSpec
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, find_vocabulary
-from slipstream.serve.options import NoOptions
 from slipstream.serve.request import Request
 from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.request_state import RequestState
@@ -39,25 +38,25 @@ class DraftPlan:
     kv_cache_dtype: str = "auto"  # dtype of their KV: auto (the target's) or fp8
     network: DraftConfig | None = None
     name: str = "none"  # of the drafter
+    source: DraftSource = DrafterName("none")  # where it comes from
     host_widths: tuple[int, ...] = (1,)  # likewise, of host stages that draft
 
 
 class Drafter(ABC):
     """Proposes tokens for the target to verify. The engine uses this interface only, whichever drafter it is."""
 
-    Options: ClassVar[type] = NoOptions  # its dataclass of options, shown as --drafter.*
     aux_layers: tuple[int, ...] = ()  # target states it reads: 0..n-1 a layer's output, n after the final norm
     attends_to_context: bool = False  # `extend` attends, too, and needs rows.attention
 
     @classmethod
-    def plan(cls, draft: str, options: Any, target: TargetSpec) -> DraftPlan:  # noqa: ARG003
+    def plan(cls, source: DraftSource, options: Any, target: TargetSpec) -> DraftPlan:  # noqa: ARG003
         """Plans the drafter, before its weights are loaded. Raises ValueError if the draft does not fit the target or
-        the options."""
+        the options (options.py)."""
         return DraftPlan()
 
     @classmethod
     @abstractmethod
-    def load(cls, draft: str, options: Any, target: Target) -> "Drafter":
+    def load(cls, source: DraftSource, options: Any, target: Target) -> "Drafter":
         """Builds the drafter on the target's device and in its dtype. Raises ValueError if the draft does not fit."""
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
@@ -104,8 +103,8 @@ class NetworkDrafter(Drafter):
         """Plans everything but the layers and what is the same for all networks."""
 
     @classmethod
-    def plan(cls, draft: str, options: Any, target: TargetSpec) -> DraftPlan:
-        config = read_draft_config(cls.Network, resolve(draft), target, Choices.of(options))
+    def plan(cls, source: DraftSource, options: Any, target: TargetSpec) -> DraftPlan:
+        config = read_draft_config(cls.Network, source.folder(), target, Choices.of(options))
         layers = tuple(layer.mixer for layer in config.layers)
         if options.window is not None:
             layers = tuple(with_window(layer, options.window) for layer in layers)
@@ -113,10 +112,10 @@ class NetworkDrafter(Drafter):
         return replace(plan, layers=layers, kv_cache_dtype=options.kv_cache_dtype, network=config)
 
     @classmethod
-    def load(cls, draft: str, options: Any, target: Target) -> Self:
+    def load(cls, source: DraftSource, options: Any, target: Target) -> Self:
         module = load_draft(
             cls.Network,
-            resolve(draft),
+            source.folder(),
             target=target.config,
             dtype=target.dtype,
             device=target.device,
@@ -140,16 +139,6 @@ class NetworkDrafter(Drafter):
     def forget(self) -> None:
         if self.vocabulary.recent is not None:
             self.vocabulary.recent.forget()
-
-
-def widths_up_to(nodes: int) -> tuple[int, ...]:
-    """Returns the powers of two below `nodes`, up to 32, and `nodes`: widths that an engine can choose from."""
-    return (*(2**power for power in range(6) if 2**power < nodes), nodes)
-
-
-def check_window(window: int | None) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"drafter.window is {window}; give at least 1 token, or leave it out to see all")
 
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:

@@ -7,9 +7,9 @@ follows the committed tokens until the next step overwrites it.
 Letters: B requests, N nodes of a proposal, K slots that draft, k candidates of a slot, H hidden size, R request slots.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ from torch import Tensor
 from slipstream.kernels.gemm.gathered_head import head_topk
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.kv.rope import store_context
-from slipstream.kernels.sampling.sample import MAX_K, MOST_SORTED, Sampling
+from slipstream.kernels.sampling.sample import Sampling
 from slipstream.kernels.speculation.lattice import add_noise, grow_lattice, walk_lattice
-from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
 from slipstream.models.drafts.heads.base import Block, Candidates, joined_scores
 from slipstream.models.drafts.heads.confidence import ConfidenceHead
@@ -27,84 +26,10 @@ from slipstream.models.drafts.heads.markov import MarkovHead
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
-from slipstream.serve.drafters.vocabulary import DraftVocabulary, TokenMapOptions
-from slipstream.serve.options import check_draft_cache
+from slipstream.serve.drafters.options import AdmitBy, DFlashOptions, widths_up_to
+from slipstream.serve.drafters.vocabulary import DraftVocabulary
 from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.request_state import RequestState
-
-DEFAULT_NODES = 32  # nodes of a tree
-AdmitBy = Literal["confidence", "candidates", "position"]
-
-
-@dataclass(frozen=True, slots=True)
-class DFlashOptions(TokenMapOptions):
-    block: int | None = None
-    """Depth of a proposal + 1: of a chain the most nodes that the target verifies. Default: what the draft was trained
-    on."""
-    full_block: bool = False
-    """Draft the whole block even where a step verifies fewer nodes."""
-    topk: int = 1
-    """Continuations considered after each token; 1: a chain."""
-    nodes: int | None = None
-    """Most nodes that the target verifies, root included. Default: block for a chain, up to 32 for a tree."""
-    markov_candidates: int = MOST_SORTED
-    """Tokens of each slot among which a draft's Markov head chooses."""
-    admit_by: AdmitBy | None = None
-    """What says which nodes of all requests a step verifies, and how a tree grows: confidence, what the draft's
-    confidence head says; candidates, the probabilities of its tokens; position, places in the proposal alone, of nodes
-    that grew by the candidates. Default: confidence for drafts that have the head, else candidates."""
-    window: int | None = None
-    """Committed tokens that the draft's layers see at most, of a draft that was trained to see all."""
-    sample_from_anchor: bool | None = None
-    """Whether slot 0, the anchor, predicts the token after it; for files that do not say it."""
-    kv_cache_dtype: str = "auto"
-    """Of the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
-
-    def __post_init__(self) -> None:
-        TokenMapOptions.__post_init__(self)
-        check_draft_cache(self.kv_cache_dtype)
-        base.check_window(self.window)
-        if self.block is not None and not 2 <= self.block <= MAX_NODES:
-            raise ValueError(f"drafter.block is {self.block}; it must be between 2 and {MAX_NODES}")
-        if not 1 <= self.topk <= MAX_K:
-            raise ValueError(f"drafter.topk is {self.topk}; it must be between 1 and {MAX_K}")
-        if not self.topk <= self.markov_candidates <= MOST_SORTED:
-            raise ValueError(
-                f"drafter.markov_candidates is {self.markov_candidates}; it must be between drafter.topk {self.topk} "
-                f"and {MOST_SORTED}"
-            )
-
-    def depth(self, config: DFlashConfig) -> int:
-        """Returns the most tokens of a path."""
-        trained = config.num_proposals + 1
-        if self.block is not None and self.block > trained:
-            raise ValueError(
-                f"drafter.block is {self.block}; this draft was trained on blocks of {config.block_size} and offers at "
-                f"most {trained} nodes"
-            )
-        return (self.block or min(trained, MAX_NODES)) - 1
-
-    def num_nodes(self, config: DFlashConfig) -> int:
-        """Returns the most nodes of a proposal."""
-        depth = self.depth(config)
-        if self.topk == 1:
-            if self.nodes is not None and not 2 <= self.nodes <= depth + 1:
-                raise ValueError(
-                    f"drafter.nodes is {self.nodes}; a chain of this draft has between 2 and {depth + 1} nodes"
-                )
-            return self.nodes or depth + 1
-        max_nodes = min(MAX_NODES, 1 + sum(self.topk**level for level in range(1, depth + 1)))
-        if self.nodes is not None and not 2 <= self.nodes <= max_nodes:
-            raise ValueError(
-                f"drafter.nodes is {self.nodes}; with topk {self.topk} and {depth} slots it must be between 2 and "
-                f"{max_nodes}"
-            )
-        return self.nodes or min(DEFAULT_NODES, max_nodes)
-
-    def num_slots(self, config: DFlashConfig, width: int) -> int:
-        """Returns the block size needed for `width` nodes."""
-        depth = self.depth(config)
-        return config.first_slot + (depth if self.full_block else min(width - 1, depth))
 
 
 class Slots(NamedTuple):
@@ -118,7 +43,6 @@ class Slots(NamedTuple):
 
 
 class Drafter(base.NetworkDrafter):
-    Options = DFlashOptions
     Network = DFlash
 
     def __init__(self, module: DFlash, vocabulary: DraftVocabulary, options: DFlashOptions) -> None:
@@ -148,7 +72,7 @@ class Drafter(base.NetworkDrafter):
     def plan_network(cls, options: DFlashOptions, config: DFlashConfig) -> base.DraftPlan:
         nodes = options.num_nodes(config)
         return base.DraftPlan(
-            widths=base.widths_up_to(nodes),
+            widths=widths_up_to(nodes),
             scratch=(0, 0, *(options.num_slots(config, width) for width in range(2, nodes + 1))),
             branches=options.topk > 1,
         )

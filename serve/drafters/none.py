@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from slipstream.models.drafts.source import DraftSource
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.drafters import base
 
 
 class Drafter(base.Drafter):
     @classmethod
-    def load(cls, draft: str, options: Any, target: Target) -> "Drafter":
+    def load(cls, source: DraftSource, options: Any, target: Target) -> "Drafter":
         return cls()

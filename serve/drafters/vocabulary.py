@@ -5,7 +5,6 @@ recent tokens the rows are read in place, through ids that change between steps 
 Letters: V target and Vd draft vocabulary, T tokens, B requests.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,6 @@ from slipstream.serve.request import Request
 from slipstream.serve.runner.batch import PassRows
 
 HALF_LIFE = 8192  # prompt and answer tokens after which an occurrence counts half
-
-
-@dataclass(frozen=True)  # without slots: it is a second base of others
-class TokenMapOptions:
-    """Options of drafters that read the target's own head."""
-
-    token_map: str | None = None
-    """Token map (slipstream frequency-map) of the tokens that the draft can propose. Default: all."""
-    token_map_size: int | None = None
-    """How many of the map's tokens, the most frequent first. Default: as many as it was made for."""
-    token_map_dynamic: int = 0
-    """How many tokens besides the map's: the most frequent ones of recent prompts and answers."""
-
-    def __post_init__(self) -> None:
-        if self.token_map_dynamic < 0:
-            raise ValueError(f"drafter.token_map_dynamic is {self.token_map_dynamic}; give 0 (off) or more")
-        if self.token_map is None and (self.token_map_size is not None or self.token_map_dynamic):
-            raise ValueError("drafter.token_map_size and drafter.token_map_dynamic need drafter.token_map, a file")
 
 
 class RecentTokens:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from slipstream import __version__, runtime
 from slipstream.kernels.gemm.fixed_order import FixedOrder
-from slipstream.models.files.checkpoint import checkpoint_fingerprint, resolve, weights_fingerprint
+from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.files.cost_tables import CostTables
-from slipstream.models.files.names import is_checkpoint
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_target
@@ -114,7 +113,7 @@ def build(
         kv_cache_tokens=(space.num_pages[0] - 1) * config.page_size,
         inexact=plan.inexact,
         fingerprint=fingerprint(plan, networks),
-        draft_fingerprint=draft_fingerprint(config.draft),
+        draft_fingerprint=plan.draft.source.fingerprint,
         num_spec_tokens=plan.usual_nodes - 1,
     )
     planner = make_planner(plan, scheduler, costs, networks.drafter, runner)
@@ -126,7 +125,7 @@ def load_networks(plan: EnginePlan) -> Networks:
     device = plan.device.device
     with runtime.stage("loading the weights"):
         target = load_target(plan.path, plan.spec, plan.dtype, device, config.trust_remote_code, config.quantization)
-        drafter, stages = load_drafter(config.draft, config.drafter, target)
+        drafter, stages = load_drafter(plan.draft.source, config.drafter, target)
     if any(scale is not None for scale in target.cache_scales) and not plan.networks[0].has_codes:
         logger.info("the checkpoint has scales for a KV cache in FP8, which --kv-cache-dtype fp8 would use")
     load_backend(plan.backends["prefill"]).prepare(kv_formats(plan.networks, plan.device, plan.dtype)["prefill"])
@@ -282,8 +281,6 @@ def find_tables(steps: StepGraphs, drafts: DraftGraphs | None, key: CostKey) -> 
 
 def cost_key(plan: EnginePlan, networks: Networks) -> CostKey:
     config = plan.config
-    draft = config.draft
-    config_file = resolve(draft) / "config.json" if is_checkpoint(draft) else None
     names = (
         "attention",
         "page_size",
@@ -300,7 +297,7 @@ def cost_key(plan: EnginePlan, networks: Networks) -> CostKey:
         triton=triton.__version__,
         slipstream=__version__,
         model=text_hash((plan.path / "config.json").read_text()),
-        draft=draft if config_file is None else text_hash(config_file.read_text()),
+        draft=text_hash(plan.draft.source.shape),
         options={
             "dtype": str(plan.dtype),
             "exact": networks.order is not None,
@@ -356,7 +353,3 @@ def fingerprint(plan: EnginePlan, networks: Networks) -> str:
     if plan.inexact:
         parts += [plan.inexact, repr(plan.config)]
     return "fp_" + text_hash(" ".join(parts))[:12]
-
-
-def draft_fingerprint(draft: str) -> str:
-    return checkpoint_fingerprint(resolve(draft)) if is_checkpoint(draft) else draft

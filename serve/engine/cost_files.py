@@ -25,7 +25,7 @@ class CostKey:
     triton: str
     slipstream: str
     model: str  # `text_hash` of its config.json
-    draft: str  # `text_hash` of the draft's config.json, or the drafter's name
+    draft: str  # `text_hash` of its config.json, or of its name if it has none
     options: Mapping[str, Any] = field(default_factory=dict)  # dtype, attention, page size, most requests, widths...
 
     def name(self) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.kv.fp8 import E4M3
+from slipstream.models.drafts.source import source_of
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.config import AttentionSpec, MoESpec, TargetSpec
@@ -131,7 +132,7 @@ def read_plan(config: EngineConfig, device: DeviceFacts | None = None, *, weight
     _, path = find_target(config, weights=weights)
     device = device or DeviceFacts.of(torch.device(pick_device(config.device)))
     spec = load_config(path, config.trust_remote_code)
-    draft = plan_draft(config.draft, config.drafter, spec)
+    draft = plan_draft(source_of(config.draft, str(path)), config.drafter, spec)
     return plan_engine(config, path, spec, draft, device, pick_dtype(config.dtype, path, device))
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from slipstream.models.chat.quotes import PLACE_CHARS, quote, shorten
 from slipstream.models.chat.template import QUESTION, PromptTemplate, TemplateFailed, TemplateRefused
+from slipstream.models.drafts.source import warn_if_changed
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.text import read_text_file
-from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
+from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
 from slipstream.serve.chat.tools import ToolChoice, read_choice, read_tools
 from slipstream.serve.detokenize import Decoder, TokenTexts, spellings
@@ -54,7 +55,7 @@ def read_tokenizer(config: ServeConfig) -> Any:
         tokenizer.chat_template = read_text_file("chat_template", config.chat_template)
         check_template(tokenizer, config)
     tokenizer("")  # its first call may change its settings, which fails while another thread uses it
-    warn_if_changed(config.draft, path, tokenizer)
+    warn_if_changed(config.source, path, tokenizer)
     return tokenizer
 
 

@@ -7,9 +7,10 @@ fingerprints of its weights instead, so that a measurement goes on after a resta
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from slipstream.models.drafts.source import source_of
+from slipstream.models.files.checkpoint import checkpoint_fingerprint, resolve
 from slipstream.serve.load import Client
 
 Identity = dict[str, Any]
@@ -41,10 +42,4 @@ def read_identity(models: str | None, metrics: str | None, name: str | None) -> 
 
 def checkpoint_identity(target: str, draft: str) -> Identity:
     """Returns fingerprints of the checkpoints, paths or names on the hub; of a draft without a checkpoint its name."""
-    from slipstream.models.files.checkpoint import checkpoint_fingerprint, resolve  # loads torch
-    from slipstream.models.files.names import is_checkpoint
-
-    def fingerprint(name: str) -> str:
-        return checkpoint_fingerprint(Path(resolve(name))) if is_checkpoint(name) else name
-
-    return {"target": fingerprint(target), "draft": fingerprint(draft)}
+    return {"target": checkpoint_fingerprint(resolve(target)), "draft": source_of(draft).fingerprint}

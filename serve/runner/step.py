@@ -17,6 +17,7 @@ from slipstream.kernels.attention.paths import trace_paths
 from slipstream.kernels.attention.ragged import Segments
 from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.kv.cache import move_rows
+from slipstream.kernels.limits import MAX_NODES
 from slipstream.kernels.sampling.logprobs import COLUMNS, Emitted, emitted_logprobs
 from slipstream.kernels.sampling.sample import Sampling, sample
 from slipstream.kernels.speculation.ragged import (
@@ -29,7 +30,6 @@ from slipstream.kernels.speculation.ragged import (
     store,
     verify_rows,
 )
-from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.attention.parts import Nodes, PartsAttention

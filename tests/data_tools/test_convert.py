@@ -15,6 +15,7 @@ from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.source import source_of
 from slipstream.models.drafts.speculators_layout import AUX_LAYERS
 from slipstream.models.targets.decoder import load_config
 from slipstream.serve.drafters.registry import find_drafter
@@ -69,7 +70,7 @@ def test_the_layout_of_speculators_holds_the_targets_embedding_and_head(runs: Ru
     assert config["draft_vocab_size"] == 50
     assert config["aux_hidden_state_layer_ids"] == [1, 2]
     assert config["transformer_layer_config"]["num_hidden_layers"] == 2
-    assert find_drafter(str(folder)) is find_drafter(str(draft)), "it can be served as it is"
+    assert find_drafter(source_of(str(folder))) is find_drafter(source_of(str(draft))), "it can be served as it is"
     module = load_draft(DFlash, folder, load_config(runs.target), None, torch.device("cpu"))
     assert torch.equal(module.fc.weight, load_file(draft / "model.safetensors")["fc.weight"])
 
@@ -253,7 +254,7 @@ def test_the_layout_of_speculators(llama: Runs) -> None:
         "name_or_path": str(llama.target),
         "architectures": ["LlamaForCausalLM"],
     }
-    assert find_drafter(str(folder)) is find_drafter(str(draft)), "it can be served as it is"
+    assert find_drafter(source_of(str(folder))) is find_drafter(source_of(str(draft))), "it can be served as it is"
     num_equal = len(tensors.keys() & before.keys())
     assert f"tensors  {len(tensors)}: {num_equal} of the {len(before)} that were read" in printed
 

@@ -14,9 +14,10 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from slipstream.models.drafts.base import drafter_of, load_draft
+from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.source import drafter_of
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.data_tools.conversion import Runs, save_eagle3_draft
 from slipstream.tests.random_drafts import save_random_dflash

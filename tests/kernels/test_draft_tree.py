@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.speculation import draft_tree
-from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place, TreeShape
+from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place
+from slipstream.kernels.speculation.tree_shape import TreeShape
 from slipstream.kernels.speculation.verify import unpack
 from slipstream.tests.pairwise import grouped, rotating
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.limits import MAX_K
 from slipstream.kernels.sampling.filters import Filters
-from slipstream.kernels.sampling.sample import MAX_K, TILE, Sampling, perturbed_topk, sample
+from slipstream.kernels.sampling.sample import TILE, Sampling, perturbed_topk, sample
 from slipstream.tests.kernels.triton_runs import SLOW, each_device, exact_scores, keys_of, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 

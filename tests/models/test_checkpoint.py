@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from slipstream.models.drafts.source import source_of
 from slipstream.models.files import checkpoint
 from slipstream.models.files.checkpoint import (
     read_json,
@@ -25,14 +27,14 @@ from slipstream.models.files.checkpoint import (
     tokenizer_hash,
     weights_fingerprint,
 )
-from slipstream.models.files.names import is_checkpoint
 from slipstream.tests.pairwise import grouped
 
 
 def test_a_name_with_a_slash_or_a_folder_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    assert [is_checkpoint(name) for name in ("runs", "owner/model", "./missing", "none")] == [True, True, True, False]
+    names = ("runs", "owner/model", "./missing", "none")
+    assert [source_of(name).has_network for name in names] == [True, True, True, False]
 
 
 def test_json_faults_name_the_file(tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_a_written_checkpoint_can_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./draft", "bare", "too/many/parts"])
 def test_missing_folders_are_not_sought_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(ValueError, match=f"checkpoint {name} does not exist; name a folder or a hub id"):
         resolve(name)
 
@@ -178,7 +180,7 @@ def test_the_hub_is_asked_for_what_is_read_and_no_more(
             shutil.copy(tmp_path / "hub" / file, commit / file)
         return str(commit)
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert resolve("owner/model", "v1", weights=weights, trust_remote_code=trust_remote_code) == commit
     assert downloads[0] == ("owner/model", "v1")
     assert set(downloads[1:]) <= {("owner/model", "c0ffee")}
@@ -242,6 +244,6 @@ def test_the_hubs_errors_are_sentences(error: OSError, message: str, monkeypatch
     def fail(*_: object, **__: object) -> str:
         raise error
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ValueError, match=message):
         resolve("owner/model")

@@ -22,10 +22,12 @@ from slipstream.models.drafts.base import load_draft, write_draft
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.models.drafts.heads.table import heads_of
+from slipstream.models.drafts.source import source_of
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.drafters.dflash import Drafter
+from slipstream.serve.drafters.options import DFlashOptions
 from slipstream.serve.drafters.registry import build_options, find_drafter
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
@@ -417,7 +419,7 @@ class Stage:
 def stage(request: pytest.FixtureRequest, make_target: Callable[[str], Path], make_draft: MakeDraft) -> Stage:
     config = load_config(make_target("qwen3"))
     target = load_target(make_target("qwen3"), config, torch.float32, torch.device("cpu"))
-    drafter = Drafter.load(str(make_draft("qwen3", request.param)), build_options(Drafter.Options, {}), target)
+    drafter = Drafter.load(source_of(str(make_draft("qwen3", request.param))), DFlashOptions(), target)
     state = RequestState(2, 4, 16, 11, torch.device("cpu"))
     row = torch.tensor([0])
     lengths = torch.tensor([14])
@@ -476,12 +478,12 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
 
 
 def test_options_are_checked(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
-    assert find_drafter(str(make_draft("qwen3", "plain"))) is Drafter
+    assert find_drafter(source_of(str(make_draft("qwen3", "plain")))) is Drafter
     for variant, widths in (("plain", [1, 2, 4]), ("from the anchor", [1, 2, 4, 5])):
         assert build_engine(make_target("qwen3"), make_draft("qwen3", variant)).planner.policy.widths == widths
     for block in (0, 1, 65):
         with pytest.raises(ValueError, match=f"drafter.block is {block}; it must be between 2 and 64"):
-            build_options(Drafter.Options, {"block": block})
+            build_options(DFlashOptions, {"block": block})
     for options, words in {
         ("topk", 17): "drafter.topk is 17; it must be between 1 and 16",
         ("nodes", 5): "drafter.nodes is 5; a chain of this draft has between 2 and 4 nodes",

@@ -9,8 +9,8 @@ import torch
 
 from slipstream.kernels.gemm.gathered_head import DraftHead
 from slipstream.models.drafts.token_map import TokenMap, read_token_map
-from slipstream.serve.drafters.autoregressive import TreeOptions
-from slipstream.serve.drafters.registry import build_options, find_drafter
+from slipstream.serve.drafters.options import TreeOptions, options_of
+from slipstream.serve.drafters.registry import build_options
 from slipstream.serve.drafters.vocabulary import HALF_LIFE, DraftVocabulary, RecentTokens
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
@@ -265,6 +265,6 @@ def test_drafts_with_a_vocabulary_of_their_own_take_no_map(
 def test_options_are_checked(drafter: str) -> None:
     for options in ({"token_map_size": 9}, {"token_map_dynamic": 9}):
         with pytest.raises(ValueError, match=r"need drafter\.token_map, a file"):
-            build_options(find_drafter(drafter).Options, options)
+            build_options(options_of(drafter), options)
     with pytest.raises(ValueError, match="token_map_dynamic is -1"):
-        build_options(find_drafter(drafter).Options, {"token_map": "map", "token_map_dynamic": -1})
+        build_options(options_of(drafter), {"token_map": "map", "token_map_dynamic": -1})

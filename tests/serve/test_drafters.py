@@ -7,21 +7,23 @@ from typing import Any
 
 import pytest
 
+from slipstream.models.drafts.source import source_of
 from slipstream.serve.drafters.eagle import Drafter as EagleDrafter
 from slipstream.serve.drafters.eagle3 import Drafter as Eagle3Drafter
 from slipstream.serve.drafters.none import Drafter as NoneDrafter
-from slipstream.serve.drafters.registry import build_options, drafter_name, find_drafter
+from slipstream.serve.drafters.options import options_of
+from slipstream.serve.drafters.registry import build_options, find_drafter
 from slipstream.tests.random_drafts import save_random_draft, save_random_eagle
 from slipstream.tests.serve.engine_runs import build_engine
 
 
 def test_drafters_are_found_by_name_and_by_checkpoint(make_target: Callable[[str], Path], tmp_path: Path) -> None:
-    assert find_drafter("none") is NoneDrafter
-    assert find_drafter("eagle3") is Eagle3Drafter
+    assert find_drafter(source_of("none")) is NoneDrafter
+    assert find_drafter(source_of("eagle3")) is Eagle3Drafter
     save_random_draft(make_target("llama"), tmp_path / "eagle3")
     save_random_eagle(make_target("llama"), tmp_path / "eagle")
-    assert find_drafter(str(tmp_path / "eagle3")) is Eagle3Drafter
-    assert find_drafter(str(tmp_path / "eagle")) is EagleDrafter
+    assert find_drafter(source_of(str(tmp_path / "eagle3"))) is Eagle3Drafter
+    assert find_drafter(source_of(str(tmp_path / "eagle"))) is EagleDrafter
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_drafters_are_found_by_name_and_by_checkpoint(make_target: Callable[[str
 )
 def test_published_drafts_are_told_apart(config: dict[str, Any], name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert drafter_name(str(tmp_path)) == name
+    assert source_of(str(tmp_path)).drafter == name
 
 
 @pytest.mark.parametrize(
@@ -70,17 +72,17 @@ def test_unknown_checkpoints_are_refused_with_the_known_ones(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
-        find_drafter(str(tmp_path))
+        find_drafter(source_of(str(tmp_path)))
 
 
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
     for name in ("medusa", "base", ""):
         with pytest.raises(ValueError, match=f"drafter '{name}' does not exist; name .* one of: .*eagle3, .*none"):
-            find_drafter(name)
+            find_drafter(source_of(name))
     with pytest.raises(ValueError, match="checkpoint ../medusa does not exist"):
-        find_drafter("../medusa")
+        find_drafter(source_of("../medusa"))
     with pytest.raises(ValueError, match=r"config\.json is missing"):
-        find_drafter(str(tmp_path))
+        find_drafter(source_of(str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -99,13 +101,13 @@ def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
 def test_options_are_checked(options: dict[str, int], message: str) -> None:
     for drafter in ("eagle", "eagle3"):
         with pytest.raises(ValueError, match=message):
-            build_options(find_drafter(drafter).Options, options)
+            build_options(options_of(drafter), options)
 
 
 def test_options_of_other_drafters_are_refused() -> None:
-    assert build_options(Eagle3Drafter.Options, {"depth": 5}).depth == 5
+    assert build_options(options_of("eagle3"), {"depth": 5}).depth == 5
     with pytest.raises(ValueError, match=r"drafter option 'depth' does not exist; valid: \(none\)"):
-        build_options(NoneDrafter.Options, {"depth": 2})
+        build_options(options_of("none"), {"depth": 2})
 
 
 def test_a_checkpoint_drafter_without_a_checkpoint_is_refused(make_target: Callable[[str], Path]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream.models.drafts.source import source_of
 from slipstream.models.layers.formats.int4 import Int4Linear
 from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.linear import Linear
@@ -40,7 +41,7 @@ def bytes_of(module: torch.nn.Module) -> int:
 def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> None:
     run = DryRun(ServeConfig(target=str(target), draft=str(draft), dtype="bfloat16", device="cpu"))
     loaded = load_target(target, load_config(target), torch.bfloat16, torch.device("cpu"))
-    drafter: Any = load_drafter(str(draft), {}, loaded)[0]
+    drafter: Any = load_drafter(source_of(str(draft)), {}, loaded)[0]
     assert run.networks[0].size == bytes_of(loaded)
     weights = bytes_of(drafter.module)
     assert weights <= run.networks[1].size <= weights + loaded.embed_tokens.weight.nbytes, "it may share the embedding"

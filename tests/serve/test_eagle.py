@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slipstream.kernels.sampling.sample import noise_key
-from slipstream.kernels.speculation.draft_tree import TreeShape
-from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter, TreeOptions
+from slipstream.kernels.speculation.tree_shape import TreeShape
+from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter
+from slipstream.serve.drafters.options import TreeOptions
 from slipstream.serve.engine.budget import Choice
 from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request

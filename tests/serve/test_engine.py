@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.bench.random_targets import CONFIGS, published_spec
+from slipstream.models.drafts.source import source_of, warn_if_changed
 from slipstream.models.files.checkpoint import weights_fingerprint
-from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
+from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.engine import memory
 from slipstream.serve.engine.engine_plan import (
     EXPERT_TOKENS,
@@ -85,10 +86,10 @@ def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplo
     caplog.set_level(logging.WARNING)
     tokenizer = load_tokenizer(TINY)
     change_json(draft / "config.json", target_fingerprint=weights_fingerprint(target))
-    warn_if_changed(str(draft), target, tokenizer)
+    warn_if_changed(source_of(str(draft)), target, tokenizer)
     assert not caplog.messages
     change_json(draft / "config.json", target_fingerprint="0" * 64)
-    warn_if_changed(str(draft), target, tokenizer)
+    warn_if_changed(source_of(str(draft)), target, tokenizer)
     assert "was trained for other weights" in caplog.text
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.serve.drafters.ngram.stage import NgramOptions
+from slipstream.serve.drafters.options import NgramOptions
 from slipstream.serve.engine import engine_plan
 from slipstream.serve.engine.engine_plan import read_plan
 from slipstream.serve.exact_check import ExactCheckConfig, check, first_difference, main

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.serve.drafters.registry import MODULES, NGRAM
+from slipstream.serve.drafters.options import DRAFTERS as TABLE
 from slipstream.serve.engine import engine_plan
 from slipstream.serve.engine.acceptance import CELLS
 from slipstream.serve.engine.budget import BudgetPolicy, Choice
@@ -102,7 +102,7 @@ BLOCKS = [
     *("dflash tree", "dflash2", "dflash2 tree", "dspark", "dspark tree", "lilicorr"),
     "lilicorr tree",
 ]
-DRAFTERS = ["eagle tree", NGRAM, "ngram first", *MODULES]
+DRAFTERS = ["eagle tree", "ngram first", *TABLE]
 LATER_FAMILIES = (
     "gemma4",
     "gemma4-experts",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from slipstream.models.files.atomic import NEW, atomic_file, staging_path
 from slipstream.serve.cli import read_config
-from slipstream.serve.drafters.ngram.stage import NgramOptions, is_saved_trie
+from slipstream.serve.drafters.options import NgramOptions, is_saved_trie
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request

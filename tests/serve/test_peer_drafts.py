@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from slipstream.serve.cli import read_config
-from slipstream.serve.drafters.autoregressive import TreeOptions
+from slipstream.serve.drafters.options import TreeOptions
 from slipstream.serve.engine import build
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig

@@ -125,6 +125,31 @@ def test_bad_files_end_with_a_sentence(
     assert all(word in error for word in words), error
 
 
+def test_a_drafts_help_and_its_wrong_options_load_no_torch(tmp_path: Path) -> None:
+    """Drafters without files, and a checkpoint."""
+    (tmp_path / "config.json").write_text('{"architectures": ["DFlash2DraftModel"]}')
+    script = f"""
+import sys
+from slipstream.serve.cli import read_config
+wrong = {{"ngram": "--drafter.nodes=x", "eagle3": "--drafter.depth=0", {str(tmp_path)!r}: "--drafter.block=1"}}
+for draft, option in wrong.items():
+    for word, status in (("--help", 0), (option, 2), ("--drafter.optoin=1", 2)):
+        try:
+            read_config(["--draft", draft, word])
+        except SystemExit as ended:
+            assert ended.code == status, (draft, word)
+loaded = [name for name in ("torch", "transformers", "huggingface_hub") if name in sys.modules]
+assert not loaded, loaded
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    for option in ("--drafter.capacity CAPACITY", "--drafter.depth DEPTH", "--drafter.block BLOCK"):
+        assert option in ended.stdout
+    assert ended.stdout.count("--drafter.ngram-first NGRAM_FIRST") == 1, "of a network alone"
+    for words in ("drafter.nodes is 'x'; give a whole number", "drafter.depth is 0", "drafter.block is 1", "optoin"):
+        assert words in ended.stderr
+
+
 def test_help_loads_no_torch_and_spells_options_as_the_documentation_does() -> None:
     script = """
 import sys

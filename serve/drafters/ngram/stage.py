@@ -8,137 +8,23 @@ Beside a draft network (`--drafter.ngram-first 5`) its proposals replace the net
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, make_dataclass
 from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.files.atomic import atomic_file
-from slipstream.models.files.outputs import check_output_file
-from slipstream.serve.drafters.base import widths_up_to
-from slipstream.serve.drafters.ngram.ngram_core import NgramCore
+from slipstream.serve.drafters.options import NgramOptions
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, HostProposal
 from slipstream.serve.request import Request
 
 Ints = NDArray[np.int32]
-SAVED_MAGIC = b"GMTRIE1"  # csrc/snapshot.cpp
 CORPUS = "corpus"  # the namespace of texts that all requests see; names of clients and salts are digests
-CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "order", "breadth", "queue_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class NgramOptions:
-    nodes: int = 16
-    """Most nodes per proposal, root included."""
-    min_match: int = 1
-    """Fewest last tokens that count as a match."""
-    max_match: int = 12
-    """Most last tokens that are looked up; the longest match wins."""
-    order: Literal["probability", "breadth"] = "probability"
-    """Which nodes come first: the likeliest by counts, or level by level."""
-    breadth: int = 4
-    """Most children of a node; 1 drafts chains."""
-    capacity: int = 1_000_000
-    """Nodes kept of all texts, about 60 bytes each; the least recently used ones are evicted first."""
-    branch_length: int = 18
-    """Longest sequence of tokens that is kept."""
-    queue_tokens: int = 65_536
-    """Most tokens queued for insertion; further ones are dropped and counted."""
-    share_between_keys: bool = False
-    """Draft from texts of clients with other API keys, too, which measured speed and counts can tell them."""
-    corpus: str | None = None
-    """Texts to insert at the start: a prepared dataset (slipstream prepare), or .jsonl with `tokens` in each line."""
-    load: str | None = None
-    """File to load at the start, written by an earlier `save`."""
-    save: str | None = None
-    """File to write when the engine ends."""
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.nodes <= MAX_NODES:
-            raise ValueError(f"drafter.nodes is {self.nodes}; it must be between 2 and {MAX_NODES}")
-        if self.load and not Path(self.load).is_file():
-            raise ValueError(f"drafter.load {self.load} is not a file; name one written by drafter.save")
-        if self.save and not Path(self.save).absolute().parent.is_dir():
-            raise ValueError(f"drafter.save {self.save} is in a folder that does not exist; create it first")
-        if self.save:
-            inputs = {"drafter.corpus": [self.corpus]}
-            check_output_file(
-                self.save, is_saved_trie, "a file of saved n-grams", inputs, overwrite=True, option="drafter.save"
-            )
-        if self.corpus and not Path(self.corpus).exists():
-            raise ValueError(f"drafter.corpus {self.corpus} does not exist; name a prepared dataset or a .jsonl file")
-        self.core(1)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Numbers of nodes that a proposal may have."""
-        return widths_up_to(self.nodes)
-
-    @property
-    def branches(self) -> bool:
-        return self.breadth > 1
-
-    def core(self, slots: int) -> NgramCore:
-        """Raises ValueError for an option out of range."""
-        values = asdict(self)
-        try:
-            return NgramCore(rows=slots, **{name: values[name] for name in CORE_OPTIONS})
-        except ValueError as error:
-            raise ValueError(f"drafter.{error}") from error
-
-
-@dataclass(frozen=True)  # without slots: it is a second base of others
-class NgramFirstOptions:
-    """Options that every draft network has besides its own."""
-
-    ngram_first: int = 0
-    """Verify n-gram lookahead where at least so many last tokens have occurred before; 0: never."""
-    ngram_nodes: int = 16
-    """Most nodes of an n-gram proposal, root included."""
-    ngram_breadth: int = 4
-    """Most children of a node of an n-gram proposal; 1 drafts chains."""
-    ngram_capacity: int = 1_000_000
-    """Nodes kept of all texts."""
-    ngram_share_between_keys: bool = False
-    """Draft n-grams from texts of clients with other API keys, too."""
-
-    def __post_init__(self) -> None:
-        longest = NgramOptions().max_match
-        if not 0 <= self.ngram_first <= longest:
-            raise ValueError(f"drafter.ngram_first is {self.ngram_first}; it must be between 0 (never) and {longest}")
-        if self.ngram_first:
-            self.ngram_options()
-
-    def ngram_options(self) -> NgramOptions:
-        """Raises ValueError for a value out of range, with the name that it has here."""
-        try:
-            return NgramOptions(
-                nodes=self.ngram_nodes,
-                breadth=self.ngram_breadth,
-                capacity=self.ngram_capacity,
-                share_between_keys=self.ngram_share_between_keys,
-            )
-        except ValueError as error:
-            raise ValueError(str(error).replace("drafter.", "drafter.ngram_", 1)) from error
-
-
-def with_ngram_first(options: type) -> type:
-    """The options of a network's drafter together with NgramFirstOptions."""
-
-    def check(self: Any) -> None:
-        NgramFirstOptions.__post_init__(self)
-        if hasattr(options, "__post_init__"):
-            options.__post_init__(self)
-
-    bases = (NgramFirstOptions, options)
-    return make_dataclass(options.__name__, [], bases=bases, namespace={"__post_init__": check}, frozen=True)
 
 
 class NgramStage(HostStage):
@@ -229,11 +115,6 @@ class Arrays(NamedTuple):
             "foreign": np.empty((batch, width), dtype=np.bool_),
         }
         return cls(nodes, outputs)
-
-
-def is_saved_trie(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(SAVED_MAGIC)) == SAVED_MAGIC
 
 
 def read_corpus(path: str, vocab_size: int) -> Iterator[np.ndarray]:

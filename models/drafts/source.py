@@ -1,0 +1,202 @@
+"""Sources of drafts, which `--draft` names: a checkpoint, or a drafter without files.
+
+A kind of source is a class here and its place in KINDS. Imports no torch, so that programs can check options at once.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slipstream.models.drafts.speculators_layout import drafter_of_kind, speculators_kind
+from slipstream.models.files.checkpoint import (
+    checkpoint_fingerprint,
+    named_target,
+    read_json,
+    resolve,
+    tokenizer_hash,
+    weights_fingerprint,
+)
+from slipstream.models.files.names import check_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+FOREIGN_ARCHITECTURES = {
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Qwen3ForCausalLM": "eagle3",
+    "LlamaForCausalLMEagle": "eagle",
+    "EagleLlamaForCausalLM": "eagle",
+    "Qwen2ForCausalLMEagle": "eagle",
+    "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash",
+    "DSparkDraftModel": "dflash",
+    "Qwen3DSparkModel": "dflash",
+    "LiLiCorrDraftModel": "dflash",
+}
+UNSUPPORTED_ARCHITECTURES = {
+    "DominoDraftModel": "Domino's GRU",
+    "XPressDraftModel": "XPress's refiner",
+    "XPressSpeculator": "XPress's refiner",
+    "Eagle3DeepseekV2ForCausalLM": "latent attention (MLA)",
+    "DeepseekV4ForCausalLM": "DeepSeek-V4's bundled draft, which is part of the target's checkpoint,",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource(ABC):
+    name: str  # as --draft gives it
+    target: str = ""  # the name or folder of the target; empty: the source may name it
+
+    has_network: ClassVar[bool] = False
+    """Whether weights draft."""
+
+    @classmethod
+    @abstractmethod
+    def is_kind_of(cls, name: str) -> bool:
+        """Whether `name` names a source of this kind."""
+
+    @property
+    @abstractmethod
+    def drafter(self) -> str:
+        """The drafter that it calls for. Raises ValueError for files of an unknown kind."""
+
+    def check(self) -> None:
+        """Raises ValueError for a source that does not exist, and if nothing names the target."""
+        if not self.target:
+            raise ValueError(
+                f"target is empty and draft {self.name!r} is not a checkpoint that names one; add --target"
+            )
+
+    def find_target(self, revision: str | None, *, trust_remote_code: bool, weights: bool) -> tuple[str, Path]:
+        """Returns the name and folder of the target. `revision`: in place of the one that the source names; `weights`:
+        fetch them from the hub, too."""
+        if not self.target:
+            self.check()
+        return self.target, resolve(self.target, revision, trust_remote_code=trust_remote_code, weights=weights)
+
+    def folder(self) -> Path:
+        """Returns the folder of its files, fetched from the hub. Raises ValueError for a source without files."""
+        return resolve(self.name)
+
+    def read_config(self) -> Mapping[str, Any]:
+        """Reads config.json; empty without files."""
+        return {}
+
+    @property
+    def shape(self) -> str:
+        """A text on which the times of its passes depend."""
+        return self.name
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of its files; without files its name."""
+        return self.name
+
+
+class DrafterName(DraftSource):
+    """A drafter without files, such as none or ngram."""
+
+    @classmethod
+    def is_kind_of(cls, name: str) -> bool:
+        return True
+
+    @property
+    def drafter(self) -> str:
+        return self.name
+
+
+class DraftCheckpoint(DraftSource):
+    """A folder or a hub id (owner/name), from any trainer, the target's maker among them."""
+
+    has_network = True
+
+    @classmethod
+    def is_kind_of(cls, name: str) -> bool:
+        return "/" in name or (name != "" and Path(name).is_dir())
+
+    @property
+    def drafter(self) -> str:
+        return drafter_of(self.read_config(), self.name)
+
+    def check(self) -> None:
+        check_checkpoint("draft", self.name)
+
+    def find_target(self, revision: str | None, *, trust_remote_code: bool, weights: bool) -> tuple[str, Path]:
+        how: dict[str, bool] = {"trust_remote_code": trust_remote_code, "weights": weights}
+        if self.target:
+            return self.target, resolve(self.target, revision, **how)
+        folder = resolve(self.name, weights=weights)
+        try:
+            name = named_target(folder)
+            revision = revision or read_json(folder / "config.json").get("target_revision")
+            if name:
+                return name, resolve(name, revision, **how)
+        except ValueError as error:
+            raise ValueError(
+                f"the target that draft {self.name} names cannot be read ({error}); add --target"
+            ) from error
+        raise ValueError(f"draft {self.name} names no target; add --target")
+
+    def read_config(self) -> Mapping[str, Any]:
+        return read_json(self.folder() / "config.json")
+
+    @property
+    def shape(self) -> str:
+        return (self.folder() / "config.json").read_text()
+
+    @property
+    def fingerprint(self) -> str:
+        return checkpoint_fingerprint(self.folder())
+
+
+KINDS: tuple[type[DraftSource], ...] = (DraftCheckpoint, DrafterName)  # a name is of the first kind that it fits
+
+
+def source_of(draft: str, target: str = "") -> DraftSource:
+    """Returns the source that `draft` names. Whether it exists is asked later."""
+    kind = next(kind for kind in KINDS if kind.is_kind_of(draft))
+    return kind(draft, target)
+
+
+def drafter_of(config: Mapping[str, Any], draft: str) -> str:
+    """The drafter that config.json calls for. `draft` names the checkpoint.
+
+    First asked is `speculators_model_type`, which says how the whole file is laid out: that library keeps fields that
+    it does not know, so a draft that it trained on from one of ours still has our `drafter`. `drafter` comes second,
+    other trainers' architectures last. Raises ValueError for a kind or an architecture that is not supported.
+    """
+    kind = speculators_kind(config)
+    if kind is not None:
+        return drafter_of_kind(kind)
+    if "drafter" in config:
+        return str(config["drafter"])
+    architecture = (config.get("architectures") or ["(none)"])[0]
+    if architecture == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1:  # as EAGLE's authors write
+        return "eagle3" if "draft_vocab_size" in config else "eagle"
+    if architecture in UNSUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"draft {draft} has architecture {architecture}: {UNSUPPORTED_ARCHITECTURES[architecture]} is not supported"
+        )
+    if architecture not in FOREIGN_ARCHITECTURES:
+        raise ValueError(
+            f"draft {draft} has architecture {architecture}; known drafts: {', '.join(FOREIGN_ARCHITECTURES)}"
+        )
+    return FOREIGN_ARCHITECTURES[architecture]
+
+
+def warn_if_changed(source: DraftSource, target: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """A draft for another target still gives right output, only fewer accepted tokens: worth a warning, not an end."""
+    config = source.read_config()
+    message = "draft %s was trained for other %s than %s holds: expect fewer accepted tokens"
+    expected = config.get("target_fingerprint")
+    if expected and expected != weights_fingerprint(target):
+        logger.warning(message, source.name, "weights", target)
+    expected = config.get("tokenizer_hash")
+    if expected and expected != tokenizer_hash(tokenizer):
+        logger.warning(message, source.name, "tokenizer rules", target)
