@@ -293,9 +293,10 @@ if hasattr(transformers, "LagunaConfig"):
     )
 
 if hasattr(transformers, "Gemma4TextConfig"):
+    GEMMA4_KINDS = ["sliding_attention", "full_attention"] * 3
     GEMMA4 = SHAPE | {
         **{"head_dim": 8, "sliding_window": 9, "num_hidden_layers": 6, "global_head_dim": 16},
-        **{"hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"] * 3},
+        **{"hidden_size_per_layer_input": 0, "layer_types": GEMMA4_KINDS},
         "final_logit_softcapping": 3.0,
     }
     PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 130}
@@ -307,6 +308,11 @@ if hasattr(transformers, "Gemma4TextConfig"):
     )
     RELATIVES["gemma4-experts"] = transformers.Gemma4TextConfig(
         **GEMMA4, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24
+    )
+    RELATIVES["gemma4-wide"] = transformers.Gemma4TextConfig(  # heads as wide as those of published ones
+        **GEMMA4 | {"head_dim": 256, "global_head_dim": 512, "num_hidden_layers": 4, "layer_types": GEMMA4_KINDS[:4]},
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
     )
     RELATIVES["gemma4-odd"] = transformers.Gemma4TextConfig(
         **GEMMA4 | PER_LAYER | {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"] * 2},

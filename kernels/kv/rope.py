@@ -141,7 +141,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torc
     x = x if x.stride(-1) == 1 else x.contiguous()
     assert all(table.is_contiguous() for table in (cos, sin, positions))
     out = torch.empty(T, heads, D, dtype=dtype, device=x.device)
-    if T:
+    if T and heads:
         _rotate_kernel[(T, triton.cdiv(heads, HEADS_PER_PROGRAM))](
             x, cos, sin, positions, out, x.stride(0), x.stride(1), heads, sign,
             D=D, R=cos.shape[1], HALF=triton.next_power_of_2(D // 2), HEADS=HEADS_PER_PROGRAM, num_warps=4,

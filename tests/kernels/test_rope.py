@@ -27,6 +27,7 @@ CASES: list[tuple[int, ...]] = [  # T, Q, G, D, and R where it is less
     (2, 28, 4, 128),
     (7, 1, 1, 96),
     (2, 8, 8, 256),
+    (2, 3, 1, 512),
     (3, 4, 2, 128, 96),
     (2, 3, 1, 8, 6),
 ]
@@ -128,6 +129,20 @@ def test_without_queries_keys_and_values_are_written(kernel: Callable[..., Tenso
     scene = Scene((3, 4, 2, 64), torch.float32, device)
     kernel(scene.q[:, :0], *scene.arguments()[1:])
     scene.check_cache(scene.k)
+
+
+@each_device
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_keys_queries_are_turned_and_nothing_is_written(kernel: Callable[..., Tensor], device: str) -> None:
+    """The cache is another layer's; its scales do not count."""
+    scene = Scene((3, 4, 2, 64), torch.float32, device)
+    q, k, v, *tables = scene.arguments()
+    norms = scene.norms()
+    out = kernel(q, k[:, :0], v[:, :0], *tables, norms, torch.ones(2, 2, device=device))
+    check(out, scene.turned(normed(q, norms.q)), NORMED_TOLERANCES)
+    assert (scene.keys == 7).all()
+    assert (scene.values == 7).all()
+    assert rotate.triton(k[:, :0], scene.cos, scene.sin, scene.positions, torch.float32).shape == (3, 0, 64)
 
 
 @grouped()

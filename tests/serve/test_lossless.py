@@ -111,6 +111,8 @@ LATER_FAMILIES = (
     "muse-glimmer",
 )  # than the oldest transformers that we allow
 LATER = [name for name in LATER_FAMILIES if name in RELATIVES]
+WIDE = [name for name in ("gemma4-wide",) if name in RELATIVES]  # heads of 256 and 512 dims
+OTHER_LAYERS = ("mistral-window", "qwen2-windows", "gemma3", *CAPPED, *MIXTURES, *LATER, *WIDE)
 FEW = ("qwen3", "llama", "mistral-window", "qwen3-windows", "qwen3-tied")
 BuildDrafted = Callable[..., Engine]
 
@@ -230,7 +232,9 @@ def test_captured_steps_change_no_token(
 @grouped("drafter")
 @pytest.mark.parametrize(
     ("drafter", "family"),
-    list(product([*DRAFTERS, *BLOCKS], ("mistral-window", "qwen2-windows", "gemma3", *CAPPED, *MIXTURES))),
+    list(
+        product([*DRAFTERS, *BLOCKS], ("mistral-window", "qwen2-windows", "gemma3", *CAPPED, *MIXTURES, *LATER, *WIDE))
+    ),
 )
 def test_captured_steps_of_other_layers_change_no_token(
     drafter: str, family: str, build: BuildDrafted, reference: Reference
