@@ -7,6 +7,7 @@ import logging
 import os
 import ssl
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,21 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return folder
 
     return make
+
+
+@pytest.fixture
+def exits(capsys: pytest.CaptureFixture[str]) -> Callable[..., AbstractContextManager[None]]:
+    """words, status -> a context that a program ends, with these words in its error and this status, any but 0 if none
+    is given."""
+
+    @contextmanager
+    def expect(words: str, code: int | None = None) -> Iterator[None]:
+        with pytest.raises(SystemExit) as ended:
+            yield
+        assert ended.value.code == code if code else ended.value.code
+        assert words in capsys.readouterr().err
+
+    return expect
 
 
 @pytest.fixture(autouse=True)

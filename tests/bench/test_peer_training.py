@@ -184,7 +184,7 @@ def test_an_interrupted_comparison_shows_what_has_ended(
     assert json.loads(line)["accept_length"] == {"heldout": 1.5}
 
 
-def test_what_is_missing_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_is_named(data: Path, tmp_path: Path, exits: Any) -> None:
     without = tmp_path / "python"
     without.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
     without.chmod(0o755)
@@ -192,9 +192,8 @@ def test_what_is_missing_is_named(data: Path, tmp_path: Path, capsys: pytest.Cap
         ("/nowhere/python", f"peer_python /nowhere/python is not a program; {INSTALL}"),
         (str(without), f"has no speculators (ModuleNotFoundError: No module named 'torch'); {INSTALL}"),
     ):
-        with pytest.raises(SystemExit):
+        with exits(message):
             main(words(data, tmp_path / "output", {"eagle3": {}}, "--peer-python", python))
-        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

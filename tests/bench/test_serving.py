@@ -161,18 +161,15 @@ class FakeEngines:
         yield run
 
 
-def test_it_goes_on_where_it_was_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: Any) -> None:
     engines = FakeEngines()
     path = tmp_path / "lines.jsonl"
     monkeypatch.setattr(serving, "measuring", engines.measuring)
     command = [*SIZES, "--target", str(TINY), "--draft", "ngram", "--input-len", "0", "--ignore-eos", "false"]
     command += ["--output", str(path), "--resume"]
     engines.interrupted_at = ("ngram", 3)
-    with pytest.raises(SystemExit):
+    with exits("interrupted; with --output, add --resume to continue"):
         main(command)
-    assert "interrupted; with --output, add --resume to continue" in capsys.readouterr().err
     assert engines.calls == [
         ("none", 1, 1, "warm-up at 1"),
         ("none", 4, 1, "at 1"),

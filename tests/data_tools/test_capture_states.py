@@ -162,13 +162,12 @@ def test_the_question(
 
 
 def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(
-    tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch, exits: Any
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore
     monkeypatch.setattr(capture_states, "Capturer", None)
-    with pytest.raises(SystemExit):
+    with exits("GB are free; use --dtype fp8"):
         main(flags(tmp_path / "new"))
-    assert "GB are free; use --dtype fp8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -187,12 +186,11 @@ def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(
     ],
 )
 def test_what_cannot_be_continued_is_refused(
-    captured: Path, flags: Flags, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+    captured: Path, flags: Flags, changes: dict[str, Any], message: str, exits: Any
 ) -> None:
     before = shards(captured)
-    with pytest.raises(SystemExit):
+    with exits(message):
         main(flags(captured, **changes))
-    assert message in capsys.readouterr().err
     assert shards(captured) == before
 
 
@@ -225,23 +223,19 @@ def test_another_tokenizer_or_target_is_refused(
     captured: Path,
     capture_data: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    exits: Any,
 ) -> None:
     other = tmp_path / "data"
     shutil.copytree(capture_data, other)
     change_json(other / "report.json", tokenizer_hash="0" * 64)
-    with pytest.raises(SystemExit):
+    with exits("was prepared with another tokenizer (hash 000000000000"):
         main(flags(tmp_path / "new", data=other))
-    assert "was prepared with another tokenizer (hash 000000000000" in capsys.readouterr().err
     monkeypatch.setattr(capture_states, "weights_fingerprint", lambda _: "of other weights")
-    with pytest.raises(SystemExit):
+    with exits("another target_fingerprint; give the options"):
         main(flags(captured))
-    assert "another target_fingerprint; give the options" in capsys.readouterr().err
 
 
-def test_data_with_nothing_to_capture_are_refused(
-    flags: Flags, capture_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_with_nothing_to_capture_are_refused(flags: Flags, capture_data: Path, tmp_path: Path, exits: Any) -> None:
     output = tmp_path / "features"
     first = np.arange(9) == 0  # nothing predicts the first token
     described = {"tokenizer_hash": json.loads((capture_data / "report.json").read_text())["tokenizer_hash"]}
@@ -249,7 +243,6 @@ def test_data_with_nothing_to_capture_are_refused(
     write_dataset(
         [Conversation([row]) for row in rows], tmp_path / "data", heldout=0.5, seed=0, describe=lambda: described
     )
-    with pytest.raises(SystemExit):
+    with exits("has nothing to capture: no document has a supervised token"):
         main(flags(output, data=tmp_path / "data"))
-    assert "has nothing to capture: no document has a supervised token" in capsys.readouterr().err
     assert not output.exists()

@@ -50,15 +50,13 @@ def test_values_and_keys_stay_as_they_are() -> None:
 )
 @pytest.mark.parametrize("form", ["--config {}", "--config={}"])
 def test_a_bad_file_of_options_is_named(
-    tmp_path: Path, content: bytes | None, message: str, form: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, content: bytes | None, message: str, form: str, exits: Any
 ) -> None:
     file = tmp_path / "options.yaml"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(SystemExit) as caught:
+    with exits(f"test: error: config {file} {message}", 2):
         read("-o", "c", *form.format(file).split())
-    assert caught.value.code == 2
-    assert f"test: error: config {file} {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

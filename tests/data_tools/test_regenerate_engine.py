@@ -282,14 +282,13 @@ def test_files_of_others_are_neither_continued_nor_replaced(
     assert {path.name for path in tmp_path.iterdir()} == {name, "rows.jsonl"}
 
 
-def test_an_input_is_no_output(tmp_path: Path, target: Path, capsys: Any) -> None:
+def test_an_input_is_no_output(tmp_path: Path, target: Path, exits: Any) -> None:
     """Not even the file of its report."""
     data = write_jsonl(tmp_path / "out.jsonl.report", ROWS)
-    with pytest.raises(SystemExit):
+    with exits(f"{data} is data {data}, which is read"):
         regenerate.main(
             ["--target", str(target), "--data", str(data), "-o", str(tmp_path / "out.jsonl"), "--overwrite"]
         )
-    assert f"{data} is data {data}, which is read" in capsys.readouterr().err
 
 
 def test_the_real_engine_writes_what_the_target_generates(tmp_path: Path) -> None:
