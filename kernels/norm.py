@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
+from slipstream.kernels.tiles import load_fp32
 
 LANE_ELEMENTS = 8  # 16 bytes of bf16
 
@@ -166,12 +167,6 @@ def _launch(weight: Tensor) -> dict[str, Any]:
 
 
 @triton.jit
-def _load_weight(weight_ptr, columns, mask):
-    """Called before the kernel waits (kernels/launch.py)."""
-    return tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _norm_row(x, weight, out_ptr, columns, mask, eps, SIZE: tl.constexpr):
     """Norms and stores one row of fp32 numbers, 0 beyond SIZE."""
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
@@ -185,9 +180,9 @@ def _rms_norm(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
-    weight = _load_weight(weight_ptr, columns, mask)
+    weight = load_fp32(weight_ptr + columns, mask)
     wait_for_inputs(PDL)
-    x = tl.load(x_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
+    x = load_fp32(x_ptr + row * stride + columns, mask)
     _norm_row(x, weight, out_ptr + row * SIZE, columns, mask, eps, SIZE)
 
 
@@ -199,10 +194,10 @@ def _add_rms_norm(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
-    weight = _load_weight(weight_ptr, columns, mask)
+    weight = load_fp32(weight_ptr + columns, mask)
     wait_for_inputs(PDL)
-    residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    delta = tl.load(delta_ptr + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    residual = load_fp32(residual_ptr + row * residual_stride + columns, mask)
+    delta = load_fp32(delta_ptr + row * delta_stride + columns, mask)
     summed = (residual + delta).to(summed_ptr.dtype.element_ty)
     tl.store(summed_ptr + row * summed_stride + columns, summed, mask=mask)
     _norm_row(summed.to(tl.float32), weight, normed_ptr + row * SIZE, columns, mask, eps, SIZE)
@@ -216,11 +211,11 @@ def _norm_add_norm(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
-    delta_weight = _load_weight(delta_weight_ptr, columns, mask)
-    weight = _load_weight(weight_ptr, columns, mask)
+    delta_weight = load_fp32(delta_weight_ptr + columns, mask)
+    weight = load_fp32(weight_ptr + columns, mask)
     wait_for_inputs(PDL)
-    residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    delta = tl.load(delta_ptr + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    residual = load_fp32(residual_ptr + row * residual_stride + columns, mask)
+    delta = load_fp32(delta_ptr + row * delta_stride + columns, mask)
     scale = tl.rsqrt(tl.sum(delta * delta, axis=0) / SIZE + delta_eps)
     delta = (delta * scale * delta_weight).to(delta_ptr.dtype.element_ty).to(tl.float32)
     summed = (residual + delta).to(summed_ptr.dtype.element_ty)
@@ -238,14 +233,14 @@ def _rms_norm_pair(
     mask = columns < SIZE
     is_first = tl.program_id(1) == 0
     if is_first:
-        weight = _load_weight(first_weight_ptr, columns, mask)
+        weight = load_fp32(first_weight_ptr + columns, mask)
     else:
-        weight = _load_weight(second_weight_ptr, columns, mask)
+        weight = load_fp32(second_weight_ptr + columns, mask)
     wait_for_inputs(PDL)
     out_ptr += row * 2 * SIZE
     if is_first:
-        x = tl.load(first_ptr + row * first_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        x = load_fp32(first_ptr + row * first_stride + columns, mask)
         _norm_row(x, weight, out_ptr, columns, mask, eps, SIZE)
     else:
-        y = tl.load(second_ptr + row * second_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        y = load_fp32(second_ptr + row * second_stride + columns, mask)
         _norm_row(y, weight, out_ptr + SIZE, columns, mask, eps, SIZE)
