@@ -232,24 +232,23 @@ PASSED_ON = (True, False)  # whether the draft was trained to read the state aft
 
 
 @pytest.mark.parametrize("is_normed", PASSED_ON)
-def test_the_state_that_later_steps_read(is_normed: bool, healthy: Callable[..., Subject], answers: Answers) -> None:
-    """A draft that reads its state after the final norm is said to read the one before, or the other way round."""
+@pytest.mark.parametrize("is_specforge", [False, True])
+def test_the_state_that_later_steps_read(
+    is_normed: bool, is_specforge: bool, healthy: Callable[..., Subject], answers: Answers
+) -> None:
+    """A draft that reads its state after the final norm is said to read the one before, or the other way round.
+    SpecForge's files of summer 2026 have the field, with the meaning of servers or its own, by which steps read the
+    state before the norm whatever it says. They are refused, and the meaning that is accepted better is named."""
     fields = {"norm_output": True, "norm_before_residual": True} if is_normed else {}
     good = turned(healthy("eagle3", aux_layers=(1, 2, 4), draft_vocab_size=None, **fields))
-    diagnosis = check_norm_output(good.with_values(norm_output=not is_normed), good, answers)
-    assert diagnosis.as_read is not None
-    assert diagnosis.as_read.accept_length < 0.95 * accept_length(good, answers)
-
-
-@pytest.mark.parametrize("is_normed", PASSED_ON)
-def test_norm_output_as_specforge_meant_it(is_normed: bool, healthy: Callable[..., Subject], answers: Answers) -> None:
-    """Its files of summer 2026 have the field, with the meaning of servers or its own, by which steps read the state
-    before the norm whatever it says. They are refused, and the meaning that is accepted better is named."""
-    fields = {"norm_output": True, "norm_before_residual": True} if is_normed else {}
-    good = turned(healthy("eagle3", aux_layers=(1, 2, 4), draft_vocab_size=None, **fields))
-    diagnosis = check_norm_output(good.with_values(drafter=None, norm_output=True), good, answers)
-    assert "SpecForge" in diagnosis.refusal
-    assert diagnosis.as_read is None
+    changes = {"drafter": None, "norm_output": True} if is_specforge else {"norm_output": not is_normed}
+    diagnosis = check_norm_output(good.with_values(**changes), good, answers)
+    assert ("SpecForge" in diagnosis.refusal) == is_specforge
+    if is_specforge:
+        assert diagnosis.as_read is None
+    else:
+        assert diagnosis.as_read is not None
+        assert diagnosis.as_read.accept_length < 0.95 * accept_length(good, answers)
 
 
 @pytest.mark.slow

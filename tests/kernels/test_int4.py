@@ -67,29 +67,16 @@ def test_units_lie_in_pairs(group: int, inputs: int) -> None:
 @pytest.mark.parametrize(
     ("shape", "group", "symmetric", "dtype"), rotating(SHAPES, [128, 32, 64, 512], [False, True], DTYPES)
 )
-def test_weights_are_rounded_once(
-    shape: tuple[int, int, int], group: int, symmetric: bool, dtype: torch.dtype, device: str
-) -> None:
-    if device == "cuda" and dtype == torch.float32:
-        pytest.skip("the kernels of a GPU take 16 bits")
-    weight, value = layer(*shape[1:], group, symmetric, device, dtype)
-    for run in (dequantize.reference, dequantize.triton):
-        with poisoned():
-            assert torch.equal(run(weight, dtype), value)
-
-
-@grouped("dtype")
-@each_device
-@pytest.mark.parametrize(
-    ("shape", "group", "symmetric", "dtype"), rotating(SHAPES, [128, 32, 64, 512], [False, True], DTYPES)
-)
-def test_products_are_those_of_their_formula(
+def test_weights_are_rounded_once_and_products_are_those_of_their_formula(
     shape: tuple[int, int, int], group: int, symmetric: bool, dtype: torch.dtype, device: str
 ) -> None:
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("the kernels of a GPU take 16 bits")
     rows, outputs, inputs = shape
     weight, value = layer(outputs, inputs, group, symmetric, device, dtype)
+    for run in (dequantize.reference, dequantize.triton):
+        with poisoned():
+            assert torch.equal(run(weight, dtype), value)
     x = torch.randn(rows, inputs + 8, device=device).to(dtype)[:, :inputs]
     bias = torch.randn(outputs, device=device).to(dtype)
     for run in (int4_linear.reference, int4_linear.triton):

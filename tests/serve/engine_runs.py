@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from slipstream.serve.drafters.base import Drafter
@@ -244,13 +245,29 @@ def drafted_engines(target: Path, folder: Path, texts: list[tuple[int, list[int]
     """(one of DRAFTERS, engine options) -> engine. The drafts, which lie in `folder`, know the texts."""
     save_random_draft(target, folder / "eagle3")
     save_random_dflash(target, folder / "dflash", texts)
+    return engines_of(target, folder)
+
+
+def engines_of(target: Path, folder: Path, **shared: Any) -> Build:
+    """As `drafted_engines`, of drafts that lie in `folder` already. `shared`: options of all engines."""
 
     def make(drafter: str, **options: Any) -> Engine:
         name = drafter.split()[0]
         draft = name if name in ("none", "ngram") else folder / name
-        return build_engine(target, draft, drafter=DRAFTERS[drafter], **options)
+        return build_engine(target, draft, drafter=DRAFTERS[drafter], **shared | options)
 
     return make
+
+
+def accepted(answers: dict[str, Answer]) -> int:
+    return sum(answer.counts.accepted_tokens for answer in answers.values())
+
+
+def generated(model: Any, request: Request, **options: Any) -> list[int]:
+    """The greedy answer of transformers' `model`."""
+    prompt = torch.tensor([request.prompt])
+    options |= {"attention_mask": torch.ones_like(prompt), "max_new_tokens": request.params.max_tokens}
+    return model.generate(prompt, do_sample=False, **options)[0, len(request.prompt) :].tolist()
 
 
 def kinds_of_requests(

@@ -21,6 +21,7 @@ from slipstream.tests.serve.engine_runs import (
     Build,
     acceptance,
     drafted_engines,
+    generated,
     make_request,
     plain_answers,
     random_prompt,
@@ -58,18 +59,14 @@ def expected(requests: list[Request], target: Path) -> dict[str, list[int]]:
     ends = list({*model.generation_config.to_dict().get("eos_token_id_list", []), 2})  # tests' end of text
     answers = {}
     for request in requests:
-        prompt = torch.tensor([request.prompt])
         params = request.params
-        out = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=params.max_tokens,
+        answers[request.id] = generated(
+            model,
+            request,
             min_new_tokens=params.min_tokens,
             eos_token_id=[*ends, *params.stop_token_ids],
             bad_words_ids=[list(word) for word in params.bad_words],
         )
-        answers[request.id] = out[0, len(request.prompt) :].tolist()
     return answers
 
 

@@ -32,6 +32,7 @@ from slipstream.tests.serve.engine_runs import (
     VOCAB,
     build_engine,
     caches_of,
+    generated,
     make_request,
     random_prompt,
     run,
@@ -150,11 +151,9 @@ def test_yarn_extends_the_context(make_target: MakeTarget, tmp_path: Path) -> No
         ValueError, match="lower it to 256, the most positions of this target, or extend it in its conf"
     ):
         build_engine(folder, max_model_len=257)
-    answers = run(engine, [make_request("0", prompt, max_tokens=50, ignore_eos=True)])
+    request = make_request("0", prompt, max_tokens=50, ignore_eos=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    length = {"max_new_tokens": 50, "min_new_tokens": 50}
-    out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 200), do_sample=False, **length)
-    assert answers["0"].tokens == out[0, 200:].tolist()
+    assert run(engine, [request])["0"].tokens == generated(model, request, min_new_tokens=50)
 
 
 def test_an_id_is_taken_while_its_grammar_is_compiled() -> None:

@@ -17,7 +17,7 @@ from slipstream.serve.grammar.grammars import Grammars, tokens_in
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request
 from slipstream.tests.serve.correctness import TARGET, features
-from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, run, tokens_of
+from slipstream.tests.serve.engine_runs import accepted, build_engine, make_request, run, tokens_of
 from slipstream.tests.serve.played_graphs import ATTENTION, play
 
 TEXTS = [
@@ -163,10 +163,6 @@ NAMES = ("forced text", "choice")
 def expected(tokenizer: Any) -> dict[float, dict[str, list[int]]]:
     engine = build_engine(TARGET, device="cpu", max_running=1)
     return {temperature: tokens_of(run(engine, requests(tokenizer, NAMES, temperature))) for temperature in (0.0, 1.0)}
-
-
-def accepted(answers: dict[str, Answer]) -> int:
-    return sum(answer.counts.accepted_tokens for answer in answers.values())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -22,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.grammar.grammars import Grammars, Matcher, compile_with, parse, translate
 from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, _Rewriter, rewrite, whole
@@ -33,7 +32,7 @@ from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.pairwise import rotating, some_of
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.serve.engine_runs import build_engine, make_request, plain_answers, run, tokens_of
+from slipstream.tests.serve.engine_runs import Build, engines_of, make_request, plain_answers, run, tokens_of
 from slipstream.tests.serve.played_graphs import ATTENTION, play
 from slipstream.tests.sources import TINY
 
@@ -666,31 +665,20 @@ GRAMMARS = {
     "choice": Grammar("choice", json.dumps(["yes", 'no "x"', "perhaps\nnot", "é"])),
     "ebnf": Grammar("ebnf", 'root ::= "a" root "b" | "c"'),
 }
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "eagle3": {},
-    "eagle3 tree": {"depth": 3, "topk": 3, "nodes": 8},
-    "ngram": {"nodes": 9},
-}
-Build = Callable[..., Engine]
+DRAFTERS = ("none", "eagle3", "eagle3 tree", "ngram")
 Expected = Callable[..., dict[str, list[int]]]
 
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("drafts") / "draft"
+    folder = tmp_path_factory.mktemp("drafts") / "eagle3"
     save_random_draft(TINY, folder, 1500)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def build(draft: str) -> Build:
-    def make(drafter: str, **options: Any) -> Engine:
-        name = drafter.split()[0]
-        draft_path = name if name in ("none", "ngram") else draft
-        return build_engine(TINY, draft_path, drafter=DRAFTERS[drafter], **{"grammar_drafts": True} | options)
-
-    return make
+    return engines_of(TINY, Path(draft).parent, grammar_drafts=True)
 
 
 def requests_of(names: list[str], temperature: float) -> list[Request]:

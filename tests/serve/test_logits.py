@@ -30,6 +30,7 @@ from slipstream.tests.serve.engine_runs import (
     acceptance,
     decoding,
     drafted_engines,
+    generated,
     make_request,
     random_prompt,
     run,
@@ -70,17 +71,8 @@ def test_greedy_tokens_are_those_of_transformers_generate(
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     bias = {(token,): value for token, value in params.get("logit_bias", {}).items()}
     for request in requests:
-        prompt = torch.tensor([request.prompt])
-        expected = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=request.params.max_tokens,
-            eos_token_id=None,
-            repetition_penalty=params["repetition_penalty"],
-            sequence_bias=bias or None,
-        )
-        assert answers[request.id].tokens == expected[0, len(request.prompt) :].tolist()
+        changes = {"repetition_penalty": params["repetition_penalty"], "sequence_bias": bias or None}
+        assert answers[request.id].tokens == generated(model, request, eos_token_id=None, **changes)
     plain = run(build("none"), requests_of({}))
     assert tokens_of(plain) != tokens_of(answers), "the test needs parameters that matter"
     if drafter != "none":

@@ -36,6 +36,7 @@ from slipstream.tests.serve.engine_runs import (
     build_engine,
     collect,
     decoding,
+    generated,
     inside_drafts,
     kinds_of_requests,
     make_request,
@@ -255,12 +256,7 @@ def test_the_reference_is_transformers_generate(
     model = load_model(make_target(family), dtype=torch.float32)
     requests = uneven_requests(SAMPLINGS["greedy"])
     for request, tokens in zip(requests, reference(family, requests).values(), strict=True):
-        prompt = torch.tensor([request.prompt])
-        length = request.params.max_tokens
-        expected = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=length
-        )
-        assert tokens == expected[0, len(request.prompt) :].tolist()
+        assert tokens == generated(model, request)
 
 
 @grouped("drafter")

@@ -4,7 +4,7 @@ alone, and by an engine with every drafter."""
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ from transformers import AutoTokenizer
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
 from slipstream.serve.chat.parser import Parts
 from slipstream.serve.chat.tools import ToolChoice, ToolError, read_choice
-from slipstream.serve.engine.engine import Engine
 from slipstream.serve.grammar.grammars import Grammars
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.tests.pairwise import some_of
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.chat_targets import TEMPLATES, load, write_target
-from slipstream.tests.serve.engine_runs import build_engine, make_request, run, tokens_of
+from slipstream.tests.serve.engine_runs import Build, engines_of, make_request, run, tokens_of
 
 WEATHER = {
     "type": "object",
@@ -144,26 +143,14 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target("hermes", tmp_path_factory.mktemp("hermes") / "target")
 
 
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "eagle3": {},
-    "eagle3 tree": {"depth": 3, "topk": 3, "nodes": 8},
-    "ngram": {"nodes": 9},
-}
-Build = Callable[..., Engine]
+DRAFTERS = ("none", "eagle3", "eagle3 tree", "ngram")
 
 
 @pytest.fixture(scope="module")
 def build(hermes: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
-    draft = tmp_path_factory.mktemp("drafts") / "draft"
-    save_random_draft(hermes, draft, 1500)
-
-    def make(drafter: str, *, drafts_grammars: bool = True) -> Engine:
-        name = drafter.split()[0]
-        draft_of = name if name in ("none", "ngram") else draft
-        return build_engine(hermes, draft_of, drafter=DRAFTERS[drafter], grammar_drafts=drafts_grammars)
-
-    return make
+    folder = tmp_path_factory.mktemp("drafts")
+    save_random_draft(hermes, folder / "eagle3", 1500)
+    return engines_of(hermes, folder, grammar_drafts=True)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +186,7 @@ def mix(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
 
 @pytest.fixture(scope="module")
 def expected(build: Build, mix: tuple[list[Request], dict[str, AnswerFormat]]) -> dict[str, list[int]]:
-    return tokens_of(run(build("none", drafts_grammars=False), mix[0]))
+    return tokens_of(run(build("none", grammar_drafts=False), mix[0]))
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["ngram", "eagle3 tree"]))
