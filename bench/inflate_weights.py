@@ -68,7 +68,7 @@ SHAPES = {
 
 def check(model: TargetSpec, shape: Shape) -> None:
     """Raises ValueError naming what of a target does not fit."""
-    attention = [layer.mixer for layer in model.layers]
+    attention = [layer.attention for layer in model.layers]
     if model.architecture != "Qwen3ForCausalLM" or any(spec.qkv_bias or spec.output_bias for spec in attention):
         raise ValueError(f"target is a {model.architecture}; only Qwen3ForCausalLM without biases can be inflated")
     growth = log(shape.hidden_size / model.hidden_size, 4)

@@ -386,7 +386,7 @@ def passes(engine: Engine, length: float, nodes: float, hit: float | None) -> It
     drafter = engine.runner.drafter
     item = target.dtype.itemsize
     head = sum(x.nbytes for x in target.lm_head.parameters())
-    layers = [layer.mixer for layer in target.config.layers]
+    layers = [layer.attention for layer in target.config.layers]
     yield kv_bytes(layers, length, item), weight_bytes(target.layers, hit) + head
     module = getattr(drafter, "module", None)
     drafted = round(nodes) - 1

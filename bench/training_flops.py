@@ -56,7 +56,7 @@ def weights_read(target: FrozenTarget) -> int:
     size = config.hidden_size
     total = 0
     for layer in config.layers:
-        attention = layer.mixer
+        attention = layer.attention
         mlp = layer.mlp
         total += 2 * size * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
         if isinstance(mlp, MoESpec):

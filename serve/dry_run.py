@@ -5,12 +5,14 @@ Bytes of weights, of KV and of request state are counted. Memory of passes and g
 measures it when it starts.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from slipstream.models.targets.config import LayerSpec, RecurrentSpec
 from slipstream.models.targets.sizes import target_size, weight_bytes
 from slipstream.serve.drafters.registry import find_drafter
 from slipstream.serve.engine.engine_plan import DeviceFacts, EnginePlan, read_plan
@@ -63,7 +65,7 @@ class DryRun:
             vocab_size=plan.spec.vocab_size,
             num_groups=len(plan.groups),
         )
-        return state.nbytes
+        return state.nbytes + plan.record_bytes
 
     def pass_bytes(self) -> int:
         """Returns bytes of the largest pass's activations and logits, of a 4-bit layer that it dequantises, and of
@@ -97,12 +99,15 @@ def facts_of(device: str) -> DeviceFacts:
     return DeviceFacts.of(torch.device("cuda")) if torch.cuda.is_available() else DeviceFacts("cuda", is_present=False)
 
 
-def wide_activations(spec: Any) -> int:
+def wide_activations(spec: LayerSpec) -> int:
     """Returns how many numbers a row has in a layer's widest products."""
     attention = spec.mixer
+    mlp = 3 * int(spec.mlp.intermediate_size)
+    if isinstance(attention, RecurrentSpec):
+        return 4 * sum(math.prod(record.shape) for record in attention.record_shapes.values()) + mlp
     queries = 2 if attention.gate is None else 4  # with the gate, and what it multiplies
     heads = (queries * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-    return heads + 3 * int(spec.mlp.intermediate_size)
+    return heads + mlp
 
 
 def target_weights(name: str, plan: EnginePlan) -> Weights:
@@ -147,7 +152,9 @@ def _networks(run: DryRun) -> Iterator[str]:
 
 def _kv(plan: EnginePlan) -> Iterator[str]:
     for retention, size in zip(plan.groups, plan.page_bytes, strict=True):
-        if size:
+        if retention == "state":
+            yield f"states of recurrent layers: {size:,} bytes a request, and as much for each cached one"
+        elif size:
             layers = "of layers that see " + ("all tokens" if retention == "all" else f"the last {retention}")
             yield f"KV cache, {layers}: {size // plan.config.page_size:,} bytes a token"
 

@@ -16,6 +16,7 @@ from slipstream.kernels.kv.rope import rotate_halves
 from slipstream.kernels.sampling.sample import Sampling, noise_key, sample
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
+from slipstream.models.layers.recurrence import Record, RecurrentLayer, zero_state
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import DecoderShape, LayerSpec, RopeConfig, TargetSpec
 from slipstream.models.targets.decoder import Target, load_target
@@ -97,6 +98,17 @@ class NaiveAttention(Attention):
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         raise AssertionError("a target's rows all ask")
+
+    def recur(self, records: Record, layer: RecurrentLayer) -> Tensor:
+        """Token by token, from an empty state."""
+        state = zero_state(layer.spec.state_shapes, 1, torch.device("cpu"))
+        outputs = []
+        for index in range(len(next(iter(records.values())))):
+            record = {name: values[index : index + 1] for name, values in records.items()}
+            after = layer.step(state, record)
+            outputs.append(layer.read(state, after, record))
+            state = after
+        return torch.cat(outputs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         spec = layer.spec

@@ -57,7 +57,7 @@ class ConvolvedLayer(DecoderLayer):
         """As `forward`, of blocks of `block_size` rows, one after another."""
         normed, residual = self.norm_input(residual, delta, None)
         normed, kernel = self.attention_conv.prepare(normed, block_size)
-        attended = self.attention_conv.finish(self.self_attn(normed, attention, mask), kernel, block_size)
+        attended = self.attention_conv.finish(self.mixer(normed, attention, mask), kernel, block_size)
         normed, residual = self.post_attention_layernorm.add(residual, attended)
         normed, kernel = self.mlp_conv.prepare(normed, block_size)
         return residual, self.mlp_conv.finish(self.mlp(normed), kernel, block_size)

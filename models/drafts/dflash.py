@@ -335,7 +335,7 @@ class DFlash(DraftNetwork):
         super().__init__(config)
         size = config.hidden_size
         specs = config.layers
-        causal = [spec.mixer.window is not None and not config.sliding_window_non_causal for spec in specs]
+        causal = [spec.attention.window is not None and not config.sliding_window_non_causal for spec in specs]
         self.masks: list[Mask] = ["causal" if is_causal else "block" for is_causal in causal]
         self.fc = Linear(size * len(config.aux_layers), size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)

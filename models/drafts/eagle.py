@@ -101,7 +101,7 @@ class EagleLayer(nn.Module):
         super().__init__()
         size = config.hidden_size
         eps = config.rms_norm_eps
-        self.self_attn = SelfAttention(config.layers[0].mixer, 0, size, eps)
+        self.self_attn = SelfAttention(config.layers[0].attention, 0, size, eps)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = feed_forward(size, config.layers[0].mlp)
 

@@ -227,7 +227,7 @@ def _nested_layers(values: Values, target: TargetSpec, choices: Choices) -> list
     count = target.num_layers
     if choices.aux_layers is not None:
         return next((ids for ids in (outputs, inputs) if ids == list(choices.aux_layers)), outputs)
-    has_sinks = any(layer.mixer.sinks for layer in target.layers)  # gpt-oss
+    has_sinks = any(spec.sinks for spec in target.attention)  # gpt-oss
     if min(inputs) >= 0 and (max(ids) == count or has_sinks or ids == [2, count // 2, count - 3]):
         return inputs
     if ids[0] in (0, 1) or max(ids) > count:  # refused later: no target has these
@@ -292,7 +292,7 @@ class Midlayer(nn.Module):
         eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = SelfAttention(config.layers[0].mixer, 0, size, eps, input_size=2 * size)
+        self.self_attn = SelfAttention(config.layers[0].attention, 0, size, eps, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = feed_forward(size, config.layers[0].mlp)
         self.norm_before_residual = config.norm_before_residual
@@ -383,7 +383,7 @@ class Eagle3(DraftNetwork):
         residual, delta = self.midlayer(embeds, hidden, attention, "causal")
         for layer in inner:
             residual, delta = layer(residual, delta, attention, "causal")
-        last.self_attn.write(last.norm_input(residual, delta, None)[0], attention)
+        last.mixer.write(last.norm_input(residual, delta, None)[0], attention)
 
     def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
         """embeds and hidden (..., H) -> (..., H), `hidden` of the next step: before the final norm, with norm_output

@@ -14,6 +14,7 @@ from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.norm import HeadNorms
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.layers.recurrence import Record, RecurrentLayer
 from slipstream.models.targets.config import AttentionSpec
 
 Mask = Literal["causal", "tree", "block"]
@@ -22,7 +23,7 @@ Mask = Literal["causal", "tree", "block"]
 class AttentionLayer(NamedTuple):
     """The layer that asks for attention."""
 
-    id: int  # its place in the network
+    id: int  # its place among the network's layers with attention
     spec: AttentionSpec
     norms: HeadNorms | None = None  # where the spec has q/k norms
     sinks: Tensor | None = None  # (Q,) where the spec has sinks
@@ -35,6 +36,10 @@ class Attention(Protocol):
         """Returns the rotation and storage that `attend` begins with, for a projection that does them in its kernel;
         `attend_stored` follows. None where a projection cannot."""
         return None
+
+    def recur(self, records: Record, layer: RecurrentLayer) -> Tensor:
+        """Returns the outputs (..., *) of a layer with recurrent state for the records (..., *) of rows."""
+        raise AssertionError("it keeps no recurrent state")
 
     def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """`attend` for queries (..., Q, D) that are rotated, where all KV is stored."""
@@ -112,6 +117,11 @@ class SelfAttention(nn.Module):
         factors = factors.sigmoid() if gate.activation == "sigmoid" else softplus(factors.float()).to(attended.dtype)
         factors = factors.unflatten(-1, (-1, 1 if gate.by_head else self.head_dim))
         return self.o_proj((attended * factors).flatten(-2))
+
+    @property
+    def reader(self) -> Linear | None:
+        """The projection that alone reads the layer's input; None where a gate reads it, too."""
+        return self.qkv_proj if self.gate_proj is None else None
 
     @property
     def layer(self) -> AttentionLayer:

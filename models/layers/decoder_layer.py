@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -6,17 +9,35 @@ from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Embedding, Linear
 from slipstream.models.layers.moe import Experts, MixtureOfExperts, ScaledRouter, feed_forward
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.targets.config import LayerSpec, MLPSpec
+from slipstream.models.targets.config import AttentionSpec, LayerSpec, MLPSpec, RecurrentSpec
 from slipstream.models.targets.families import Norms, PerLayerSpec
 
+# Modules that mix tokens, by the kind of spec: MODULE(spec, place among those of its kind, hidden size, eps).
+MIXERS: dict[type[AttentionSpec | RecurrentSpec], Callable[..., Any]] = {AttentionSpec: SelfAttention}
 
-class DecoderLayer(nn.Module):
-    """A pre-norm layer: norms the inputs of attention and MLP."""
+
+class MixingLayer(nn.Module):
+    """A layer with a mixer, whose module has the name that files have for its kind."""
+
+    mixer_name: str
+
+    def add_mixer(self, spec: AttentionSpec | RecurrentSpec, index: int, hidden_size: int, eps: float) -> None:
+        self.mixer_name = spec.module_name
+        self.add_module(self.mixer_name, MIXERS[type(spec)](spec, index, hidden_size, eps))
+
+    @property
+    def mixer(self) -> Any:
+        """The mixer."""
+        return self._modules[self.mixer_name]
+
+
+class DecoderLayer(MixingLayer):
+    """A pre-norm layer: norms the inputs of mixer and MLP."""
 
     def __init__(self, spec: LayerSpec, index: int, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
-        self.self_attn = SelfAttention(spec.mixer, index, hidden_size, eps)
+        self.add_mixer(spec.mixer, index, hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
         self.mlp = feed_forward(hidden_size, spec.mlp)
 
@@ -28,8 +49,9 @@ class DecoderLayer(nn.Module):
 
     @property
     def input_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
-        """The first of `norm_readers`; none where a gate reads attention's input, too."""
-        return [(self.input_layernorm, self.self_attn.qkv_proj)] if self.self_attn.gate_proj is None else []
+        """The first of `norm_readers`; none where several projections read the mixer's input."""
+        reader = self.mixer.reader
+        return [] if reader is None else [(self.input_layernorm, reader)]
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
@@ -39,7 +61,7 @@ class DecoderLayer(nn.Module):
         The next norm computes the sum, both in one kernel.
         """
         normed, residual = self.norm_input(residual, delta, out)
-        normed, residual = self.post_attention_layernorm.add(residual, self.self_attn(normed, attention, mask))
+        normed, residual = self.post_attention_layernorm.add(residual, self.mixer(normed, attention, mask))
         return residual, self.mlp(normed)
 
     def norm_input(self, residual: Tensor, delta: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -69,7 +91,7 @@ class SandwichLayer(DecoderLayer):
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         normed, residual = self.norm_input(residual, delta, out)
-        attended = self.self_attn(normed, attention, mask)
+        attended = self.mixer(normed, attention, mask)
         normed, residual = self.pre_feedforward_layernorm.add_normed(residual, attended, self.post_attention_layernorm)
         return residual, self.post_feedforward_layernorm(self._feed_forward(normed, residual))
 
@@ -144,12 +166,12 @@ class PerLayerInputs(nn.Module):
         return (self.projection_norm(projected) + table) * 2.0**-0.5
 
 
-class PostNormLayer(nn.Module):
+class PostNormLayer(MixingLayer):
     """Norms the outputs of attention and MLP alone (OLMo 2, arXiv 2501.00656)."""
 
     def __init__(self, spec: LayerSpec, index: int, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(spec.mixer, index, hidden_size, eps)
+        self.add_mixer(spec.mixer, index, hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
         self.mlp = feed_forward(hidden_size, spec.mlp)
         self.post_feedforward_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
@@ -159,7 +181,7 @@ class PostNormLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         if delta is not None:
             residual = residual + delta if out is None else out.copy_(residual).add_(delta)
-        residual = residual + self.post_attention_layernorm(self.self_attn(residual, attention, mask))
+        residual = residual + self.post_attention_layernorm(self.mixer(residual, attention, mask))
         return residual, self.post_feedforward_layernorm(self.mlp(residual))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.layers.formats.table import FORMATS
-from slipstream.models.targets.config import TargetSpec
+from slipstream.models.targets.config import AttentionSpec, TargetSpec
 from slipstream.models.targets.families import INTERLEAVED
 
 logger = logging.getLogger(__name__)
@@ -160,14 +160,16 @@ def ones_of(config: TargetSpec) -> dict[str, Tensor]:
     """Weights of norms that have none in files."""
     names = {"embedding_norm.weight": config.hidden_size} if config.embedding_norm else {}
     for index, layer in enumerate(config.layers):
-        norms = ("" if layer.mixer.norm_weights else "qk") + ("v" if layer.mixer.value_norm else "")
-        names |= {f"layers.{index}.self_attn.{name}_norm.weight": layer.mixer.head_dim for name in norms}
+        if isinstance(layer.mixer, AttentionSpec):
+            norms = ("" if layer.mixer.norm_weights else "qk") + ("v" if layer.mixer.value_norm else "")
+            names |= {f"layers.{index}.self_attn.{name}_norm.weight": layer.mixer.head_dim for name in norms}
     return {name: torch.ones(size) for name, size in names.items()}
 
 
 def readers(config: TargetSpec) -> list[int]:
     """Layers that read the keys and values of another."""
-    return [index for index, layer in enumerate(config.layers) if layer.mixer.kv_source is not None]
+    layers = enumerate(config.layers)
+    return [i for i, layer in layers if isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_source is not None]
 
 
 def oriented(key: str, tensor: Tensor, hidden_size: int) -> Tensor:
@@ -200,7 +202,7 @@ def in_halves(key: str, tensor: Tensor, config: TargetSpec) -> Tensor:
     path, _, name = key.rpartition(".")
     if not path.endswith((".q_proj", ".k_proj")):
         return tensor
-    layer = config.layers[0].mixer
+    layer = config.attention[0]
     head_dim = layer.head_dim
     rotated = layer.rope.rotary_dim(head_dim)
     heads = layer.num_heads if path.endswith("q_proj") else layer.num_kv_heads

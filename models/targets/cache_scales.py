@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.models.targets.config import AttentionSpec
+from slipstream.models.targets.config import AttentionSpec, LayerSpec
 
 NAMES = {
     "k": ("k_scale", "attn.k_scale", "k_proj.k_scale", "qkv_proj.k_scale", "k_proj.output_scale"),
@@ -21,23 +21,25 @@ SHARED = ("kv_scale", "attn.kv_scale", "k_proj.kv_scale")  # of keys and values
 
 
 def read_cache_scales(
-    tensors: Mapping[str, Tensor], layers: Sequence[AttentionSpec], path: Path
+    tensors: Mapping[str, Tensor], layers: Sequence[LayerSpec], path: Path
 ) -> tuple[Tensor | None, ...]:
-    """Scales of each layer (2, G) fp32, for keys and values, or of the layer whose it reads; None where the file lacks
-    either.
+    """Scales of each layer with attention (2, G) fp32, for keys and values, or of the layer whose it reads; None where
+    the file lacks either.
 
     tensors: by names without "model.". Raises ValueError for scales that are not numbers above 0, one or one per head.
     """
     scales: list[Tensor | None] = []
-    for index, spec in enumerate(layers):
-        if spec.kv_source is not None:
-            scales.append(scales[spec.kv_source])
+    for index, layer in enumerate(layers):
+        if not isinstance(layer.mixer, AttentionSpec):
+            continue
+        if layer.mixer.kv_source is not None:
+            scales.append(scales[layer.mixer.kv_source])
             continue
         prefix = f"layers.{index}.self_attn."
         pair = []
         for names in NAMES.values():
             name = next((prefix + name for name in (*names, *SHARED) if prefix + name in tensors), None)
-            pair.append(None if name is None else _read(tensors[name], spec.num_kv_heads, f"{path}: {name}"))
+            pair.append(None if name is None else _read(tensors[name], layer.mixer.num_kv_heads, f"{path}: {name}"))
         k, v = pair
         scales.append(None if k is None or v is None else torch.stack((k, v)))
     return tuple(scales)

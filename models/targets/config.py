@@ -1,9 +1,10 @@
 """Shapes and rotary embedding of a model, read from a transformers config."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from slipstream.models.targets import families
 from slipstream.models.targets.families import Norms, OutputGate, PerLayerSpec
@@ -197,6 +198,7 @@ class KVShape(NamedTuple):
 class AttentionSpec:
     """Self-attention of one layer. Backends serve every field, or refuse it by name."""
 
+    module_name: ClassVar[str] = "self_attn"
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -246,6 +248,37 @@ class AttentionSpec:
             num_heads=quotient("num_attention_heads", self.num_heads, world),
             num_kv_heads=kv_heads_of_rank(self.num_kv_heads, world),
         )
+
+
+class RecordShape(NamedTuple):
+    """The shape of a raw number that a recurrent layer records of each node."""
+
+    shape: tuple[int, ...]
+    is_fp32: bool = False  # else in the model's dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentSpec(ABC):
+    """A mixer with a state of fixed size, which `step` of its layer (models/layers/recurrence.py) takes from a token to
+    the next. Each kind is a subclass with a module in `MIXERS` (models/layers/decoder_layer.py)."""
+
+    module_name: ClassVar[str]  # of the module in a decoder layer, as files have it
+    grid: ClassVar[int] = 1  # prompts are cut at multiples of so many tokens, in which a layer computes them
+
+    @property
+    @abstractmethod
+    def state_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The parts of a sequence's state, fp32; zeros before the first token."""
+
+    @property
+    @abstractmethod
+    def record_shapes(self) -> Mapping[str, RecordShape]:
+        """Raw numbers of a token that `step` reads. They are kept of each node until it is known whether the node was
+        accepted."""
+
+    def shard(self, world: int) -> "RecurrentSpec":
+        """Returns one of `world` ranks' part."""
+        raise ValueError(f"layers with recurrent state run on 1 rank, not on {world}; use 1 rank")
 
 
 def quotient(name: str, size: int, world: int) -> int:
@@ -351,7 +384,7 @@ class LayerSpec:
     """A decoder layer: a mixer of tokens, then an MLP or a mixture of MLPs, each with RMS norms: "pre", of its input;
     "post", of its output before that is added to the residual (OLMo 2); "sandwich", of both (Gemma)."""
 
-    mixer: AttentionSpec
+    mixer: AttentionSpec | RecurrentSpec
     mlp: MLPSpec | MoESpec
     norms: Norms = "pre"
     norm_offset: bool = False  # norms multiply by 1 + weight
@@ -363,6 +396,12 @@ class LayerSpec:
     def with_experts(self, experts: MoESpec) -> "LayerSpec":
         """The layer with experts in the place of its MLP or, where it is scaled, beside it."""
         return replace(self, experts=experts) if self.scaled else replace(self, mlp=experts)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a layer that has attention."""
+        assert isinstance(self.mixer, AttentionSpec), "a layer with recurrent state"
+        return self.mixer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,6 +489,16 @@ class TargetSpec(DecoderShape):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """Specs of the layers with attention, in order: `AttentionLayer.id` is a place among them."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def recurrent(self) -> tuple[RecurrentSpec, ...]:
+        """Specs of the layers with recurrent state, in order: `RecurrentLayer.id` is a place among them."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentSpec))
 
     @property
     def most_positions(self) -> int:
@@ -567,7 +616,7 @@ def layers_of(
         rope = replace(rope, theta=traits.rope_thetas.get(index, rope.theta))
         differing = traits.attention_by_layer[index] if traits.attention_by_layer else {}
         layer = dense_layer(**norms, **attention | {"window": window, "rope": rope, **differing})
-        layer.mixer.check()
+        layer.attention.check()
         if traits.mlp_sizes:
             layer = replace(layer, mlp=replace(layer.mlp, intermediate_size=traits.mlp_sizes[index]))
         layers.append(replace(layer, **traits.layer))

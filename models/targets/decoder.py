@@ -26,7 +26,7 @@ from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, qu
 from slipstream.models.targets import families
 from slipstream.models.targets.adapt import adapt_names, adapt_values
 from slipstream.models.targets.cache_scales import read_cache_scales
-from slipstream.models.targets.config import TargetSpec, check_supported, is_complete, rope_fields
+from slipstream.models.targets.config import RecurrentSpec, TargetSpec, check_supported, is_complete, rope_fields
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 class Target(nn.Module):
     """Attributes: `config`; `path`, its folder; `quantization`, how weights are stored; `cache_scales`, those of an FP8
-    KV cache that its files have, by layer; `embed_tokens` and `lm_head`, which drafters share."""
+    KV cache that its files have, by layer with attention; `embed_tokens` and `lm_head`, which drafters share."""
 
     path: Path | None = None
     quantization: Quantization | None = None
@@ -56,7 +56,11 @@ class Target(nn.Module):
         self.per_layer_inputs = None
         if config.per_layer is not None:
             self.per_layer_inputs = PerLayerInputs(config.per_layer, len(config.layers), size, eps)
-        self.layers = nn.ModuleList(decoder_layer(spec, index, size, eps) for index, spec in enumerate(config.layers))
+        kinds = [isinstance(spec.mixer, RecurrentSpec) for spec in config.layers]
+        self.layers = nn.ModuleList(
+            decoder_layer(spec, kinds[:index].count(kinds[index]), size, eps)
+            for index, spec in enumerate(config.layers)
+        )
         self.embedding_norm = RMSNorm(size, eps) if config.embedding_norm else None
         self.norm = RMSNorm(size, eps, config.norm_offset)
         self.lm_head = Head(config.hidden_size, config.vocab_size)
@@ -253,10 +257,10 @@ def load_target(
         target = local
     tensors = adapt_values(tensors, spec)
     if scales and has_fp8_cache(path):
-        cache_scales = read_cache_scales(scales, [layer.mixer for layer in config.layers], path)
+        cache_scales = read_cache_scales(scales, config.layers, path)
         target.cache_scales = tuple(
-            rank_heads(scale, layer.mixer.num_kv_heads, rank, world)
-            for scale, layer in zip(cache_scales, spec.layers, strict=True)
+            rank_heads(scale, layer.num_kv_heads, rank, world)
+            for scale, layer in zip(cache_scales, spec.attention, strict=True)
         )
     target.quantization = formats
     target.path = path

@@ -26,7 +26,7 @@ from slipstream.models.files.checkpoint import read_json, read_tensors
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.formats.base import QuantizedLinear
 from slipstream.models.targets import families
-from slipstream.models.targets.config import ARCHITECTURES, check_aux_layers
+from slipstream.models.targets.config import ARCHITECTURES, AttentionSpec, check_aux_layers
 from slipstream.models.targets.decoder import Target, decoder_tensors, drop_tied_head, load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.models.targets.sharded import share_out
@@ -157,6 +157,7 @@ class DecoderTarget(FrozenTarget):
         are_alike = all(
             spec.norms == "pre"
             and spec.mlp.activation == "silu"
+            and isinstance(spec.mixer, AttentionSpec)
             and spec.mixer.gate is None
             and not spec.mixer.norm_last
             for spec in specs

@@ -15,6 +15,7 @@ from slipstream.kernels.attention.packed import takes
 from slipstream.kernels.kv.rope import rotate
 from slipstream.kernels.norm import norm_heads
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
+from slipstream.models.layers.recurrence import Record, RecurrentLayer, scan, zero_state
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import AttentionSpec, RopeConfig
 
@@ -67,6 +68,17 @@ class PackedAttention(Attention):
         source, k, v = self._latest[kind]
         assert source in (spec.kv_source, layer.id)
         return k, v
+
+    def recur(self, records: Record, layer: RecurrentLayer) -> Tensor:
+        """Each document from an empty state, token by token; all documents at once."""
+        starts = self.ends[:-1].long()
+        counts = self.ends.diff()
+        rows = starts[:, None] + torch.arange(int(counts.max()), device=starts.device)  # sync
+        rows = rows.clamp(max=len(self.positions) - 1)
+        state = zero_state(layer.spec.state_shapes, len(starts), starts.device)
+        documents = {name: values[rows] for name, values in records.items()}
+        outputs = scan(layer, state, documents, counts, torch.zeros_like(counts)).outputs
+        return outputs[(self.positions == 0).cumsum(0) - 1, self.positions]
 
     def _rope(self, spec: AttentionSpec, device: torch.device) -> RotaryEmbedding:
         key = (spec.rope, spec.head_dim)

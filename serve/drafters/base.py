@@ -105,7 +105,7 @@ class NetworkDrafter(Drafter):
     @classmethod
     def plan(cls, source: DraftSource, options: Any, target: TargetSpec) -> DraftPlan:
         config = read_draft_config(cls.Network, source.folder(), target, Choices.of(options))
-        layers = tuple(layer.mixer for layer in config.layers)
+        layers = tuple(layer.attention for layer in config.layers)
         if options.window is not None:
             layers = tuple(with_window(layer, options.window) for layer in layers)
         plan = cls.plan_network(options, config)

@@ -30,7 +30,8 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import EnginePlan, Space, kv_formats, read_plan
 from slipstream.serve.engine.graph_keys import GraphKeys, GraphTable
 from slipstream.serve.engine.host_stages import HostStage
-from slipstream.serve.engine.kv_cache import PageCache
+from slipstream.serve.engine.kv_cache import GroupPages, PageCache
+from slipstream.serve.engine.kv_states import StatePages
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.memory import find_space, log_kv_cache, measure_workspace
 from slipstream.serve.engine.planner import Planner
@@ -42,6 +43,7 @@ from slipstream.serve.request import EngineInfo
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs, capture_all
 from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.model_runner import ModelRunner
+from slipstream.serve.runner.recurrence import NUM_COLUMNS, RecurrentStates
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.step import Runner
 
@@ -155,7 +157,7 @@ def fix_order(plan: EnginePlan, target: Target) -> FixedOrder | None:
 
 def find_scales(plan: EnginePlan, networks: Networks) -> Scales:
     """Returns the scales of networks whose KV is in FP8, from the target's files, or by calibration."""
-    target_scales = networks.target.cache_scales or (None,) * plan.spec.num_layers
+    target_scales = networks.target.cache_scales or (None,) * len(plan.spec.attention)
     device = plan.device.device
     stored: list[Sequence[Tensor | None]] = [
         [None if scale is None else scale.to(device) for scale in target_scales],
@@ -179,8 +181,9 @@ def calibrate(plan: EnginePlan, networks: Networks) -> tuple[Sequence[Sequence[T
     config = plan.config
     text = read_user_text(config) or read_text(None)
     tokens = tokens_of(text, plan.path, plan.max_model_len, config.trust_remote_code)
-    num_pages = -(-(len(tokens) + plan.limits.reserve) // config.page_size)
-    passes = make_passes(plan, networks, [1 + num_pages] * len(plan.groups), num_pages)
+    num_pages = max(-(-(len(tokens) + plan.limits.reserve) // config.page_size), NUM_COLUMNS)
+    sizes = [2 if retention == "state" else 1 + num_pages for retention in plan.groups]
+    passes = make_passes(plan, networks, sizes, num_pages)
     prefill(ModelRunner(passes), tokens, max(plan.widths), plan.limits.prompts_by)
     source = f"{len(tokens)} tokens of {config.calibration_file or 'bundled text'}"
     return [scales_of(kv) for kv in passes.kv], source
@@ -191,7 +194,7 @@ def measure(plan: EnginePlan, networks: Networks) -> int:
     if plan.device.type == "cpu":
         return 0
     passes = make_passes(plan, networks, [1] * len(plan.groups), plan.pages_for(plan.max_model_len))
-    return passes.state.nbytes + measure_workspace(passes, plan)
+    return passes.state.nbytes + plan.record_bytes + measure_workspace(passes, plan)
 
 
 def make_runner(plan: EnginePlan, networks: Networks, capture: Capture) -> ModelRunner:
@@ -214,6 +217,10 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
         NetworkKV.allocate(network.layers, plan.groups, num_pages, size, plan.dtype, device, scales)
         for network, scales in zip(plan.networks, networks.scales, strict=True)
     ]
+    states = None
+    if recurrent := plan.spec.recurrent:
+        group = plan.groups.index("state")
+        states = RecurrentStates(recurrent, group, num_pages[group], state, plan.dtype)
     layers = chain(*(network.layers for network in plan.networks))
     kinds = {(spec.rope, spec.head_dim) for spec in layers}  # few: a draft mostly has its target's
     ropes = {
@@ -233,6 +240,7 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
         networks.drafter,
         state,
         tuple(kv),
+        states,
         plan.usual_nodes,
         plan.draft.branches,
         networks.order,
@@ -244,11 +252,13 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
 def make_cache(plan: EnginePlan, space: Space) -> PageCache:
     log_kv_cache(plan, space)
     size = plan.config.page_size
-    groups = [
-        WindowPages(pages, size, retention, plan.max_reserve)
-        for retention, pages in zip(plan.groups, space.num_pages, strict=True)
-        if retention != "all"
-    ]
+    groups: list[GroupPages] = []
+    for retention, pages in zip(plan.groups[1:], space.num_pages[1:], strict=True):
+        if retention == "state":
+            groups.append(StatePages(pages, size, plan.limits.grid))
+        else:
+            assert retention != "all", "one group keeps all tokens, the first"
+            groups.append(WindowPages(pages, size, retention, plan.window_reserve))
     return PageCache(space.num_pages[0], size, groups)
 
 

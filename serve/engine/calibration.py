@@ -22,6 +22,7 @@ from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.model_runner import ModelRunner
+from slipstream.serve.runner.recurrence import ENTRY, SOURCE
 
 MOST_TOKENS = 2048  # tokens of the text that are used
 CHUNK = 512  # tokens of a pass; a constant, so that neither the draft nor other options change the scales
@@ -82,6 +83,9 @@ def prefill(runner: ModelRunner, tokens: Sequence[int], width: int, prompts_by: 
     request = Request(id="calibration", prompt=list(tokens), params=SamplingParams(max_tokens=1, temperature=0.0))
     num_groups, _, num_pages = state.pages.shape
     pages = tuple((group, 0, index, index + 1) for group in range(num_groups) for index in range(num_pages))
+    if (states := runner.passes.states) is not None:
+        pages = tuple(entry for entry in pages if entry[0] != states.group)
+        pages += ((states.group, 0, SOURCE, 1), (states.group, 0, ENTRY, 1))
     for number, start in enumerate(range(0, len(tokens), CHUNK), 1):
         end = min(start + CHUNK, len(tokens))
         is_last = end == len(tokens)

@@ -4,6 +4,7 @@ An EnginePlan is plain data. `build` makes an engine of it, `serve --dry-run` re
 the same plan makes a runner that executes the same steps.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -27,6 +28,7 @@ from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT
 from slipstream.serve.engine.planner import Limits
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.runner.kv import Groups, find_groups, page_bytes
+from slipstream.serve.runner.recurrence import NUM_COLUMNS, record_bytes, state_bytes
 
 FORCED_NODES = 16  # nodes of a proposal that a grammar forces, root included
 FORCED_ROWS = 64  # rows that captured passes have for these beside roots, if the drafter needs fewer
@@ -67,7 +69,7 @@ class DeviceFacts:
 class NetworkPlan:
     """The KV of the target or of a draft."""
 
-    layers: tuple[AttentionSpec, ...]
+    layers: tuple[AttentionSpec, ...]  # those with attention
     kv_dtype: torch.dtype
 
     @property
@@ -118,11 +120,26 @@ class EnginePlan:
     def page_bytes(self) -> list[int]:
         """Bytes of a page, by cache group."""
         networks = [(network.layers, network.kv_dtype) for network in self.networks]
-        return page_bytes(networks, self.groups, self.config.page_size)
+        sizes = page_bytes(networks, self.groups, self.config.page_size)
+        if "state" in self.groups:
+            sizes[self.groups.index("state")] = state_bytes(self.spec.recurrent)
+        return sizes
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of what recurrent layers record of nodes, for all slots."""
+        return record_bytes(self.spec.recurrent, self.dtype, self.config.max_running + 1, self.limits.most_nodes)
+
+    @property
+    def window_reserve(self) -> int:
+        """Tokens beyond the committed ones for which a window group has pages: what steps in flight write, and a chunk
+        of a prompt that cannot be shorter."""
+        return self.max_reserve + (self.limits.grid if self.spec.recurrent else 0)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Returns the pages of a request of that many tokens."""
-        return -(-(num_tokens + self.max_reserve) // self.config.page_size)
+        """Returns the pages of a request of that many tokens: entries of its page tables."""
+        columns = NUM_COLUMNS if self.spec.recurrent else 0
+        return max(-(-(num_tokens + self.max_reserve) // self.config.page_size), columns)
 
 
 def read_plan(config: EngineConfig, device: DeviceFacts | None = None, *, weights: bool = True) -> EnginePlan:
@@ -165,12 +182,20 @@ def plan_engine(
     max_model_len = pick_max_model_len(config.max_model_len, spec)
     most_nodes = max(usual_nodes, forced_nodes)
     captured_tokens = config.captured_tokens if captures else 0
+    grid = math.lcm(config.page_size, *(layer.grid for layer in spec.recurrent)) if spec.recurrent else 1
+    if (captured_tokens or prompt_tokens) < grid:
+        name = "prefill_graph_tokens" if captured_tokens else "prefill_budget"
+        raise ValueError(
+            f"{name} is {captured_tokens or prompt_tokens}, and this target computes prompts by {grid} tokens; raise "
+            f"it to {grid} at least"
+        )
     limits = Limits(
         most_nodes=most_nodes,
         of_network=network_nodes,
         reserve=most_nodes + (draft.scratch[network_nodes] if draft.scratch else 0),
         prompt_rows=captured_tokens or prompt_tokens,
         enough_prompt_rows=enough_tokens,
+        grid=grid,
         prompts_by="prefill" if inexact else "verify",  # other backends add in orders of their own
     )
     return EnginePlan(
@@ -181,7 +206,9 @@ def plan_engine(
         device=device,
         dtype=dtype,
         networks=networks,
-        groups=find_groups(chain(*(network.layers for network in networks)), max_model_len),
+        groups=find_groups(
+            chain(*(network.layers for network in networks)), max_model_len, has_states=bool(spec.recurrent)
+        ),
         max_model_len=max_model_len,
         widths=tuple(sorted(widths)),
         usual_nodes=usual_nodes,
@@ -205,7 +232,7 @@ def kv_formats(networks: Sequence[NetworkPlan], device: DeviceFacts, dtype: torc
 def plan_networks(
     config: EngineConfig, spec: TargetSpec, draft: DraftPlan, dtype: torch.dtype, device: DeviceFacts
 ) -> tuple[NetworkPlan, ...]:
-    target_layers = tuple(layer.mixer for layer in spec.layers)
+    target_layers = spec.attention
     kinds = [(target_layers, config.has_fp8_cache), (draft.layers, draft.kv_cache_dtype == "fp8")]
     networks = []
     for layers, is_fp8 in kinds if draft.layers else kinds[:1]:
@@ -235,6 +262,8 @@ def find_inexact(config: EngineConfig, spec: TargetSpec, device: DeviceFacts, dt
         return "exact is false (--fast)"
     if fault := device.order_faults.get(dtype, ""):
         return fault
+    if spec.recurrent:
+        return "layers with recurrent state add in an order of their own"
     if odd := {size for size in linear_inputs(spec) if size % INPUTS}:
         return f"a layer has {min(odd)} inputs, no multiple of {INPUTS}"
     if device.is_present and not load_backend(verify).is_exact:

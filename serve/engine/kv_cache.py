@@ -1,8 +1,8 @@
 """Pages of the KV cache: an allocator and a radix prefix tree over full pages. Imports no torch.
 
-Layers with one retention are a KV group, with page ids and page tables of its own; page_size is the same in all. The
+Layers with one retention are a group, with page ids and page tables of its own; page_size is the same in all. The
 first group keeps all tokens: its pages are those of this file, and hits are found by its tree. Each further one keeps
-the last tokens of every sequence (serve/engine/kv_windows.py).
+the last tokens of every sequence (serve/engine/kv_windows.py), or a state (kv_states.py).
 
 Invariant: every page but page 0 (the dump page of padding, never handed out) is in exactly one of three places:
   free     the free list
@@ -13,10 +13,14 @@ Invariant: every page but page 0 (the dump page of padding, never handed out) is
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from slipstream.serve.engine.kv_windows import PagePool, WindowPages, WindowTable
+from slipstream.serve.engine.kv_pools import PagePool
+from slipstream.serve.engine.kv_states import StatePages
+from slipstream.serve.engine.kv_windows import WindowPages
 
 Key = tuple[str | int, ...]  # namespace, then tokens
+GroupPages = WindowPages | StatePages
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +50,16 @@ class PageTable:
     lookahead: int
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
-    windows: list[WindowTable] = field(default_factory=list)  # one for each window group, from admission to release
+    groups: list[Any] = field(default_factory=list)  # a table of each further group, from admission to release
+    num_sent: int = 0  # pages that plans have named
+
+    def changes(self) -> list[tuple[int, int]]:
+        """Returns the index and the page of each page that was added since the last call."""
+        start = self.num_sent
+        if start == len(self.pages):
+            return []
+        self.num_sent = len(self.pages)
+        return list(enumerate(self.pages[start:], start))
 
 
 class PageCache(PagePool):
@@ -57,19 +70,20 @@ class PageCache(PagePool):
     one longest unused, is always a leaf, and both eviction and reuse take constant time per page.
     """
 
-    def __init__(self, num_pages: int, page_size: int, windows: Sequence[WindowPages] = ()) -> None:
+    def __init__(self, num_pages: int, page_size: int, groups: Sequence[GroupPages] = ()) -> None:
+        """`groups`: the further ones."""
         super().__init__(num_pages, page_size)
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be at least 1")
-        assert all(window.page_size == page_size for window in windows), "all groups have one page size"
-        self.windows = tuple(windows)
+        assert all(group.page_size == page_size for group in groups), "all groups have one page size"
+        self.groups: tuple[Any, ...] = tuple(groups)
         self._cached: OrderedDict[int, Node] = OrderedDict()  # by page, the one longest unused first
         self._root = Node((), 0, None)
 
     def usage(self) -> dict[tuple[str, str], int]:
         """Counts pages by group (0: of all tokens) and state: used, cached, free."""
         counts = {}
-        for group, pool in enumerate((self, *self.windows)):
+        for group, pool in enumerate((self, *self.groups)):
             available = pool.num_available
             states = {"used": pool.total_pages - available, "cached": available - pool.num_free, "free": pool.num_free}
             counts.update({(str(group), state): count for state, count in states.items()})
@@ -79,9 +93,14 @@ class PageCache(PagePool):
         """Returns the nodes whose pages serve the start of `tokens`, from the first page on; changes nothing.
 
         A text that agrees with a cached one on `matched` tokens can use floor((matched - lookahead) / page_size) of
-        its pages, and at least one token is left to compute. Window groups must have attached the pages of the last
-        tokens before those left: the path is cut to the longest for which they all have.
+        its pages, and at least one token is left to compute. Further groups must have attached what a pass over those
+        left reads: the path is cut to the longest for which they all have.
         """
+        nodes = self._known(tokens, namespace, lookahead)
+        return nodes[: self._longest_hit(nodes)]
+
+    def _known(self, tokens: list[int], namespace: str, lookahead: int) -> list[Node]:
+        """Returns the nodes of the start of `tokens`, from the first page on."""
         nodes: list[Node] = []
         parent = self._root
         for index in range((len(tokens) - max(lookahead, 1)) // self.page_size):
@@ -90,7 +109,7 @@ class PageCache(PagePool):
                 break
             nodes.append(node)
             parent = node
-        return nodes[: self._longest_hit(nodes)] if self.windows else nodes
+        return nodes
 
     def admit(
         self,
@@ -103,22 +122,23 @@ class PageCache(PagePool):
         shares: bool = True,
     ) -> bool:
         """Fill an empty table: shared pages for the start of `tokens`, own ones up to `num_tokens` in all. The caller
-        computes what follows the shared pages, len(table.nodes) of them. Window groups give the pages that a hit reads;
-        `extend_windows` adds the rest. `limit` (default: num_tokens): the most tokens that the table will ever be
+        computes what follows the shared pages, len(table.nodes) of them. Further groups give what a hit reads;
+        `extend_groups` adds the rest. `limit` (default: num_tokens): the most tokens that the table will ever be
         extended to. Without `shares` all pages are own ones, whatever is cached.
 
-        Returns False, and takes nothing, if fewer than `headroom` available pages would be left, or if a window group
-        has no room for its quota.
+        Returns False, and takes nothing, if fewer than `headroom` available pages would be left, or if a further
+        group has no room for its quota.
         """
         assert not table.pages, "admit takes an empty table"
         limit = num_tokens if limit is None else limit
-        if not all(window.has_room(limit) for window in self.windows):
+        if not all(group.has_room(limit) for group in self.groups):
             return False
-        for node in self.match(tokens, table.namespace, table.lookahead) if shares else []:
+        nodes = self._known(tokens, table.namespace, table.lookahead) if shares else []
+        for node in nodes[: self._longest_hit(nodes)]:
             self._reference(table, node)
             table.pages.append(node.page)
         if self.extend(table, num_tokens, headroom):
-            table.windows = [window.admit(table.nodes, limit) for window in self.windows]
+            table.groups = [group.admit(table.nodes, limit, len(nodes)) for group in self.groups]
             return True
         self._unreference_all(table)
         table.pages.clear()
@@ -136,27 +156,39 @@ class PageCache(PagePool):
         table.pages.extend(self._take() for _ in range(missing))
         return True
 
-    def extend_windows(self, table: PageTable, num_tokens: int) -> None:
-        """Give the table own pages of every window group up to token `num_tokens`, at most `reach`."""
-        for window, pages in zip(self.windows, table.windows, strict=True):
-            window.extend(pages, num_tokens)
+    def extend_groups(self, table: PageTable, num_tokens: int) -> None:
+        """Give the table own pages of every further group up to token `num_tokens`, at most `reach`."""
+        for group, pages in zip(self.groups, table.groups, strict=True):
+            group.extend(pages, num_tokens)
 
     def reach(self, table: PageTable, num_tokens: int) -> int:
-        """Returns to how many tokens, at most `num_tokens`, `extend_windows` may extend the table. Quotas guarantee one
+        """Returns to how many tokens, at most `num_tokens`, `extend_groups` may extend the table. Quotas guarantee one
         token of a prompt more than are computed, and the reserve of a sequence that decodes."""
-        pairs = zip(self.windows, table.windows, strict=True)
-        return min([num_tokens, *(window.reach(pages) for window, pages in pairs)])
+        reaches = (group.reach(pages) for group, pages in zip(self.groups, table.groups, strict=True))
+        return min([num_tokens, *(reach for reach in reaches if reach is not None)])
+
+    def cut_chunk(self, table: PageTable, start: int, end: int) -> int:
+        """Returns where a chunk from token `start` must end that does not end its prompt and could end at `end`; not
+        after `start` if it must wait."""
+        for group, pages in zip(self.groups, table.groups, strict=True):
+            end = min(end, group.cut_chunk(pages, start, end))
+        return end
+
+    def begin_chunk(self, table: PageTable, tokens: list[int], start: int, end: int) -> None:
+        """Prepares further groups for the pass of a chunk of `tokens`."""
+        for group, pages in zip(self.groups, table.groups, strict=True):
+            group.begin_chunk(pages, start, end, len(tokens) - max(table.lookahead, 1))
 
     def slide(self, table: PageTable, num_computed: int) -> None:
-        """Give back the pages behind windows, which no pass needs once `num_computed` tokens are committed."""
-        for window, pages in zip(self.windows, table.windows, strict=True):
-            window.slide(pages, num_computed)
+        """Give back what further groups need no more once `num_computed` tokens are committed."""
+        for group, pages in zip(self.groups, table.groups, strict=True):
+            group.slide(pages, num_computed)
 
     def publish(self, table: PageTable, tokens: list[int], num_computed: int) -> None:
         """Hand full computed pages to the tree, in order, up to the first whose text the tree has already.
 
         From there on the pages stay own until `release`: the sequence may be reading them at this moment. Pages of
-        window groups are attached to known nodes, too: their table goes on to hold them.
+        further groups are attached to known nodes, too.
         """
         parent = table.nodes[-1] if table.nodes else self._root
         for index in range(len(table.nodes), self._num_full(table, tokens, num_computed)):
@@ -164,7 +196,7 @@ class PageCache(PagePool):
             node = parent.children.get(key)
             if node is None and index == len(table.nodes):
                 node = self._insert(table, parent, key, table.pages[index])
-            elif node is None or not self.windows:
+            elif node is None or not self.groups:
                 return
             self._attach(table, index, node)
             parent = node
@@ -184,11 +216,12 @@ class PageCache(PagePool):
             self._attach(table, index, node)
             parent = node
         self._free.extend(table.pages[len(table.nodes) :])
-        for window, pages in zip(self.windows, table.windows, strict=True):
-            window.release(pages)
+        for group, pages in zip(self.groups, table.groups, strict=True):
+            group.release(pages)
         self._unreference_all(table)
         table.pages.clear()
-        table.windows.clear()
+        table.groups.clear()
+        table.num_sent = 0
 
     def _key(self, tokens: list[int], index: int, namespace: str, lookahead: int) -> Key:
         """Returns the key of page `index` below its parent: its tokens and the `lookahead` tokens after them.
@@ -200,16 +233,16 @@ class PageCache(PagePool):
         return (namespace, *tokens[start : start + self.page_size + lookahead])
 
     def _longest_hit(self, nodes: list[Node]) -> int:
-        """Returns for how many of the nodes, a path from the root, all window groups have the pages."""
+        """Returns for how many of the nodes, a path from the root, all further groups have the pages."""
         hit = len(nodes)
-        while hit > (shorter := min(window.longest_hit(nodes, hit) for window in self.windows)):
+        while self.groups and hit > (shorter := min(group.longest_hit(nodes, hit) for group in self.groups)):
             hit = shorter
         return hit
 
     def _attach(self, table: PageTable, index: int, node: Node) -> None:
-        """Lets hits on `node` find the table's page `index` of every window group, too."""
-        for window, pages in zip(self.windows, table.windows, strict=True):
-            window.attach(pages, index, node)
+        """Lets hits on `node` find the table's page `index` of every further group, too."""
+        for group, pages in zip(self.groups, table.groups, strict=True):
+            group.attach(pages, index, node)
 
     def _num_full(self, table: PageTable, tokens: list[int], num_computed: int) -> int:
         """Returns how many pages have complete KV, the drafter's too: they may enter the tree."""
@@ -248,8 +281,8 @@ class PageCache(PagePool):
         assert node.parent is not None, "the root is never cached"
         assert not node.children, "only a leaf is evicted"
         del node.parent.children[node.key]
-        for window in self.windows:
-            window.detach(node)
+        for group in self.groups:
+            group.detach(node)
         return page
 
     def check(self, tables: Iterable[PageTable]) -> None:
@@ -279,8 +312,8 @@ class PageCache(PagePool):
         in_use = private_pages + [node.page for node in nodes if node.references > 0]
         assert len(self._free) + len(unused) + len(in_use) == self.total_pages, "pages were lost or handed out twice"
         assert {*self._free, *unused, *in_use} == set(range(1, self.total_pages + 1)), "a page is in two places"
-        for group, window in enumerate(self.windows):
-            window.check([(table.windows[group], set(table.nodes)) for table in tables], set(nodes))
+        for index, group in enumerate(self.groups):
+            group.check([(table.groups[index], set(table.nodes)) for table in tables], set(nodes))
 
     def _nodes(self) -> list[Node]:
         """Returns all nodes but the root, parents first."""

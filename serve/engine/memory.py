@@ -62,13 +62,18 @@ def fitting_pools(plan: EnginePlan, free: int, most_pages: int) -> list[int]:
 
 def pools_of(plan: EnginePlan, pages: int, copies: int) -> list[int]:
     """Returns the pages by group, if the first has `pages`. Windows get those of all running requests, `copies` times,
-    so that ended ones stay cached, and those of the chunks of a prefill."""
+    so that ended ones stay cached, and those of the chunks of a prefill; states those of all running ones, likewise."""
     config = plan.config
-    pools = [pages]
+    pools = []
     chunks = -(-config.prompt_tokens // config.page_size) + config.max_running
-    for window in (retention for retention in plan.groups if retention != "all"):
-        window_pages = pages_of_window(window, plan.max_reserve, config.page_size)
-        pools.append(min(pages, copies * config.max_running * window_pages + chunks))
+    for retention in plan.groups:
+        if retention == "all":
+            pools.append(pages)
+        elif retention == "state":
+            pools.append(min(pages, copies * config.max_running))
+        else:
+            window_pages = pages_of_window(retention, plan.window_reserve, config.page_size)
+            pools.append(min(pages, copies * config.max_running * window_pages + chunks))
     return pools
 
 
@@ -91,6 +96,9 @@ def fit_to_cache(plan: EnginePlan, num_pages: int) -> int:
 def log_kv_cache(plan: EnginePlan, space: Space) -> None:
     page_size = plan.config.page_size
     for retention, pages, size in zip(plan.groups, space.num_pages, plan.page_bytes, strict=True):
+        if retention == "state":
+            logger.info("states of recurrent layers: %d, %.2f GB", pages - 1, pages * size / 1e9)
+            continue
         span = "all" if retention == "all" else f"the last {retention}"
         message = "KV cache of layers that see %s tokens: %d tokens, %.2f GB"
         if size:

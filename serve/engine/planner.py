@@ -44,6 +44,7 @@ class Limits:
     prompt_rows: int  # prompt tokens of a step, at most
     enough_prompt_rows: int  # prompt tokens of a step from which on no other prompt follows
     prompts_by: PromptPhase  # see StepPlan
+    grid: int = 1  # prompts are cut at multiples of so many tokens
 
 
 @dataclass(slots=True)
@@ -87,14 +88,12 @@ class Planner:
         self._sent_version = -1  # version of the table of survivals that the runner has
         self._launched: dict[int, Launched] = {}  # by number of the plan
         self._admissions: list[Admission] = []  # since the last plan
-        self._num_sent: dict[int, list[int]] = {}  # by slot and group: pages of its table that plans have named
         self._offers: dict[int, Offer] = {}  # by slot: the proposal that the next step may verify
 
     def admitted(self, sequence: Sequence) -> None:
         """Notes that the scheduler gave the sequence a slot."""
         request = replace(sequence.request, compiled_grammar=None)  # which no other process can have
         self._admissions.append(Admission(sequence.slot, request, tuple(sequence.tokens)))
-        self._num_sent[sequence.slot] = [0] * (1 + len(sequence.table.windows))
 
     def plan(self) -> StepPlan | None:
         """Plans the next step; None if there is nothing to do. `choose` completes it."""
@@ -103,6 +102,8 @@ class Planner:
         if sequences:
             filtered = variant_of(sampling_mode(self.scheduler.running), most_logprobs(sequences)) == "all"
             num_rows = min(num_rows, self.policy.chunk_rows(len(sequences), filtered=filtered))
+            if num_rows:
+                num_rows = max(num_rows, self.limits.grid)
         chunks = self.scheduler.next_chunks(num_rows, self.limits.enough_prompt_rows)
         if not sequences and not chunks:
             return None
@@ -297,20 +298,11 @@ class Planner:
         return self._number
 
     def _new_pages(self, sequences: list[Sequence]) -> tuple[tuple[int, int, int, int], ...]:
-        """Returns the pages that the sequences have gained."""
+        """Returns what has changed in the sequences' page tables."""
         changes: list[tuple[int, int, int, int]] = []
         for sequence in sequences:
-            slot = sequence.slot
-            table = sequence.table
-            num_sent = self._num_sent[sequence.slot]
-            if num_sent[0] != len(table.pages):
-                changes += [(0, slot, index, table.pages[index]) for index in range(num_sent[0], len(table.pages))]
-                num_sent[0] = len(table.pages)
-            for group, window in enumerate(table.windows, 1):
-                start = max(num_sent[group], window.first)
-                end = window.first + len(window.pages)
-                changes += [(group, slot, index, window.pages[index - window.first]) for index in range(start, end)]
-                num_sent[group] = max(num_sent[group], end)
+            for group, table in enumerate((sequence.table, *sequence.table.groups)):
+                changes += [(group, sequence.slot, index, page) for index, page in table.changes()]
         return tuple(changes)
 
 

@@ -216,8 +216,11 @@ class Scheduler:
             reach = self.cache.reach(sequence.table, length + self.max_reserve)  # pages of windows are few
             is_last = end == length and reach == length + self.max_reserve  # decoding goes on in the reserve
             if not is_last:
-                end = min(end, reach, length - 1)
-            self.cache.extend_windows(sequence.table, reach if is_last else end)
+                end = self.cache.cut_chunk(sequence.table, start, min(end, reach, length - 1))
+                if end <= start:
+                    break
+            self.cache.extend_groups(sequence.table, reach if is_last else end)
+            self.cache.begin_chunk(sequence.table, sequence.tokens, start, end)
             chunks.append(Chunk(sequence, start, end, is_last))
             num_taken += end - start
             if num_taken >= limit or len(chunks) == self.max_chunks:  # do not admit one more
@@ -261,8 +264,8 @@ class Scheduler:
         sequences = [sequence for sequence in self._running if self._decodes_next(sequence)]
         for sequence in sequences:
             assert sum(sequence.in_flight) + reserve <= self.max_reserve, "admission and add() count on max_reserve"
-            if sequence.table.windows:
-                self.cache.extend_windows(sequence.table, sequence.kv_bound + reserve)
+            if sequence.table.groups:
+                self.cache.extend_groups(sequence.table, sequence.kv_bound + reserve)
             sequence.in_flight.append(reserve)
         return sequences
 
@@ -295,14 +298,11 @@ class Scheduler:
                 "num_computed is wrong"
             )
             assert len(sequence.table.pages) >= self.cache.pages_for(len(sequence.tokens) - 1), "tokens without a page"
-            for window, pages in zip(self.cache.windows, sequence.table.windows, strict=True):
-                first = window.first_read(sequence.num_computed)
-                end = self.cache.pages_for(sequence.num_computed)
-                assert pages.first <= first, "a page that the next pass reads was given back"
-                assert pages.end >= end, "tokens of a window without a page"
+            for group, pages in zip(self.cache.groups, sequence.table.groups, strict=True):
+                group.check_table(pages, sequence.num_computed)
         for sequence in self._waiting:
             assert not sequence.table.pages, "a waiting sequence holds pages"
-            assert not sequence.table.windows, "a waiting sequence holds pages of windows"
+            assert not sequence.table.groups, "a waiting sequence holds pages of further groups"
             assert (sequence.slot, sequence.num_computed, sequence.decoding) == (-1, 0, False)
 
     def validate(self, request: Request, open_ids: Collection[str] = ()) -> None:
@@ -322,7 +322,7 @@ class Scheduler:
         remedy = "; shorten one of them or raise kv_cache_tokens"
         if self.cache.pages_for(limit) > self.cache.total_pages:
             raise ValueError(f"{fits} the KV cache of {self.cache.total_pages * page_size} tokens{remedy}")
-        for pages in self.cache.windows:
+        for pages in self.cache.groups:
             if pages.quota(limit) > pages.total_pages:
                 raise ValueError(
                     f"{fits} the KV cache of {pages.total_pages * page_size} tokens of the layers that see the last "
@@ -382,7 +382,7 @@ class Scheduler:
         sequence.stats.completion_tokens += len(tokens)
         if reason is not None:
             return self._end(sequence, tokens, reason)
-        if sequence.table.windows:
+        if sequence.table.groups:
             self.cache.slide(sequence.table, sequence.num_computed)
         return Output(request_id=sequence.request.id, tokens=tokens)
 

@@ -1,9 +1,9 @@
 """KV caches of networks by groups of layers with one retention.
 
-A group keeps all tokens of a text, or those that a sliding window sees. It has its own page table and its own pool of
-pages. All layers with its retention lie in its pages, of target and draft, whatever the shape of their rows: each
-network has one tensor for its layers of a group with one shape. A network's KV is in its own dtype or in e4m3 codes
-(kernels/kv/fp8.py).
+A group keeps all tokens of a text, those that a sliding window sees, or a state (serve/runner/recurrence.py). It has
+its own page table and its own pool of pages. All layers with its retention lie in its pages, of target and draft,
+whatever the shape of their rows: each network has one tensor for its layers of a group with one shape. A network's KV
+is in its own dtype or in e4m3 codes (kernels/kv/fp8.py).
 Letters: L layers of a network with one group and shape, K parts of a row (keys and values), G KV heads, D head dim,
 S slots = num_pages * page_size.
 """
@@ -20,15 +20,16 @@ from torch import Tensor
 from slipstream.kernels.kv.fp8 import E4M3
 from slipstream.models.targets.config import AttentionSpec, KVShape
 
-Retention = int | Literal["all"]  # a window in tokens, or all tokens
+Retention = int | Literal["all", "state"]  # a window in tokens, all tokens, or a state alone
 Groups = tuple[Retention, ...]  # the retention of each cache group; the first is "all"
 
 
-def find_groups(specs: Iterable[AttentionSpec], longest: int) -> Groups:
-    """One group that keeps all tokens, and one for each window that can bind in contexts of `longest` tokens. A window
-    of one token has none: drafts' KV depends on the token after it."""
+def find_groups(specs: Iterable[AttentionSpec], longest: int, *, has_states: bool = False) -> Groups:
+    """One group that keeps all tokens, one for each window that can bind in contexts of `longest` tokens, and one for
+    states. A window of one token has none: drafts' KV depends on the token after it."""
     windows = {spec.window for spec in specs if spec.window is not None and 1 < spec.window < longest}
-    return ("all", *sorted(windows))
+    states: tuple[Retention, ...] = ("state",) if has_states else ()
+    return ("all", *sorted(windows), *states)
 
 
 def group_of(spec: AttentionSpec, groups: Groups) -> int:

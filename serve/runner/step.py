@@ -30,6 +30,7 @@ from slipstream.kernels.speculation.ragged import (
     store,
     verify_rows,
 )
+from slipstream.models.layers.attention import Attention
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.attention.parts import Nodes, PartsAttention
@@ -39,6 +40,7 @@ from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRow
 from slipstream.serve.runner.kv import KVSlots, NetworkKV
 from slipstream.serve.runner.logits import NodeTokens, count_emitted, prompt_logprobs, target_sampling
 from slipstream.serve.runner.passes import HostShape, PassSizes, Results, TargetPass
+from slipstream.serve.runner.recurrence import MixedAttention, RecurrentStates
 from slipstream.serve.runner.request_state import RequestState
 
 GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 spread evenly
@@ -62,6 +64,7 @@ class Runner:
     drafter: Drafter
     state: RequestState
     kv: tuple[NetworkKV, ...]  # the target's and, if it has some, the draft's
+    states: RecurrentStates | None = None  # of the target's recurrent layers
     usual_nodes: int = MAX_NODES  # nodes of a proposal, but for rare ones that have more
     branches: bool = False  # some proposals are trees, by the drafter or by the host
     order: FixedOrder | None = None  # order of the target's products; attention's is then fixed, too
@@ -94,7 +97,13 @@ class Runner:
             state.padding,
         )
         attention, mask = self._attention(layout, len(requests), sizes.host)
-        hidden, aux_states = self.target(layout.tokens, attention, self.drafter.aux_layers, mask)
+        network: Attention = attention
+        if self.states is not None:
+            are_chains = not self.branches
+            network = MixedAttention.plan(
+                attention, self.states, layout, len(requests), sizes.host, are_chains=are_chains
+            )
+        hidden, aux_states = self.target(layout.tokens, network, self.drafter.aux_layers, mask)
         return ForwardPass(layout, hidden, aux_states, sizes)
 
     @torch.inference_mode()
@@ -116,7 +125,7 @@ class Runner:
             scores = prompt_logprobs(self.target, hidden[first:], verified.next_tokens[first:], sizes.host.chunks)
             results = results._replace(prompt_logprobs=scores)
         count_emitted(state, layout.segment_slots, target_pass.mode, verified.tokens)
-        self._move_accepted(layout, verified, B)
+        self._commit(layout, verified, B)
         if aux_states is not None:
             attention = self._chains(layout, B, sizes.host) if self.drafter.attends_to_context else None
             self._extend(layout, verified, aux_states, attention)
@@ -277,11 +286,13 @@ class Runner:
             kv_bounds=tuple(chunk.end for chunk in host.chunks),
         )
 
-    def _move_accepted(self, layout: Layout, verified: Verified, num_requests: int) -> None:
-        """Moves the accepted nodes' KV down to follow the committed tokens.
+    def _commit(self, layout: Layout, verified: Verified, num_requests: int) -> None:
+        """Moves the accepted nodes' KV down to follow the committed tokens, and marks their records to be replayed.
 
         A chain's accepted nodes lie there already. A tree's remaining KV is copied onto itself.
         """
+        if self.states is not None:
+            self.states.commit(layout, verified, num_requests)
         if self.branches and num_requests:
             width = verified.nodes.shape[1]
             order = torch.arange(width, device=verified.nodes.device).expand(num_requests, width)

@@ -46,10 +46,13 @@ def record_steps(engine: Engine, requests: Sequence[Request], file: Path, patch:
 
 
 def digest(runner: ModelRunner) -> str:
-    """Hashes the KV of all networks, but for the dump page, and what is stored for each request."""
+    """Hashes the KV of all networks, states, but for dump pages, and what is stored for each request."""
     size = runner.state.page_size
     tensors = [cache.flat[:, :, size:] for kv in runner.passes.kv for cache in kv.caches]
     tensors += [tensor[: runner.state.padding] for tensor in runner.state.stored]
+    if (states := runner.passes.states) is not None:
+        tensors += [part[1:] for layer in states.layers for part in layer.values()]
+        tensors.append(states.replays[: runner.state.padding])
     hashed = hashlib.sha256()
     for tensor in tensors:
         hashed.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())

@@ -220,12 +220,12 @@ def compute(cache: PageCache, tokens: list[int], num_answered: int = 0, lookahea
     table = PageTable("", lookahead)
     end = len(tokens) - num_answered
     assert cache.admit(table, tokens[:end], end + RESERVE, headroom=0, limit=len(tokens) + RESERVE)
-    cache.extend_windows(table, end + RESERVE)
+    cache.extend_groups(table, end + RESERVE)
     cache.publish(table, tokens[:end], end)
     cache.slide(table, end)
     for num_computed in range(end + 1, len(tokens) + 1):
         assert cache.extend(table, num_computed - 1 + RESERVE)
-        cache.extend_windows(table, num_computed - 1 + RESERVE)
+        cache.extend_groups(table, num_computed - 1 + RESERVE)
         cache.slide(table, num_computed)
     return table
 
@@ -236,7 +236,7 @@ def test_a_hit_takes_the_pages_of_the_last_tokens_of_a_window(window: int, first
     cache.release(compute(cache, list(range(30))), list(range(30)), 30)
     table = PageTable("", 0)
     assert cache.admit(table, [*range(20), 99], 30, headroom=0)
-    assert (len(table.nodes), table.windows[0].first, len(table.windows[0].pages)) == (5, first, 5 - first)
+    assert (len(table.nodes), table.groups[0].first, len(table.groups[0].pages)) == (5, first, 5 - first)
     cache.check([table])
 
 
@@ -256,7 +256,7 @@ def test_a_hit_ends_where_a_window_has_lost_its_pages() -> None:
     cache = windowed(4, 8, num_pages=12)
     cache.release(compute(cache, list(range(23))), list(range(23)), 23)
     assert num_matched_pages(cache, list(range(24))) == 5
-    window = cache.windows[1]
+    window = cache.groups[1]
     node = cache.match(list(range(24)), "", 0)[3]
     window._cached.move_to_end(window._attached[node], last=False)
     window._free.clear()
@@ -266,14 +266,14 @@ def test_a_hit_ends_where_a_window_has_lost_its_pages() -> None:
 
 def test_pages_behind_the_window_become_cached_or_free() -> None:
     cache = windowed(4)
-    window = cache.windows[0]
+    window = cache.groups[0]
     table = compute(cache, list(range(16)))
-    assert (table.windows[0].first, len(window._cached), len(window._free)) == (3, 3, 59 - 5)
+    assert (table.groups[0].first, len(window._cached), len(window._free)) == (3, 3, 59 - 5)
     other = compute(cache, list(range(16)))
-    assert (len(other.nodes), other.windows[0].first) == (3, 3)
-    assert other.windows[0].pages[0] != table.windows[0].pages[0], "a second copy, the token after it was left"
+    assert (len(other.nodes), other.groups[0].first) == (3, 3)
+    assert other.groups[0].pages[0] != table.groups[0].pages[0], "a second copy, the token after it was left"
     for sharer in (table, other):
-        cache.extend_windows(sharer, 24)
+        cache.extend_groups(sharer, 24)
         cache.slide(sharer, 20)
     assert (len(window._cached), len(window._free)) == (4, 59 - 4 - 4), "the copy is free"
     cache.check([table, other])
@@ -291,7 +291,7 @@ def test_a_long_prompt_leaves_what_ended_texts_and_shared_beginnings_need() -> N
     table = PageTable("", 0)
     assert cache.admit(table, long, 40 + RESERVE, headroom=0, limit=40 + RESERVE)
     for end in range(4, 44, 4):
-        cache.extend_windows(table, end + RESERVE * (end == 40))
+        cache.extend_groups(table, end + RESERVE * (end == 40))
         cache.publish(table, long, end)
         cache.slide(table, end)
     cache.check([table])
@@ -301,7 +301,7 @@ def test_a_long_prompt_leaves_what_ended_texts_and_shared_beginnings_need() -> N
 
 def test_a_page_of_a_known_text_is_attached_and_stays_with_its_table_when_the_tree_forgets_the_text() -> None:
     cache = windowed(8)
-    window = cache.windows[0]
+    window = cache.groups[0]
     tokens = list(range(17))
     cache.release(compute(cache, tokens), tokens, 17)
     window._free = [window._take() for _ in range(window.total_pages)]  # the window has lost all, the tree nothing
@@ -309,16 +309,16 @@ def test_a_page_of_a_known_text_is_attached_and_stays_with_its_table_when_the_tr
     assert (len(table.nodes), num_matched_pages(cache, [*tokens, 99])) == (0, 4)
     for _ in range(len(cache._free) + 4):  # the tree forgets all
         cache._take()
-    attached = table.windows[0].pages.copy()
-    assert (window._attached, window._holders, table.windows[0].pages) == ({}, {}, attached)
-    window.check([(table.windows[0], set())], set())
+    attached = table.groups[0].pages.copy()
+    assert (window._attached, window._holders, table.groups[0].pages) == ({}, {}, attached)
+    window.check([(table.groups[0], set())], set())
 
 
 def test_sequences_are_admitted_by_quota() -> None:
     cache = windowed(8, num_pages=13)  # quota: 2 pages before the one being filled, and one after it
     tables = [PageTable("", 0) for _ in range(4)]
     assert [cache.admit(table, [1], 4, headroom=0, limit=40) for table in tables] == [True, True, True, False]
-    assert cache.windows[0]._claimed == 12
+    assert cache.groups[0]._claimed == 12
     assert cache.num_available == 99 - 3, "a refused admission takes nothing"
     cache.release(tables[0], [1], 1)
     assert cache.admit(tables[0], [1], 4, headroom=0, limit=40)
@@ -333,7 +333,7 @@ def test_chunks_reach_as_far_as_pages_that_nobody_claims() -> None:
     assert (cache.reach(first, 400), cache.reach(first, 13)) == (40, 13)
     assert cache.admit(second, [1], 4, headroom=0, limit=400)
     assert cache.reach(first, 400) == cache.reach(second, 400) == 4 * (4 + 2)
-    cache.extend_windows(first, 24)
+    cache.extend_groups(first, 24)
     assert cache.reach(second, 400) == 16, "its quota"
     cache.check([first, second])
 
@@ -346,12 +346,12 @@ def test_sizes_of_a_group_are_checked(num_pages: int, window: int, field: str) -
 
 WINDOW_FAULTS: dict[str, Callable[[WindowPages, PageTable], object]] = {
     "a page is lost": lambda window, _: window._free.pop(),
-    "a page in use is free": lambda window, table: window._free.append(table.windows[0].pages[-1]),
-    "a holder is not counted": lambda window, table: window._holders.update({table.windows[0].pages[0]: 0}),
-    "a page is in use and cached": lambda window, table: window._cached.update({table.windows[0].pages[0]: None}),
-    "an own page is held twice": lambda _, table: table.windows[0].pages.append(table.windows[0].pages[-1]),
+    "a page in use is free": lambda window, table: window._free.append(table.groups[0].pages[-1]),
+    "a holder is not counted": lambda window, table: window._holders.update({table.groups[0].pages[0]: 0}),
+    "a page is in use and cached": lambda window, table: window._cached.update({table.groups[0].pages[0]: None}),
+    "an own page is held twice": lambda _, table: table.groups[0].pages.append(table.groups[0].pages[-1]),
     "a quota is forgotten": lambda window, _: setattr(window, "_claimed", 0),
-    "a table holds too much": lambda window, table: table.windows[0].pages.extend([window._take() for _ in "12345"]),
+    "a table holds too much": lambda window, table: table.groups[0].pages.extend([window._take() for _ in "12345"]),
     "a page of a lost node": lambda window, table: window._attached.pop(table.nodes[-1]),
 }
 
@@ -361,7 +361,7 @@ def test_check_notices_in_a_window_group(fault: str) -> None:
     cache = windowed(8)
     table = compute(cache, list(range(18)))
     cache.check([table])
-    WINDOW_FAULTS[fault](cache.windows[0], table)
+    WINDOW_FAULTS[fault](cache.groups[0], table)
     with pytest.raises(AssertionError):
         cache.check([table])
 
@@ -392,7 +392,7 @@ class GroupsModel(TextModel):
 
     def take_in(self, run: Run, neighbours: list[Run], is_hit: bool = False) -> None:
         """New pages of the run are of no use to others any more, and those it had are the same."""
-        for group, pages in enumerate(run.table.windows):
+        for group, pages in enumerate(run.table.groups):
             needed = {page for other in neighbours for page in self.needed(other, group)}
             for index, page in enumerate(pages.pages, pages.first):
                 new = (group, index) not in run.pages
@@ -408,7 +408,7 @@ class GroupsModel(TextModel):
         """Exactly the pages that the first pass reads are there, and have its text; the hit is the longest there is."""
         table = run.table
         num_shared = len(run.table.nodes)
-        for window, pages, texts_of_pages in zip(self.windows, table.windows, self.written, strict=True):
+        for window, pages, texts_of_pages in zip(self.windows, table.groups, self.written, strict=True):
             assert pages.first == self.first_read(window, num_shared * self.page_size)
             assert pages.end == num_shared
             for index, page in enumerate(pages.pages, pages.first):
@@ -429,7 +429,7 @@ class GroupsModel(TextModel):
         """Runs a pass over tokens [num_computed, end): it reads the pages of windows, and writes; `tokens` are all."""
         start = run.num_computed
         size = self.page_size
-        for window, pages, texts_of_pages in zip(self.windows, run.table.windows, self.written, strict=True):
+        for window, pages, texts_of_pages in zip(self.windows, run.table.groups, self.written, strict=True):
             for index in range(self.first_read(window, start), -(-start // size)):
                 assert index >= pages.first, "a page was given back too early"
                 read_end = min((index + 1) * size, start)
@@ -449,7 +449,7 @@ class GroupsModel(TextModel):
         for index in range(shared, num_full):
             text = self.text(table, run.tokens, index)
             is_known = is_known and text in self.known
-            for pages, attached in zip(table.windows, self.attached, strict=True):
+            for pages, attached in zip(table.groups, self.attached, strict=True):
                 if is_known and pages.first <= index < pages.end:
                     attached.add(text)
 
@@ -508,7 +508,7 @@ class Play:
                 end = min(end, reach, run.num_prompt - 1)
                 is_last = False
             assert end > run.num_computed, "a chunk has a token at least"
-            self.cache.extend_windows(run.table, end + RESERVE * is_last)
+            self.cache.extend_groups(run.table, end + RESERVE * is_last)
             self.model.take_in(run, neighbours)
             sampled = self.rng.choices(range(3), k=is_last)
             self.model.run_pass(run, end, RESERVE * is_last, run.tokens + sampled)
@@ -519,7 +519,7 @@ class Play:
             if len(run.tokens) - run.num_prompt > 17 or not self.cache.extend(run.table, run.num_computed + RESERVE):
                 self.end(run)
                 return
-            self.cache.extend_windows(run.table, run.num_computed + RESERVE)
+            self.cache.extend_groups(run.table, run.num_computed + RESERVE)
             self.model.take_in(run, neighbours)
             run.tokens += self.rng.choices(range(3), k=self.rng.randrange(1, RESERVE + 1))
             end = len(run.tokens) - 1
@@ -531,7 +531,7 @@ class Play:
         self.running.remove(run)
         self.model.share(run, run.num_computed, ends=True)
         self.cache.release(run.table, run.tokens, run.num_computed)
-        assert not run.table.windows
+        assert not run.table.groups
         if len(run.tokens) < 14 * self.cache.page_size:  # a question may follow
             self.texts = [*self.texts[:2], *self.texts[2:][-3:], run.tokens]
 
@@ -568,7 +568,7 @@ def test_random_operations_on_window_groups(
     for run in play.running.copy():
         play.end(run)
     play.cache.check([])
-    assert all(window.num_available == window.total_pages for window in play.cache.windows)
+    assert all(window.num_available == window.total_pages for window in play.cache.groups)
     assert play.num_shared > 50
     assert play.cache.num_cut > 5 or not evicts or max(sizes) == 1
     assert (play.num_refused > 20) == evicts

@@ -348,14 +348,14 @@ def test_pages_of_a_window_come_with_chunks_and_decodes_and_go_with_what_they_co
     windows = []
     for _ in range(3):
         sequence = recorder.scheduler.next_chunks(recorder.prefill_budget)[0].sequence
-        before = len(sequence.table.windows[0].pages)
+        before = len(sequence.table.groups[0].pages)
         recorder.prefill()
-        windows.append((before, sequence.table.windows[0].first, sequence.table.windows[0].end))
+        windows.append((before, sequence.table.groups[0].first, sequence.table.groups[0].end))
     assert windows == [(5, 3, 5), (7, 8, 10), (6, 10, 14)], "of the prompt's 13 pages and one to draft in"
     for _ in range(9):
         recorder.decode([7, 7, 7])
     assert sequence.num_computed == 50 + 27
-    assert (sequence.table.windows[0].first, sequence.table.windows[0].end) == (17, 20)
+    assert (sequence.table.groups[0].first, sequence.table.groups[0].end) == (17, 20)
 
 
 def test_sequences_wait_for_the_quotas_of_windows() -> None:
@@ -378,8 +378,8 @@ def test_a_preempted_sequence_holds_no_pages_of_windows() -> None:
     while len(recorder.decoding()) == 2:
         recorder.decode([7, 7], [8, 8])
     resumed = recorder.scheduler._waiting[0]
-    assert (resumed.request.id, resumed.table.windows) == ("b", [])
-    assert recorder.cache.windows[0]._claimed == 4
+    assert (resumed.request.id, resumed.table.groups) == ("b", [])
+    assert recorder.cache.groups[0]._claimed == 4
 
 
 @pytest.mark.parametrize("num_decodes", range(1, 9))

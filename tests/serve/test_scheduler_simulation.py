@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from slipstream.serve.engine.kv_cache import PageCache
+from slipstream.serve.engine.kv_states import StatePages
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
@@ -64,15 +65,17 @@ class Setting:
     max_in_flight: int
     max_chunks: int | None
     windows: tuple[int, ...] = field(repr=False)  # the seed, a setting's text, does not depend on them
+    grid: int = field(default=0, repr=False)  # of states; 0: no layer has one
 
     @property
     def max_reserve(self) -> int:
         return RESERVE * (1 + (self.max_in_flight > 0))
 
     def window_pages(self, window: int) -> WindowPages:
-        quota = WindowPages(2, self.page_size, window, self.max_reserve).quota(MAX_MODEL_LEN + self.max_reserve)
+        reserve = self.max_reserve + self.grid
+        quota = WindowPages(2, self.page_size, window, reserve).quota(MAX_MODEL_LEN + self.max_reserve)
         num_pages = 2 + min(self.max_running, 5) * quota  # where there are 8 slots they wait for quotas
-        return WindowPages(num_pages, self.page_size, window, self.max_reserve)
+        return WindowPages(num_pages, self.page_size, window, reserve)
 
 
 class Part(NamedTuple):
@@ -85,6 +88,7 @@ class Part(NamedTuple):
     start: int
     end: int
     spoiled: int
+    is_chunk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,42 @@ class WindowDevice:
         return self.table[part.slot, index // self.page_size], index % self.page_size
 
 
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """The same for the device of a group of states."""
+
+    slot: int
+    columns: tuple[int, ...]  # source, entry, snapshot, position
+    text: list[int]  # digests
+    start: int
+    end: int
+    is_chunk: bool
+
+
+@dataclass(slots=True)
+class StateDevice:
+    """States of recurrent layers: the digests of texts. A node's pass replays what the last one accepted."""
+
+    entries: dict[int, int] = field(default_factory=dict)
+    pending: dict[int, int] = field(default_factory=dict)  # by slot: accepted nodes that no pass has replayed
+
+    def run(self, parts: list[StatePart]) -> None:
+        for part in parts:
+            source, entry, snapshot, position = part.columns
+            assert entry > 0
+            if not part.is_chunk:
+                assert self.entries[entry] == part.text[part.start - self.pending[part.slot]]
+                self.entries[entry] = part.text[part.start]
+                self.pending[part.slot] = part.end - part.start
+                continue
+            assert part.start == 0 or self.entries[source] == part.text[part.start], "not the state of this text"
+            if snapshot:
+                assert part.start < position <= part.end
+                self.entries[snapshot] = part.text[position]
+            self.entries[entry] = part.text[part.end]
+            self.pending[part.slot] = 0
+
+
 class Simulation:
     """An engine whose passes read and write digests; it checks all it reads."""
 
@@ -147,7 +187,9 @@ class Simulation:
         self.lookahead = setting.lookahead
         self.page_size = setting.page_size
         windows = [setting.window_pages(window) for window in setting.windows]
-        self.cache = PageCache(setting.num_pages, setting.page_size, windows)
+        states = [StatePages(setting.max_running + 4, setting.page_size, setting.grid)] if setting.grid else []
+        self.cache = PageCache(setting.num_pages, setting.page_size, [*windows, *states])
+        self.states = StateDevice()
         self.devices = [WindowDevice(setting.page_size, window, setting.lookahead) for window in setting.windows]
         self.queue: deque[Callable[[], None]] = deque()  # passes that the devices have not run
         self.num_sent: dict[tuple[Sequence, int], int] = {}  # by group: index of the first page that no pass brought
@@ -242,7 +284,8 @@ class Simulation:
         if chunk.is_last:
             assert chunk.end == num_known
             tokens.append(next_token(tokens))
-        return Part(chunk.sequence, tokens, num_known, chunk.start, chunk.end, chunk.end + RESERVE * chunk.is_last)
+        spoiled = chunk.end + RESERVE * chunk.is_last
+        return Part(chunk.sequence, tokens, num_known, chunk.start, chunk.end, spoiled, is_chunk=True)
 
     def _run(self, parts: list[Part]) -> None:
         """The parts of one pass compute side by side: none reads what another spoils or writes."""
@@ -254,6 +297,8 @@ class Simulation:
             self._write(part.sequence, part.start, part.end, part.tokens)
         for group, device in enumerate(self.devices):
             self.queue.append(partial(device.run, [self._of_window(part, group) for part in parts]))
+        if len(self.cache.groups) > len(self.devices):
+            self.queue.append(partial(self.states.run, [self._of_state(part) for part in parts]))
 
     def land(self, num_left: int) -> None:
         """Brings tokens home until `num_left` passes are in flight. What the device has run may be more."""
@@ -271,12 +316,18 @@ class Simulation:
     def _of_window(self, part: Part, group: int) -> WindowPart:
         """Returns the part as a window group computes it, with the pages that its plan would name."""
         sequence = part.sequence
-        pages = part.sequence.table.windows[group]
+        pages = part.sequence.table.groups[group]
         first = max(self.num_sent.get((sequence, group), 0), pages.first)
         self.num_sent[sequence, group] = pages.end
         new = [(index, pages.pages[index - pages.first]) for index in range(first, pages.end)]
         text = digests(sequence.request.namespace, part.tokens)
         return WindowPart(sequence.slot, new, text, part.num_known, part.start, part.end, part.spoiled)
+
+    def _of_state(self, part: Part) -> StatePart:
+        sequence = part.sequence
+        text = digests(sequence.request.namespace, part.tokens)
+        columns = sequence.table.groups[-1].columns
+        return StatePart(sequence.slot, columns, text, part.start, part.end, part.is_chunk)
 
     def _commit(
         self,
@@ -372,29 +423,38 @@ def random_request(rng: random.Random, number: int, stems: list[list[int]]) -> R
 
 @grouped("sizes")
 @pytest.mark.parametrize(
-    ("sizes", "page_size", "lookahead", "max_in_flight", "windows"),
+    ("sizes", "page_size", "lookahead", "max_in_flight", "windows", "grid"),
     pairwise(
         [(80, 4, 16), (112, 8, 64), (112, 8, 5), (600, 3, 1000)],
         [1, 4, 16],
         [0, 1, 2],
         [0, 3],
         [(), (1,), (3, 16), (22,)],
+        [0, 1, 4],
     ),
 )
 def test_random_operations(
-    sizes: tuple[int, int, int], page_size: int, lookahead: int, max_in_flight: int, windows: tuple[int, ...]
+    sizes: tuple[int, int, int],
+    page_size: int,
+    lookahead: int,
+    max_in_flight: int,
+    windows: tuple[int, ...],
+    grid: int,
 ) -> None:
-    """sizes: tokens that the cache holds, max_running and the most prompt tokens of a step."""
+    """sizes: tokens that the cache holds, max_running and the most prompt tokens of a step; grid: of states, in
+    pages, at most 16 tokens."""
     tokens, max_running, prefill_budget = sizes
     num_pages = 1 + -(-tokens // page_size)
     max_chunks = 2 if prefill_budget == 64 else None
-    setting = Setting(page_size, lookahead, num_pages, max_running, max_in_flight, max_chunks, windows)
+    setting = Setting(
+        page_size, lookahead, num_pages, max_running, max_in_flight, max_chunks, windows, min(grid * page_size, 16)
+    )
     rng = random.Random(f"{sizes} {setting}")
     simulation = Simulation(setting, rng)
     stems = [rng.choices(range(1, 4), k=40) for _ in range(3)]
     scheduler = simulation.scheduler
     number = 0
-    num_steps = 2_000 if windows and page_size == 16 else 700  # windows make hits on such pages rare
+    num_steps = 2_000 if (windows or grid) and page_size == 16 else 700  # they make hits on such pages rare
     for _ in range(num_steps):
         kind = rng.choices(["add", "step", "abort"], weights=[6, 11, 0.3])[0]
         if kind == "add":
@@ -405,6 +465,7 @@ def test_random_operations(
         elif kind == "step":
             decodes = rng.random() < 0.8
             chunk = rng.choice([0, prefill_budget, rng.randrange(prefill_budget + 1)])
+            chunk = max(chunk, setting.grid) if chunk else 0
             simulation.step(decodes=decodes, prompt_tokens=chunk, abort=rng.random() < 0.03)
         else:
             simulation.abort_one()
@@ -412,12 +473,13 @@ def test_random_operations(
     for _ in range(10_000):
         if not scheduler.has_work:
             break
-        simulation.step(decodes=True, prompt_tokens=prefill_budget)
+        simulation.step(decodes=True, prompt_tokens=max(prefill_budget, setting.grid))
         scheduler.check()
     simulation.land(0)
     simulation.check_ended()
     assert (scheduler.num_running, scheduler.num_waiting, simulation.slots) == (0, 0, {})
-    assert simulation.cache.num_available == simulation.cache.total_pages
+    for pool in (simulation.cache, *simulation.cache.groups):
+        assert pool.num_available == pool.total_pages
     assert simulation.num_aborted > 0
     assert simulation.num_mixed > 0
     assert any(output.stats and output.stats.cached_tokens for output in simulation.ended.values())

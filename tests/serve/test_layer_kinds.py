@@ -1,0 +1,233 @@
+"""Targets whose layers keep unlike things of a text, rows of two shapes or states, served with every kind of draft. The
+answers are those of a plain reference."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.models.targets.config import TargetSpec
+from slipstream.models.targets.packed_attention import PackedAttention
+from slipstream.serve.engine import engine_plan
+from slipstream.serve.engine.build import build
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.request import Request
+from slipstream.tests import random_drafts
+from slipstream.tests.recurrent_layers import AverageSpec
+from slipstream.tests.serve import test_replay
+from slipstream.tests.serve.engine_runs import Answer, caches_of, make_request, random_prompt, run, tokens_of
+from slipstream.tests.serve.played_graphs import equal_costs, play_all
+from slipstream.tests.spec_targets import (
+    NOMINAL,
+    NaiveAttention,
+    Reference,
+    plan_spec,
+    save_spec,
+    save_spec_draft,
+    spec_of,
+)
+
+FULL = NOMINAL.layer(num_kv_heads=1, head_dim=32)
+WINDOWED = NOMINAL.layer(window=9)
+AVERAGE = replace(NOMINAL.layer(), mixer=AverageSpec(size=24))
+SPECS = {
+    "two head sizes": spec_of([FULL, WINDOWED, FULL, WINDOWED]),
+    "recurrent": spec_of([AVERAGE, NOMINAL.layer(), AVERAGE, WINDOWED]),
+}
+SCALE = 0.03
+DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # draft, options
+    "none": ("none", {}),
+    "chain": ("eagle3", {"depth": 4}),
+    "tree": ("eagle3", {"depth": 3, "topk": 3, "nodes": 8}),
+    "block": ("dflash", {}),
+    "ngram": ("ngram", {"nodes": 9}),
+}
+Tokens = dict[float, dict[str, list[int]]]  # by temperature and request
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By the name of a spec, the folder of a target and drafts for it."""
+    folders = {}
+    for name, spec in SPECS.items():
+        folder = folders[name] = tmp_path_factory.mktemp("specs")
+        scales = {f"layers.{i}.self_attn.{x}_scale": torch.tensor([SCALE]) for i in range(4) for x in "kv"}
+        save_spec(spec, folder / "target", **scales)
+        for kind in ("eagle3", "dflash"):
+            save_spec_draft(kind, spec, folder / "target", folder / kind)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, Tokens]:
+    """By the name of a spec, the answers of the reference."""
+    references = {name: Reference.load(spec, folders[name] / "target") for name, spec in SPECS.items()}
+    return {
+        name: {temperature: reference.answers(requests_of(temperature)) for temperature in (0.0, 1.0)}
+        for name, reference in references.items()
+    }
+
+
+def build_drafted(spec: TargetSpec, folder: Path, drafter: str, *, captured: bool = False, **options: Any) -> Engine:
+    kind, drafter_options = DRAFTERS[drafter]
+    draft = str(folder / kind) if (folder / kind).exists() else kind
+    plan = plan_spec(spec, folder / "target", draft, like_gpu=captured, drafter=drafter_options, **options)
+    return build(plan, play_all, equal_costs) if captured else build(plan)
+
+
+def requests_of(temperature: float, max_tokens: int = 20) -> list[Request]:
+    """Prompts that begin alike, longer than windows."""
+    shared = random_prompt(20, 99)
+    return [
+        make_request(
+            str(seed),
+            shared + random_prompt(3 + 7 * seed, seed),
+            seed=seed,
+            max_tokens=max_tokens,
+            temperature=temperature,
+        )
+        for seed in range(5)
+    ]
+
+
+def accepted(answers: dict[str, Answer]) -> int:
+    return sum(answer.counts.accepted_tokens for answer in answers.values())
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", SPECS)
+def test_chunks_preemption_and_hits_change_no_answer(
+    name: str, drafter: str, folders: dict[str, Path], expected: dict[str, Tokens]
+) -> None:
+    """Four requests of these need more KV than there is."""
+    sizes: dict[str, Any] = {"max_running": 4, "prefill_budget": 16, "kv_cache_tokens": 100, "page_size": 1}
+    engine = build_drafted(SPECS[name], folders[name], drafter, **sizes)
+    for temperature, tokens in expected[name].items():
+        answers = run(engine, requests_of(temperature))
+        assert tokens_of(answers) == tokens
+    assert engine.scheduler.num_preemptions > 0
+    assert any(answer.counts.cached_tokens for answer in answers.values())
+    assert (accepted(answers) > 0) == (drafter != "none")
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", SPECS)
+def test_passes_as_a_gpu_has_them_change_no_answer(
+    name: str, drafter: str, folders: dict[str, Path], expected: dict[str, Tokens]
+) -> None:
+    """Ragged passes of fixed size, two steps in flight; the kernels are planned for each shape."""
+    sizes: dict[str, Any] = {"max_running": 4, "prefill_budget": 32, "page_size": 1}
+    engine = build_drafted(SPECS[name], folders[name], drafter, captured=True, **sizes)
+    for temperature, tokens in expected[name].items():
+        assert tokens_of(run(engine, requests_of(temperature))) == tokens
+
+
+def test_recorded_steps_with_states_give_the_same_bits_elsewhere(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SPECS["recurrent"]
+    monkeypatch.setattr(engine_plan, "load_config", lambda *_: spec)
+    monkeypatch.setattr(random_drafts, "load_config", lambda *_: spec)
+    cases = [("chain", "overlapped"), ("tree", "captured")]
+    target = folders["recurrent"] / "target"
+    test_replay.check_elsewhere(cases, {"target": target, "device": "cpu"}, tmp_path, monkeypatch)
+
+
+def test_a_hit_is_as_deep_as_a_snapshot(folders: dict[str, Path]) -> None:
+    """Snapshots are taken at the end of a prompt, at ends of its chunks, and where a second text leaves it. Pages of 16
+    tokens, so every 16."""
+    engine = build_drafted(SPECS["recurrent"], folders["recurrent"], "none", page_size=16, prefill_budget=48)
+    reference = Reference.load(SPECS["recurrent"], folders["recurrent"] / "target")
+    prompt = random_prompt(120, 1)
+    texts = {
+        "first": prompt,
+        "again": prompt,
+        "branch": prompt[:80] + random_prompt(30, 2),  # the last snapshot before is that of the second chunk
+        "next branch": prompt[:80] + random_prompt(30, 3),
+    }
+    hits = {"first": 0, "again": 112, "branch": 48, "next branch": 80}
+    for name, text in texts.items():
+        request = make_request(name, text, max_tokens=8, temperature=1.0)
+        answers = run(engine, [request])
+        assert answers[name].tokens == reference.answer(request)
+        assert answers[name].counts.cached_tokens == hits[name]
+    turn = make_request("turn", prompt + reference.answer(make_request("", prompt, max_tokens=8)), max_tokens=8)
+    answers = run(engine, [turn])
+    assert answers["turn"].tokens == reference.answer(turn)
+    assert answers["turn"].counts.cached_tokens == 112, "answers have no snapshots"
+
+
+def test_documents_are_computed_from_empty_states(folders: dict[str, Path]) -> None:
+    """In training."""
+    reference = Reference.load(SPECS["recurrent"], folders["recurrent"] / "target")
+    texts = [random_prompt(length, length) for length in (7, 1, 12)]
+    attention = PackedAttention()
+    attention.plan(torch.cat([torch.arange(len(text)) for text in texts])[None])
+    with torch.inference_mode():
+        packed, _ = reference.target(torch.tensor(sum(texts, [])), attention)
+        alone = [reference.target(torch.tensor(text), NaiveAttention())[0] for text in texts]
+    torch.testing.assert_close(packed, torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
+def test_each_shape_has_a_cache_and_each_retention_a_pool(folders: dict[str, Path]) -> None:
+    name = "two head sizes"
+    engine = build_drafted(SPECS[name], folders[name], "chain", kv_cache_tokens=512, page_size=16)
+    plan = engine.engine_plan
+    target, draft = engine.runner.passes.kv
+    assert plan.groups == ("all", 9)
+    assert [(cache.group, *cache.pages.shape[4:], len(cache.pages)) for cache in target.caches] == [
+        (0, 1, 32, 2),
+        (1, 2, 16, 2),
+    ]
+    assert [(cache.group, *cache.pages.shape[4:]) for cache in draft.caches] == [(0, 2, 16)]
+    rows = [2 * 2 * 32 + 2 * 2 * 16, 2 * 2 * 2 * 16]  # numbers of a token: two full layers and the draft's; windowed
+    assert plan.page_bytes == [16 * 4 * row for row in rows]
+    assert plan.space is not None
+    sizes = [0, 0]
+    for cache in (*target.caches, *draft.caches):
+        sizes[cache.group] += cache.pages.nbytes
+    assert sizes == [size * pages for size, pages in zip(plan.page_bytes, plan.space.num_pages, strict=True)]
+
+
+def test_states_are_counted_as_they_are_kept(folders: dict[str, Path]) -> None:
+    engine = build_drafted(SPECS["recurrent"], folders["recurrent"], "chain", kv_cache_tokens=512, max_running=4)
+    plan = engine.engine_plan
+    states = engine.runner.passes.states
+    assert plan.groups == ("all", 9, "state")
+    assert plan.space is not None
+    assert states is not None
+    num_bytes = sum(part.nbytes for layer in states.layers for part in layer.values())
+    assert num_bytes == plan.page_bytes[2] * plan.space.num_pages[2]
+    assert plan.space.num_pages[2] == 1 + 2 * 4, "the dump entry, running requests, and as many snapshots"
+    record_bytes = sum(part.nbytes for layer in states.records for part in layer.values()) + states.replays.nbytes
+    assert record_bytes == plan.record_bytes
+
+
+def test_two_shapes_with_one_retention_share_pages(tmp_path: Path) -> None:
+    spec = spec_of([FULL, NOMINAL.layer(), FULL, NOMINAL.layer()])
+    save_spec(spec, tmp_path / "target")
+    engine = build(plan_spec(spec, tmp_path / "target", max_running=4, prefill_budget=16, page_size=1))
+    assert engine.engine_plan.groups == ("all",)
+    assert [cache.shape[3:] for cache in caches_of(engine)] == [(1, 32), (2, 16)]
+    requests = requests_of(1.0)
+    assert tokens_of(run(engine, requests)) == Reference.load(spec, tmp_path / "target").answers(requests)
+
+
+@pytest.mark.parametrize("drafter", ["none", "tree"])
+@pytest.mark.parametrize("name", SPECS)
+def test_fp8(name: str, drafter: str, folders: dict[str, Path]) -> None:
+    spec = SPECS[name]
+    scales = [torch.full((2, layer.num_kv_heads), SCALE) for layer in spec.attention]
+    reference = Reference.load(spec, folders[name] / "target", partial(NaiveAttention, scales))
+    requests = requests_of(1.0, max_tokens=10)
+    engine = build_drafted(spec, folders[name], drafter, kv_cache_dtype="fp8", prefill_budget=16, page_size=1)
+    for _ in range(2):  # the second time after cached prompts
+        assert tokens_of(run(engine, requests)) == reference.answers(requests)
+
+
+def test_a_budget_below_the_grid_is_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="prefill_budget is 3, and this target computes prompts by 4 tokens; raise it"):
+        build_drafted(SPECS["recurrent"], folders["recurrent"], "none", prefill_budget=3, page_size=1)
