@@ -228,13 +228,13 @@ def test_scores_corrections_and_groups_choose_as_sorting_does(
     correction = torch.randn(experts, generator=torch.Generator().manual_seed(3)).to(device) if corrects else None
     scores = scores_of(x.double() @ router.double().t(), scoring)
     preference = scores if correction is None else scores + correction.double()
-    chosen = torch.tensor([preferred(row, scoring, 3) for row in preference.tolist()], device=device)
-    weights = scores.gather(1, chosen)
+    best = torch.tensor([preferred(row, scoring, 3) for row in preference.tolist()], device=device)
+    weights = scores.gather(1, best)
     weights = scoring.scale * (weights / weights.sum(dim=-1, keepdim=True) if normalise else weights)
     for run in (route.reference, route_triton):
         with poisoned():
             routing = run(x, router, None, 3, normalise, scoring=scoring, correction=correction)
-        assert torch.equal(routing.experts.long(), chosen)
+        assert torch.equal(routing.experts.long(), best)
         torch.testing.assert_close(routing.weights.double(), weights, atol=1e-5, rtol=1e-4)
 
 
