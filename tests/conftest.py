@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton when a kernel's module is imported
 
 from slipstream.tests import interpreter
-from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, save_random_target
+from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, MakeTarget, save_random_target
 
 if not torch.cuda.is_available():
     interpreter.prepare()
@@ -47,7 +47,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def make_target(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
     """family -> folder of a random checkpoint of that family, made once per session."""
 
     @cache

@@ -1,7 +1,7 @@
 """Tiny random models of each family, which the tests compare with transformers."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from transformers import (
     SmolLM3Config,
 )
 
+MakeTarget = Callable[[str], Path]  # family -> folder of a random checkpoint
 SHAPE = {
     "vocab_size": 120,
     "hidden_size": 32,

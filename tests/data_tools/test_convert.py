@@ -1,7 +1,6 @@
 """`slipstream convert`: every layout and back, bit by bit; layer ids in each reader's convention; refusals."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoint
 from slipstream.tests.models.saved_drafts import fused
 from slipstream.tests.models.test_config_keys import WRAPPER, base_values
 from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
-from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, change_json, save_random_target
+from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, MakeTarget, change_json, save_random_target
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole vocabulary": {},
@@ -35,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=["qwen3", "qwen3-tied"])
 def runs(
     request: pytest.FixtureRequest,
-    make_target: Callable[[str], Path],
+    make_target: MakeTarget,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> Runs:
@@ -186,7 +185,7 @@ def test_a_field_without_a_place_in_any_layout_is_refused(source: str, place: st
 
 
 @pytest.fixture
-def llama(make_target: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
+def llama(make_target: MakeTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
     return Runs(make_target("llama"), tmp_path, capsys)
 
 

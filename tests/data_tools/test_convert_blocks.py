@@ -16,7 +16,7 @@ from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests import peer_drafts
 from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoints
-from slipstream.tests.random_targets import change_json
+from slipstream.tests.random_targets import MakeTarget, change_json
 
 ALL_WINDOWED: dict[str, Any] = {"windowed_layers": (0, 1), "sliding_window": 6, "sliding_window_non_causal": True}
 HEADS: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ NOT_NEEDED = {  # fields of the peers' files that say nothing, or what is usual
 
 
 @pytest.fixture
-def runs(make_target: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
+def runs(make_target: MakeTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
     return Runs(make_target("qwen3"), tmp_path, capsys)
 
 

@@ -19,6 +19,7 @@ from slipstream.models.drafts.heads.markov import MarkovHead
 from slipstream.models.drafts.heads.selector import CandidateSelector
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft
+from slipstream.tests.random_targets import MakeTarget
 
 SCORER = LiLiCorrConfig(candidate_topk=4, hidden_size=16, num_heads=2, factor_dim=8)
 HEADS: dict[str, dict[str, Any]] = {
@@ -38,7 +39,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def make_draft(make_target: Callable[[str], Path]) -> Callable[..., DFlash]:
+def make_draft(make_target: MakeTarget) -> Callable[..., DFlash]:
     target = load_config(make_target("qwen3"))
 
     def make(**fields: Any) -> DFlash:
@@ -56,7 +57,7 @@ def make_draft(make_target: Callable[[str], Path]) -> Callable[..., DFlash]:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_round_trip_is_exact(
-    name: str, make_draft: Callable[..., DFlash], make_target: Callable[[str], Path], tmp_path: Path
+    name: str, make_draft: Callable[..., DFlash], make_target: MakeTarget, tmp_path: Path
 ) -> None:
     saved = SavedDraft(make_draft(**HEADS[name]), load_config(make_target("qwen3")), tmp_path)
     saved.check_round_trip()

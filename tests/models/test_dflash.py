@@ -17,6 +17,7 @@ from slipstream.models.drafts.speculators_layout import to_speculators
 from slipstream.models.targets.config import RopeConfig, TargetSpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft, Values
+from slipstream.tests.random_targets import MakeTarget
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_default_layers_are_distinct_outputs_for_every_depth() -> None:
 
 
 @pytest.fixture
-def config(make_target: Callable[[str], Path]) -> Callable[..., DFlashConfig]:
+def config(make_target: MakeTarget) -> Callable[..., DFlashConfig]:
     target = load_config(make_target("qwen3"))
     defaults: dict[str, Any] = {"num_layers": 2, "mask_token_id": 7, "aux_layers": (0, 2)}
     return lambda **fields: DFlashConfig.from_target(target, **defaults | fields)
@@ -112,12 +113,12 @@ def save_draft(target: TargetSpec, folder: Path, **fields: Any) -> SavedDraft:
 
 
 @pytest.fixture
-def draft(make_target: Callable[[str], Path], tmp_path: Path) -> SavedDraft:
+def draft(make_target: MakeTarget, tmp_path: Path) -> SavedDraft:
     return save_draft(load_config(make_target("qwen3")), tmp_path)
 
 
 @pytest.fixture
-def reduced(make_target: Callable[[str], Path], tmp_path: Path) -> SavedDraft:
+def reduced(make_target: MakeTarget, tmp_path: Path) -> SavedDraft:
     fields = {"sliding_window": 6, "windowed_layers": (1,), "draft_vocab_size": 50, "attention_bias": True}
     return save_draft(load_config(make_target("qwen3")), tmp_path, **fields)
 

@@ -16,6 +16,7 @@ from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
+from slipstream.tests.random_targets import MakeTarget
 
 CPU = torch.device("cpu")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,7 +63,7 @@ NO_NUMBER = r"draft: fc\.weight holds NaN or infinite values; fetch the draft ag
 OTHER_WIDTH = r"fc\.weight has 100 columns, not a multiple of .* hidden size 32; serve the"
 
 
-def saved_draft(kind: str, make_target: Callable[[str], Path], folder: Path) -> tuple[Path, Path, dict[str, Tensor]]:
+def saved_draft(kind: str, make_target: MakeTarget, folder: Path) -> tuple[Path, Path, dict[str, Tensor]]:
     """The target, the file of a random draft for it, and its tensors."""
     target = make_target("qwen3")
     draft = folder / "draft"
@@ -86,7 +87,7 @@ def test_a_quantised_draft_is_refused_with_the_remedy(
     dtype: torch.dtype,
     beside: dict[str, Tensor],
     kind: str,
-    make_target: Callable[[str], Path],
+    make_target: MakeTarget,
     tmp_path: Path,
 ) -> None:
     target, file, tensors = saved_draft(kind, make_target, tmp_path)
@@ -111,7 +112,7 @@ def test_a_quantised_draft_is_refused_with_the_remedy(
     ],
 )
 def test_weights_that_are_not_finite_or_of_another_width_are_said_plainly(
-    kind: str, weight: Callable[[Tensor], Tensor], message: str, make_target: Callable[[str], Path], tmp_path: Path
+    kind: str, weight: Callable[[Tensor], Tensor], message: str, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     target, file, tensors = saved_draft(kind, make_target, tmp_path)
     save_file(tensors | {"fc.weight": weight(tensors["fc.weight"])}, file)

@@ -18,7 +18,7 @@ from slipstream.models.targets.config import ORIGINAL, RopeConfig, TargetSpec, d
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedDraft, Tensors, Values, fused
 from slipstream.tests.naive_eagle3 import NaiveEagle3
-from slipstream.tests.random_targets import LONGROPE
+from slipstream.tests.random_targets import LONGROPE, MakeTarget
 
 LENGTH = 23
 FLAGGED: list[dict[str, bool]] = [
@@ -48,9 +48,7 @@ def random_module(target: Path, **fields: Any) -> Eagle3:
 @pytest.mark.parametrize(
     "fields", [{}, {"attention_bias": True}, {"num_kv_heads": 1}, {"intermediate_size": 20}, DEEP, *FLAGGED]
 )
-def test_the_module_equals_its_formula(
-    fields: dict[str, Any], make_target: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_the_module_equals_its_formula(fields: dict[str, Any], make_target: MakeTarget, tmp_path: Path) -> None:
     path = make_target("qwen3")
     module = random_module(path, **fields)
     write_draft(module, module.state_dict(), tmp_path, {})
@@ -65,9 +63,7 @@ def test_the_module_equals_its_formula(
 
 
 @pytest.mark.parametrize("fields", [{}, {"attention_bias": True}, DEEP])
-def test_write_context_stores_what_the_forward_pass_stores(
-    fields: dict[str, Any], make_target: Callable[[str], Path]
-) -> None:
+def test_write_context_stores_what_the_forward_pass_stores(fields: dict[str, Any], make_target: MakeTarget) -> None:
     """Compared in the last layer."""
     module = random_module(make_target("llama"), **fields)
     embeds = torch.randn(LENGTH, 32)
@@ -80,7 +76,7 @@ def test_write_context_stores_what_the_forward_pass_stores(
     torch.testing.assert_close(stored.v, attended.v)
 
 
-def test_leading_dims_are_free(make_target: Callable[[str], Path]) -> None:
+def test_leading_dims_are_free(make_target: MakeTarget) -> None:
     module = random_module(make_target("llama"))
     embeds = torch.randn(2, LENGTH, 32)
     aux_states = torch.randn(2, LENGTH, 96)
@@ -92,7 +88,7 @@ def test_leading_dims_are_free(make_target: Callable[[str], Path]) -> None:
         torch.testing.assert_close(together[row], alone)
 
 
-def test_it_starts_from_the_targets_weights(make_target: Callable[[str], Path]) -> None:
+def test_it_starts_from_the_targets_weights(make_target: MakeTarget) -> None:
     module = random_module(make_target("llama"))
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(120, 32, generator=generator)
@@ -106,7 +102,7 @@ def test_it_starts_from_the_targets_weights(make_target: Callable[[str], Path]) 
     torch.testing.assert_close(module.fuse(aux_states), aux_states[:, -32:])
 
 
-def test_upper_layers_pass_states_on_at_first(make_target: Callable[[str], Path]) -> None:
+def test_upper_layers_pass_states_on_at_first(make_target: MakeTarget) -> None:
     module = random_module(make_target("llama"), num_layers=3, intermediate_size=48)
     module.init_from_target({HEAD: torch.randn(120, 32), "norm.weight": torch.randn(32)})
     embeds = torch.randn(LENGTH, 32)
@@ -123,12 +119,12 @@ def save_draft(target: TargetSpec, folder: Path, draft_vocab_size: int, **flags:
 
 
 @pytest.fixture
-def draft(make_target: Callable[[str], Path], tmp_path: Path) -> SavedDraft:
+def draft(make_target: MakeTarget, tmp_path: Path) -> SavedDraft:
     return save_draft(load_config(make_target("llama")), tmp_path, 50)
 
 
 @pytest.fixture
-def full_draft(make_target: Callable[[str], Path], tmp_path: Path) -> SavedDraft:
+def full_draft(make_target: MakeTarget, tmp_path: Path) -> SavedDraft:
     """Its vocabulary is the target's."""
     return save_draft(load_config(make_target("llama")), tmp_path, 120)
 
@@ -192,9 +188,7 @@ def test_the_config_holds_the_public_fields(draft: SavedDraft) -> None:
 
 @pytest.mark.parametrize("flags", FLAGGED)
 @pytest.mark.parametrize("nested", [False, True])
-def test_the_flags_of_eagle_3_1(
-    flags: dict[str, bool], nested: bool, make_target: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_the_flags_of_eagle_3_1(flags: dict[str, bool], nested: bool, make_target: MakeTarget, tmp_path: Path) -> None:
     """Only those that are set are written, with their norms; eagle_config may hold them too, as for vLLM."""
     draft = save_draft(load_config(make_target("llama")), tmp_path, 50, **flags)
     values = json.loads((tmp_path / "config.json").read_text())
@@ -301,7 +295,7 @@ def test_ids_in_eagle_config_count_outputs_or_inputs(
         draft.load(aux_layers=(1, 5, 8))
 
 
-def test_a_draft_of_the_final_state_alone(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_draft_of_the_final_state_alone(make_target: MakeTarget, tmp_path: Path) -> None:
     """Short-context drafts of NVIDIA for gpt-oss: no fc."""
     path = make_target("llama")
     module = random_module(path, has_fc=False, aux_layers=(4,))
@@ -317,7 +311,7 @@ def test_a_draft_of_the_final_state_alone(make_target: Callable[[str], Path], tm
     assert draft.load(aux_layers=(2,)).config.aux_layers == (2,)
 
 
-def test_layers_above_the_first(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+def test_layers_above_the_first(make_target: MakeTarget, tmp_path: Path) -> None:
     draft = save_draft(load_config(make_target("llama")), tmp_path, 50, **DEEP)
     shapes = {key: tuple(x.shape) for key, x in load_file(tmp_path / "model.safetensors").items()}
     assert shapes["midlayer.self_attn.q_proj.weight"] == (32, 64)

@@ -1,7 +1,6 @@
 """The frozen target against transformers' own output_hidden_states and logits."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,6 +35,7 @@ from slipstream.tests.random_targets import (
     FAMILIES,
     RELATIVES,
     SHAPE,
+    MakeTarget,
     change_json,
     load_model,
     roughen,
@@ -155,7 +155,7 @@ def test_the_decoder_that_serves_a_target_reads_it_as_transformers_does(family: 
 
 
 @pytest.mark.parametrize("family", [name for name in LATER if name in RELATIVES])
-def test_states_of_later_families_are_those_of_transformers(family: str, make_target: Callable[[str], Path]) -> None:
+def test_states_of_later_families_are_those_of_transformers(family: str, make_target: MakeTarget) -> None:
     """Families with wrappers, factors of logits or kinds of layers that TransformersTarget does not take; queries that
     grow by their place in a document."""
     path = make_target(family)

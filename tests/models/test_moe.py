@@ -1,7 +1,6 @@
 """Mixtures of experts: the layouts of their files, missing parts, and gpt-oss's layer."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import CPU, CausalAttention
-from slipstream.tests.random_targets import SHAPE, roughen
+from slipstream.tests.random_targets import SHAPE, MakeTarget, roughen
 
 
 def load(path: Path) -> dict[str, Tensor]:
@@ -33,9 +32,7 @@ def write(tensors: dict[str, Tensor], source: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe", "mixtral"])
-def test_experts_are_read_apart_fused_and_from_shards(
-    family: str, make_target: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_experts_are_read_apart_fused_and_from_shards(family: str, make_target: MakeTarget, tmp_path: Path) -> None:
     """As transformers writes them, as it holds them, and with an index."""
     path = make_target(family)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -52,7 +49,7 @@ def test_experts_are_read_apart_fused_and_from_shards(
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
-def test_missing_and_unexpected_experts_are_named(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+def test_missing_and_unexpected_experts_are_named(make_target: MakeTarget, tmp_path: Path) -> None:
     path = make_target("qwen3-moe")
     tensors = load_file(path / "model.safetensors")
     del tensors["model.layers.0.mlp.experts.3.up_proj.weight"]
@@ -68,7 +65,7 @@ def test_missing_and_unexpected_experts_are_named(make_target: Callable[[str], P
         assert text in str(error.value)
 
 
-def test_too_many_experts_per_token_are_refused(make_target: Callable[[str], Path]) -> None:
+def test_too_many_experts_per_token_are_refused(make_target: MakeTarget) -> None:
     values = AutoModelForCausalLM.from_pretrained(make_target("mixtral")).config.to_dict()
     with pytest.raises(ValueError, match="num_experts_per_tok is 5; it must be 1 to 4"):
         TargetSpec.from_json(values | {"num_experts_per_tok": 5})
@@ -97,9 +94,7 @@ def test_gpt_oss_layer_equals_transformers() -> None:
 
 
 @pytest.mark.parametrize(("family", "kinds"), [("qwen3-moe", [0, 1, 3]), ("mixtral", [0, 1]), ("qwen2-moe", [0, 1])])
-def test_a_short_pass_runs_each_kind_of_layer(
-    family: str, kinds: list[int], make_target: Callable[[str], Path]
-) -> None:
+def test_a_short_pass_runs_each_kind_of_layer(family: str, kinds: list[int], make_target: MakeTarget) -> None:
     """So that every kernel is compiled, and what it keeps is allocated, before passes are captured."""
     path = make_target(family)
     target = load_target(path, load_config(path), torch.float32, CPU)

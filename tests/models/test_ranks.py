@@ -1,7 +1,7 @@
 """Ranks of tensor parallelism: their outputs add up to the whole target's, and each reads its own bytes alone."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,7 @@ from slipstream.tests.quantized_targets import (
     save_gpt_oss,
     save_quantized,
 )
-from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, SHAPE, save_random_target
+from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, SHAPE, MakeTarget, save_random_target
 
 WIDE = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}, head_dim=128)
 WIDE_MOE = Qwen3MoeConfig(
@@ -160,7 +160,7 @@ def check_sums(path: Path, worlds: Sequence[int]) -> None:
 
 @grouped("family")
 @pytest.mark.parametrize("family", [name for name in FAMILIES | CAPPED | RELATIVES if name not in NORMED_TOGETHER])
-def test_ranks_add_up_to_the_target(family: str, make_target: Callable[[str], Path]) -> None:
+def test_ranks_add_up_to_the_target(family: str, make_target: MakeTarget) -> None:
     """4 ranks share 2 KV heads."""
     check_sums(make_target(family), (2, 4))
 
@@ -283,7 +283,7 @@ def test_cut_blocks_of_experts_are_refused(wide_targets: dict[str, Path], tmp_pa
 
 @pytest.mark.parametrize("family", ["llama", "phi3-window", "qwen3-moe"])
 def test_a_rank_reads_its_own_bytes_alone(
-    family: str, make_target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    family: str, make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that is loaded are views of the files, and each byte is that of one rank, but for norms and routers."""
     path = make_target(family)
@@ -300,7 +300,7 @@ def test_a_rank_reads_its_own_bytes_alone(
     assert sum(tensor.nbytes for tensor in pieces) == repeated + sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_cache_scales_are_those_of_the_heads(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+def test_cache_scales_are_those_of_the_heads(make_target: MakeTarget, tmp_path: Path) -> None:
     tensors = load_file(make_target("llama") / "model.safetensors")
     (tmp_path / "config.json").write_text((make_target("llama") / "config.json").read_text())
     scales = {"k": torch.tensor([1.0, 2.0]), "v": torch.tensor([3.0, 4.0])}
@@ -314,7 +314,7 @@ def test_cache_scales_are_those_of_the_heads(make_target: Callable[[str], Path],
             assert first.tolist() == [scale[head].tolist() for scale in scales.values()]
 
 
-def test_a_rank_has_local_sizes(make_target: Callable[[str], Path]) -> None:
+def test_a_rank_has_local_sizes(make_target: MakeTarget) -> None:
     spec = load_config(make_target("qwen2-moe"))
     local = spec.shard(1, 4)
     assert local == spec.shard(0, 4)
@@ -339,14 +339,14 @@ def test_a_rank_has_local_sizes(make_target: Callable[[str], Path]) -> None:
     ],
 )
 def test_sizes_that_ranks_do_not_divide_are_refused(
-    family: str, rank: int, world: int, fields: dict[str, int], message: str, make_target: Callable[[str], Path]
+    family: str, rank: int, world: int, fields: dict[str, int], message: str, make_target: MakeTarget
 ) -> None:
     spec = replace(load_config(make_target(family)), **fields)
     with pytest.raises(ValueError, match=message):
         spec.shard(rank, world)
 
 
-def test_widths_of_experts_that_ranks_do_not_divide_are_refused(make_target: Callable[[str], Path]) -> None:
+def test_widths_of_experts_that_ranks_do_not_divide_are_refused(make_target: MakeTarget) -> None:
     spec: TargetSpec = load_config(make_target("qwen2-moe"))
     experts = spec.layers[1].mlp
     assert isinstance(experts, MoESpec)

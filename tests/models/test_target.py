@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +72,7 @@ from slipstream.tests.random_targets import (
     LONGROPE,
     RELATIVES,
     SHAPE,
+    MakeTarget,
     change_json,
     load_model,
     roughen,
@@ -83,7 +83,7 @@ NEW_FIELDS = ("rope_parameters", "layer_types")  # of configs that older transfo
 
 
 @pytest.mark.parametrize("family", FAMILIES | CAPPED | RELATIVES)
-def test_logits_and_features_equal_transformers(family: str, make_target: Callable[[str], Path]) -> None:
+def test_logits_and_features_equal_transformers(family: str, make_target: MakeTarget) -> None:
     path = make_target(family)
     config = load_config(path)
     target = load_target(path, config, torch.float32, CPU)
@@ -175,7 +175,7 @@ for wrapper, name in (("Gemma4", "gemma4-shared"), ("Gemma4Unified", "gemma4-uni
         WRAPPERS[name] = (kind, RELATIVES[name], None)
 
 
-def test_clipped_projections_are_refused(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+def test_clipped_projections_are_refused(make_target: MakeTarget, tmp_path: Path) -> None:
     values = json.loads((make_target("olmoe") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"clip_qkv": 8.0}))
     with pytest.raises(ValueError, match=r"clip_qkv is 8\.0, and clipped queries, keys and values are not supported"):
@@ -183,7 +183,7 @@ def test_clipped_projections_are_refused(make_target: Callable[[str], Path], tmp
 
 
 @pytest.mark.skipif("muse-glimmer" not in RELATIVES, reason="this transformers does not know it")
-def test_rotary_bases_by_layer_are_refused(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+def test_rotary_bases_by_layer_are_refused(make_target: MakeTarget, tmp_path: Path) -> None:
     """transformers reads of them only whether they are 0."""
     values = json.loads((make_target("muse-glimmer") / "config.json").read_text())
     values["text_config"]["layer_rope_theta"] = [10000.0, 500.0, 10000.0, 0]
@@ -193,7 +193,7 @@ def test_rotary_bases_by_layer_are_refused(make_target: Callable[[str], Path], t
 
 
 @pytest.mark.skipif("internlm3" not in RELATIVES, reason="this transformers does not know it")
-def test_internlm3_is_read_without_its_code(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+def test_internlm3_is_read_without_its_code(make_target: MakeTarget, tmp_path: Path) -> None:
     """Its published files name code of their own, which nothing needs."""
     values = json.loads((make_target("internlm3-bias") / "config.json").read_text())
     values |= {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True}
@@ -238,7 +238,7 @@ def test_the_text_part_of_a_wrapper_equals_transformers(name: str, tied: bool, l
     assert_same_logits(tmp_path, config, model)
 
 
-def test_gemmas_embedding_scale_is_rounded_and_drafts_read_rows_without_it(make_target: Callable[[str], Path]) -> None:
+def test_gemmas_embedding_scale_is_rounded_and_drafts_read_rows_without_it(make_target: MakeTarget) -> None:
     path = make_target("gemma3")
     tokens = torch.arange(9)
     config = replace(load_config(path), embedding_scale=3.0**0.5 * 8)
@@ -249,7 +249,7 @@ def test_gemmas_embedding_scale_is_rounded_and_drafts_read_rows_without_it(make_
     assert torch.equal(target.embed_tokens(tokens), embedding.weight[tokens])
 
 
-def test_norms_of_an_offset_keep_the_bits_of_their_files(make_target: Callable[[str], Path]) -> None:
+def test_norms_of_an_offset_keep_the_bits_of_their_files(make_target: MakeTarget) -> None:
     target = load_target(make_target("gemma3"), load_config(make_target("gemma3")), torch.bfloat16, CPU)
     x = torch.randn(4, 32).bfloat16()
     norm = Gemma3RMSNorm(32, target.norm.eps)
@@ -404,7 +404,7 @@ def test_pages_list_what_is_not_served(page: str) -> None:
     ],
 )
 def test_an_adapter_is_refused_with_its_base_model(
-    values: dict[str, Any], message: str, make_target: Callable[[str], Path], tmp_path: Path
+    values: dict[str, Any], message: str, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=message) as error:

@@ -23,6 +23,7 @@ from slipstream.models.targets.config import MLPSpec
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import CPU, fused
 from slipstream.tests.random_drafts import random_dflash
+from slipstream.tests.random_targets import MakeTarget
 
 HERE = Path("draft")
 
@@ -109,9 +110,7 @@ def test_every_fault_is_named_before_anything_is_filled() -> None:
 
 
 @pytest.mark.parametrize("copied", [None, torch.float32, torch.float64])
-def test_a_tied_head_is_the_embedding(
-    copied: torch.dtype | None, make_target: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_tied_head_is_the_embedding(copied: torch.dtype | None, make_target: MakeTarget, tmp_path: Path) -> None:
     """Also where a file has it once more."""
     tensors = load_file(make_target("llama") / "model.safetensors")
     config = load_config(make_target("llama"))
@@ -187,7 +186,7 @@ def test_a_file_is_released_once_its_tensors_are_loaded(tmp_path: Path, monkeypa
     assert not tensors_of_files
 
 
-def test_loading_again_fills_the_same_storage_and_what_is_derived_of_it(make_target: Callable[[str], Path]) -> None:
+def test_loading_again_fills_the_same_storage_and_what_is_derived_of_it(make_target: MakeTarget) -> None:
     """Captured graphs hold on to the pointers."""
     draft = random_dflash(make_target("qwen3"), attention_bias=True)
     with torch.device("meta"):

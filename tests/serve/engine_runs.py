@@ -30,6 +30,7 @@ from slipstream.serve.runner.batch import DraftBatch, Proposal
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 
 VOCAB = 120  # of the tiny targets
+Tokens = dict[str, list[int]]  # of answers, by request id
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a proposal
 Oracle = Callable[[list[int], Request], Nodes]  # of a text
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -140,9 +141,7 @@ def run(
     return answers
 
 
-def run_aborting(
-    engine: Engine, requests: list[Request], aborts: dict[int, str], expected: dict[str, list[int]]
-) -> None:
+def run_aborting(engine: Engine, requests: list[Request], aborts: dict[int, str], expected: Tokens) -> None:
     """`run` with aborts by number of the step; answers must be what is `expected`, aborted ones the beginning of it."""
 
     def abort(step: int, answers: dict[str, Answer]) -> None:
@@ -214,7 +213,7 @@ def check_prefix_hits(engine: Engine, oracle: Oracle, usable: tuple[int, int, in
         assert answers["next"].counts.cached_tokens == count // page_size * page_size
 
 
-def plain_answers(target: Path, requests: list[Request]) -> dict[str, list[int]]:
+def plain_answers(target: Path, requests: list[Request]) -> Tokens:
     """Tokens by request id without a draft, computed once for a target and requests."""
     key = str(target), repr(requests)
     if key not in _PLAIN:
@@ -297,7 +296,7 @@ def kinds_of_requests(
 def serve_traffic(
     engine: Engine,
     kinds: dict[str, Request],
-    expected: dict[str, list[int]],
+    expected: Tokens,
     rng: random.Random,
     more: Callable[[int], bool],
     most_open: int,
@@ -336,7 +335,7 @@ def inside_drafts(answer: Answer) -> list[int]:
     return [start for start, end in zip(answer.starts, ends, strict=True) if end - start > 1]
 
 
-def tokens_of(answers: dict[str, Answer]) -> dict[str, list[int]]:
+def tokens_of(answers: dict[str, Answer]) -> Tokens:
     return {name: answer.tokens for name, answer in answers.items()}
 
 

@@ -19,6 +19,7 @@ from slipstream.tests.serve.engine_runs import (
     DRAFTERS,
     VOCAB,
     Build,
+    Tokens,
     acceptance,
     drafted_engines,
     generated,
@@ -54,7 +55,7 @@ def requests(target: Path) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def expected(requests: list[Request], target: Path) -> dict[str, list[int]]:
+def expected(requests: list[Request], target: Path) -> Tokens:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     ends = list({*model.generation_config.to_dict().get("eos_token_id_list", []), 2})  # tests' end of text
     answers = {}
@@ -78,7 +79,7 @@ def build(target: Path, requests: list[Request], tmp_path_factory: pytest.TempPa
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_are_those_of_transformers_generate(
-    drafter: str, build: Build, requests: list[Request], expected: dict[str, list[int]]
+    drafter: str, build: Build, requests: list[Request], expected: Tokens
 ) -> None:
     engine = build(drafter)
     answers = run(engine, requests)
@@ -91,7 +92,7 @@ def test_tokens_are_those_of_transformers_generate(
 
 @pytest.mark.parametrize("drafter", ["eagle3 tree", "ngram"])
 def test_also_beside_others_and_when_preempted(
-    drafter: str, build: Build, requests: list[Request], expected: dict[str, list[int]]
+    drafter: str, build: Build, requests: list[Request], expected: Tokens
 ) -> None:
     free = [make_request(f"free {i}", random_prompt(12, i), temperature=0.8, max_tokens=30) for i in range(3)]
     engine = build(drafter, kv_cache_tokens=150, page_size=1)

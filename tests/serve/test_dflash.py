@@ -39,7 +39,7 @@ from slipstream.serve.runner.step import Runner
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash
-from slipstream.tests.random_targets import shared_weights, target_aux_states
+from slipstream.tests.random_targets import MakeTarget, shared_weights, target_aux_states
 from slipstream.tests.serve.engine_runs import (
     Answer,
     Nodes,
@@ -93,7 +93,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def make_draft(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> MakeDraft:
+def make_draft(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> MakeDraft:
     """(family, variant) -> folder of a draft that knows the first two answers to `requests_of`."""
 
     @cache
@@ -153,7 +153,7 @@ def partial_steps(answers: dict[str, Answer], depth: int) -> tuple[int, int, int
     ),
 )
 def test_proposals_of_a_batch_equal_the_oracle(
-    variant: str, options: dict[str, Any], family: str, make_target: Callable[[str], Path], make_draft: MakeDraft
+    variant: str, options: dict[str, Any], family: str, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     target = make_target(family)
     draft = make_draft(family, variant)
@@ -181,7 +181,7 @@ def test_trees_equal_the_oracle(
     variant: str,
     options: dict[str, Any],
     candidates: int | None,
-    make_target: Callable[[str], Path],
+    make_target: MakeTarget,
     make_draft: MakeDraft,
 ) -> None:
     target = make_target("qwen3")
@@ -212,7 +212,7 @@ def test_candidates_may_be_few_or_of_a_token_map(
     options: dict[str, Any],
     cut: bool,
     tmp_path: Path,
-    make_target: Callable[[str], Path],
+    make_target: MakeTarget,
     make_draft: MakeDraft,
 ) -> None:
     target = make_target("qwen3")
@@ -241,7 +241,7 @@ def test_candidates_may_be_few_or_of_a_token_map(
     ],
 )
 def test_nodes_may_be_admitted_by_candidates_or_position(
-    options: dict[str, Any], topk: int, make_target: Callable[[str], Path], make_draft: MakeDraft
+    options: dict[str, Any], topk: int, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     """Whatever a confidence head says; and the nodes are the same. Nodes that are not used stay so."""
     target = make_target("qwen3")
@@ -256,16 +256,14 @@ def test_nodes_may_be_admitted_by_candidates_or_position(
         assert tokens_of(answers) == plain_answers(target, requests_of())
 
 
-def test_admission_by_a_confidence_that_is_not_there_is_refused(
-    make_target: Callable[[str], Path], make_draft: MakeDraft
-) -> None:
+def test_admission_by_a_confidence_that_is_not_there_is_refused(make_target: MakeTarget, make_draft: MakeDraft) -> None:
     with pytest.raises(ValueError, match="drafter.admit_by is confidence; this draft has no confidence head: leave it"):
         build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter={"admit_by": "confidence"})
 
 
 @pytest.mark.parametrize("attention", ["auto", OURS])
 def test_a_window_limits_the_context_and_not_the_block(
-    attention: str, make_target: Callable[[str], Path], make_draft: MakeDraft
+    attention: str, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     target = make_target("qwen3")
     draft = make_draft("qwen3", "plain")
@@ -282,7 +280,7 @@ def test_a_window_limits_the_context_and_not_the_block(
     "heads", [{"selector_rank": 8, **CONVOLVED}, {"markov_rank": 8}, {"markov_rank": 8, "markov_head_type": "gated"}]
 )
 def test_heads_that_start_as_the_identity_change_no_proposal(
-    heads: dict[str, Any], tmp_path: Path, make_target: Callable[[str], Path], make_draft: MakeDraft
+    heads: dict[str, Any], tmp_path: Path, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     target = make_target("qwen3")
     draft = make_draft("qwen3", "plain")
@@ -308,7 +306,7 @@ def test_heads_that_start_as_the_identity_change_no_proposal(
     ],
 )
 def test_blocks_are_as_long_as_asked(
-    options: dict[str, Any], width: int, slots: int, make_target: Callable[[str], Path], make_draft: MakeDraft
+    options: dict[str, Any], width: int, slots: int, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     target = make_target("qwen3")
     draft = make_draft("qwen3", "windows")
@@ -320,7 +318,7 @@ def test_blocks_are_as_long_as_asked(
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_proposals_after_a_prefix_hit_equal_the_oracle(
-    page_size: int, make_target: Callable[[str], Path], make_draft: MakeDraft
+    page_size: int, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     """KV of a slot depends on nothing behind it, so a hit may end anywhere before the last token."""
     target = make_target("qwen3")
@@ -328,7 +326,7 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
     check_prefix_hits(build_engine(target, draft, page_size=page_size), Oracle(target, draft, 4), (39, 32, 50))
 
 
-def test_proposals_after_preemption_equal_the_oracle(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
+def test_proposals_after_preemption_equal_the_oracle(make_target: MakeTarget, make_draft: MakeDraft) -> None:
     target = make_target("llama")
     draft = make_draft("llama", "plain")
     engine = build_engine(target, draft, kv_cache_tokens=96)
@@ -336,9 +334,7 @@ def test_proposals_after_preemption_equal_the_oracle(make_target: Callable[[str]
     assert engine.scheduler.num_preemptions > 0
 
 
-def test_behind_trees_of_ngrams_the_network_proposes_the_same(
-    make_target: Callable[[str], Path], make_draft: MakeDraft
-) -> None:
+def test_behind_trees_of_ngrams_the_network_proposes_the_same(make_target: MakeTarget, make_draft: MakeDraft) -> None:
     target = make_target("qwen3")
     draft = make_draft("qwen3", "windows")
     requests = requests_of()
@@ -361,7 +357,7 @@ def test_behind_trees_of_ngrams_the_network_proposes_the_same(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_captured_steps_give_the_cpus_tokens(
-    variant: str, page_size: int, make_target: Callable[[str], Path], make_draft: MakeDraft
+    variant: str, page_size: int, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     target = make_target("qwen3")
     draft = make_draft("qwen3", variant)
@@ -375,7 +371,7 @@ def test_captured_steps_give_the_cpus_tokens(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replay_equals_eager_bit_for_bit(dtype: str, make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
+def test_replay_equals_eager_bit_for_bit(dtype: str, make_target: MakeTarget, make_draft: MakeDraft) -> None:
     """The results of every step and every number of the KV caches."""
     values: dict[str, Any] = {"device": "cuda", "dtype": dtype, "attention": OURS, "kv_cache_tokens": 2048}
     config = EngineConfig(target=str(make_target("qwen3")), draft=str(make_draft("qwen3", "windows")), **values)
@@ -416,7 +412,7 @@ class Stage:
 
 
 @pytest.fixture(params=["plain", "bias, three layers"])
-def stage(request: pytest.FixtureRequest, make_target: Callable[[str], Path], make_draft: MakeDraft) -> Stage:
+def stage(request: pytest.FixtureRequest, make_target: MakeTarget, make_draft: MakeDraft) -> Stage:
     config = load_config(make_target("qwen3"))
     target = load_target(make_target("qwen3"), config, torch.float32, torch.device("cpu"))
     drafter = Drafter.load(source_of(str(make_draft("qwen3", request.param))), DFlashOptions(), target)
@@ -477,7 +473,7 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
     torch.testing.assert_close(cache, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_options_are_checked(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
+def test_options_are_checked(make_target: MakeTarget, make_draft: MakeDraft) -> None:
     assert find_drafter(source_of(str(make_draft("qwen3", "plain")))) is Drafter
     for variant, widths in (("plain", [1, 2, 4]), ("from the anchor", [1, 2, 4, 5])):
         assert build_engine(make_target("qwen3"), make_draft("qwen3", variant)).planner.policy.widths == widths
@@ -503,7 +499,7 @@ def test_options_are_checked(make_target: Callable[[str], Path], make_draft: Mak
 
 @pytest.mark.parametrize("key", ["embed_tokens.weight", "lm_head.weight"])
 def test_copies_of_the_targets_weights_must_be_equal(
-    key: str, tmp_path: Path, make_target: Callable[[str], Path], make_draft: MakeDraft
+    key: str, tmp_path: Path, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     """Other trainers write them along. One that was trained further would draft other tokens than its own."""
     variant = "one window, few tokens, one aux hidden state"

@@ -1,7 +1,6 @@
 """Tests the choice of drafters by name or checkpoint, and the options that are refused."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ from slipstream.serve.drafters.none import Drafter as NoneDrafter
 from slipstream.serve.drafters.options import options_of
 from slipstream.serve.drafters.registry import build_options, find_drafter
 from slipstream.tests.random_drafts import save_random_draft, save_random_eagle
+from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve.engine_runs import build_engine
 
 
-def test_drafters_are_found_by_name_and_by_checkpoint(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+def test_drafters_are_found_by_name_and_by_checkpoint(make_target: MakeTarget, tmp_path: Path) -> None:
     assert find_drafter(source_of("none")) is NoneDrafter
     assert find_drafter(source_of("eagle3")) is Eagle3Drafter
     save_random_draft(make_target("llama"), tmp_path / "eagle3")
@@ -110,6 +110,6 @@ def test_options_of_other_drafters_are_refused() -> None:
         build_options(options_of("none"), {"depth": 2})
 
 
-def test_a_checkpoint_drafter_without_a_checkpoint_is_refused(make_target: Callable[[str], Path]) -> None:
+def test_a_checkpoint_drafter_without_a_checkpoint_is_refused(make_target: MakeTarget) -> None:
     with pytest.raises(ValueError, match="checkpoint eagle3 does not exist; name a folder or a hub id"):
         build_engine(make_target("llama"), "eagle3")

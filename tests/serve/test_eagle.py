@@ -26,7 +26,7 @@ from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import gate_of, rotating
 from slipstream.tests.random_drafts import save_random_draft, save_random_eagle
-from slipstream.tests.random_targets import shared_weights, target_aux_states
+from slipstream.tests.random_targets import MakeTarget, shared_weights, target_aux_states
 from slipstream.tests.serve.engine_runs import (
     Nodes,
     build_engine,
@@ -84,7 +84,7 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def make_draft(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> MakeDraft:
+def make_draft(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> MakeDraft:
     """(family, drafter) -> a checkpoint that knows the answers to some requests."""
 
     @cache
@@ -138,7 +138,7 @@ GATE = (
     ("name", "case"), rotating(GATE, CASES) + gate_of(product([name for name in DRAFTS if name not in GATE], CASES), [])
 )
 def test_proposals_of_a_batch_equal_the_oracle(
-    name: str, case: tuple[str, float], make_target: Callable[[str], Path], make_draft: MakeDraft
+    name: str, case: tuple[str, float], make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     drafter, options, engine_options = DRAFTS[name]
     family, temperature = case
@@ -161,7 +161,7 @@ def test_proposals_of_a_batch_equal_the_oracle(
     ),
 )
 def test_proposals_after_a_prefix_hit_equal_the_oracle(
-    page_size: int, drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft
+    page_size: int, drafter: str, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     """Shared KV must fit the token that follows it too: the second request parts from the first behind 32 tokens."""
     target = make_target("qwen3")
@@ -174,7 +174,7 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
 
 @pytest.mark.parametrize("drafter", ["eagle", "eagle3", "eagle3 window", "eagle3.1 deep"])
 def test_a_draft_that_is_seldom_asked_knows_the_steps_between(
-    drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft, monkeypatch: pytest.MonkeyPatch
+    drafter: str, make_target: MakeTarget, make_draft: MakeDraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile requests end and others get their slots and pages, since there are two slots."""
     target = make_target("qwen3")
@@ -207,7 +207,7 @@ def test_a_draft_that_is_seldom_asked_knows_the_steps_between(
 
 @pytest.mark.parametrize(("page_size", "drafter"), [(16, "eagle3"), (1, "eagle3 window")])
 def test_proposals_after_preemption_equal_the_oracle(
-    page_size: int, drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft
+    page_size: int, drafter: str, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     target = make_target("llama")
     draft = make_draft("llama", drafter)
@@ -219,7 +219,7 @@ def test_proposals_after_preemption_equal_the_oracle(
 
 @pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
 def test_a_tree_accepts_at_least_what_its_chain_does(
-    drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft
+    drafter: str, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     """In steps: the best chain of the same depth is in the tree here."""
     target = make_target("qwen3")
@@ -233,7 +233,7 @@ def test_a_tree_accepts_at_least_what_its_chain_does(
 
 @pytest.mark.parametrize(("width", "page_size"), rotating([1, 2, 4, 8, 9], [64, 1, 16, 32]))
 def test_any_width_and_page_size_changes_no_token(
-    width: int, page_size: int, make_target: Callable[[str], Path], make_draft: MakeDraft
+    width: int, page_size: int, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     target = make_target("qwen3")
     draft = make_draft("qwen3", "eagle")
@@ -246,7 +246,7 @@ def test_any_width_and_page_size_changes_no_token(
     assert tokens_of(run(engine, requests)) == plain_answers(target, requests)
 
 
-def test_trees_on_the_kernels_backend(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
+def test_trees_on_the_kernels_backend(make_target: MakeTarget, make_draft: MakeDraft) -> None:
     """On the CPU its references run."""
     target = make_target("llama")
     draft = make_draft("llama", "eagle")
@@ -264,7 +264,7 @@ def test_the_widths_and_scratch_of_a_tree() -> None:
     assert TreeOptions(depth=1, topk=4).verified_nodes == 5
 
 
-def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
+def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: MakeTarget, make_draft: MakeDraft) -> None:
     """Its proposal after such a tree is the oracle's, whose aux hidden states are those of the accepted nodes."""
     target = make_target("qwen3")
     draft = make_draft("qwen3", "eagle3")
@@ -299,7 +299,7 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
 @pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
 def test_an_embedding_of_its_own_is_drafted_with(
     drafter: str,
-    make_target: Callable[[str], Path],
+    make_target: MakeTarget,
     make_draft: MakeDraft,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -17,7 +17,7 @@ from slipstream.serve.grammar.grammars import Grammars, tokens_in
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request
 from slipstream.tests.serve.correctness import TARGET, features
-from slipstream.tests.serve.engine_runs import accepted, build_engine, make_request, run, tokens_of
+from slipstream.tests.serve.engine_runs import Tokens, accepted, build_engine, make_request, run, tokens_of
 from slipstream.tests.serve.played_graphs import ATTENTION, play
 
 TEXTS = [
@@ -160,7 +160,7 @@ NAMES = ("forced text", "choice")
 
 
 @pytest.fixture(scope="module")
-def expected(tokenizer: Any) -> dict[float, dict[str, list[int]]]:
+def expected(tokenizer: Any) -> dict[float, Tokens]:
     engine = build_engine(TARGET, device="cpu", max_running=1)
     return {temperature: tokens_of(run(engine, requests(tokenizer, NAMES, temperature))) for temperature in (0.0, 1.0)}
 
@@ -168,7 +168,7 @@ def expected(tokenizer: Any) -> dict[float, dict[str, list[int]]]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("options", [{}, {"draft": "ngram", "drafter": {"nodes": 9}}])
 def test_answers_are_those_without(
-    temperature: float, options: dict[str, Any], tokenizer: Any, expected: dict[float, dict[str, list[int]]]
+    temperature: float, options: dict[str, Any], tokenizer: Any, expected: dict[float, Tokens]
 ) -> None:
     """Beside a request without a grammar; each engine answers twice, the second time after cached prompts."""
     free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=40, temperature=0.0)
@@ -181,9 +181,7 @@ def test_answers_are_those_without(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_captured_passes_have_room_for_them(
-    temperature: float, tokenizer: Any, expected: dict[float, dict[str, list[int]]]
-) -> None:
+def test_captured_passes_have_room_for_them(temperature: float, tokenizer: Any, expected: dict[float, Tokens]) -> None:
     """Without a draft, where a pass over roots alone was enough."""
     sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = play(EngineConfig(target=str(TARGET), attention=ATTENTION, **sizes))

@@ -21,6 +21,7 @@ from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import SHAPE, save_random_target
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
+    Tokens,
     build_engine,
     caches_of,
     cut_alike,
@@ -48,7 +49,7 @@ def on_gpu(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
     return build_engine(target, draft, **defaults | options)
 
 
-def on_cpu(target: Path, requests: list[Request]) -> dict[str, list[int]]:
+def on_cpu(target: Path, requests: list[Request]) -> Tokens:
     return tokens_of(run(build_engine(target, device="cpu", kv_cache_tokens=8192), requests))
 
 

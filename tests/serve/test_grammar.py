@@ -32,7 +32,7 @@ from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.pairwise import rotating, some_of
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.serve.engine_runs import Build, engines_of, make_request, plain_answers, run, tokens_of
+from slipstream.tests.serve.engine_runs import Build, Tokens, engines_of, make_request, plain_answers, run, tokens_of
 from slipstream.tests.serve.played_graphs import ATTENTION, play
 from slipstream.tests.sources import TINY
 
@@ -666,7 +666,7 @@ GRAMMARS = {
     "ebnf": Grammar("ebnf", 'root ::= "a" root "b" | "c"'),
 }
 DRAFTERS = ("none", "eagle3", "eagle3 tree", "ngram")
-Expected = Callable[..., dict[str, list[int]]]
+Expected = Callable[..., Tokens]
 
 
 @pytest.fixture(scope="module")
@@ -701,10 +701,10 @@ def expected(build: Build) -> Expected:
     engine = build("none", max_running=1, grammar_drafts=False)
 
     @cache
-    def answers(temperature: float, name: str) -> dict[str, list[int]]:
+    def answers(temperature: float, name: str) -> Tokens:
         return tokens_of(run(engine, requests_of([name], temperature)))
 
-    def tokens(temperature: float, *names: str) -> dict[str, list[int]]:
+    def tokens(temperature: float, *names: str) -> Tokens:
         return {request: tokens for name in names for request, tokens in answers(temperature, name).items()}
 
     return tokens
@@ -740,7 +740,7 @@ def test_answers_are_texts_of_their_grammar_and_the_same_with_every_drafter(
 def test_stop_ids_change_no_token_before_them(drafter: str, build: Build, expected: Expected) -> None:
     """Ids of ordinary tokens, which a grammar may need for its text."""
     rng = random.Random(0)
-    cut: dict[str, list[int]] = {}
+    cut: Tokens = {}
     requests = []
     for request in requests_of([*GRAMMARS], 1.0):
         tokens = expected(1.0, *GRAMMARS)[request.id]

@@ -23,7 +23,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES, save_random_target
-from slipstream.tests.serve.engine_runs import VOCAB, make_request, random_prompt
+from slipstream.tests.serve.engine_runs import VOCAB, Tokens, make_request, random_prompt
 from slipstream.tests.sources import ROOT, TINY
 
 PROMPTS = [random_prompt(length, length) for length in (4, 20, 1, 9, 33)]
@@ -209,7 +209,7 @@ def test_a_seeded_call_repeats_and_its_equal_prompts_differ(plain: LLM, folders:
     front = Frontend(ServeConfig(target=str(folders[0])), plain.engine.info)
     fields = {"max_tokens": 12, "temperature": 1.0, "seed": 5, "ignore_eos": True}
     body = CompletionBody(prompt=[PROMPTS[1]] * 4, n=2, **fields)
-    served: dict[str, list[int]] = {request.id: [] for request in front.requests(body, "r")}
+    served: Tokens = {request.id: [] for request in front.requests(body, "r")}
     for output in plain.stream(front.requests(body, "r")):
         served[output.request_id] += output.tokens
     assert list(served.values())[::2] == tokens_of(answers), "choice 0 of every prompt"

@@ -28,7 +28,7 @@ from slipstream.serve.engine.planner import Planner
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, grouped, rotating, some_of
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, load_model
+from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, MakeTarget, load_model
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
     Answer,
@@ -136,7 +136,7 @@ def is_right_now_and_then(drafter: str, answers: dict[str, Answer]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def build(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> BuildDrafted:
+def build(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> BuildDrafted:
     """(family, drafter, engine options) -> engine. A new drafter of the folder needs an entry in CHECKPOINTS."""
 
     @cache
@@ -250,9 +250,7 @@ def test_captured_steps_of_other_layers_change_no_token(
     "family",
     some_of(FAMILIES | CAPPED | RELATIVES, [*FEW, "gpt-oss", "gemma2", "gemma3", "qwen3-moe", "olmo3", *LATER]),
 )
-def test_the_reference_is_transformers_generate(
-    family: str, make_target: Callable[[str], Path], reference: Reference
-) -> None:
+def test_the_reference_is_transformers_generate(family: str, make_target: MakeTarget, reference: Reference) -> None:
     model = load_model(make_target(family), dtype=torch.float32)
     requests = uneven_requests(SAMPLINGS["greedy"])
     for request, tokens in zip(requests, reference(family, requests).values(), strict=True):

@@ -2,7 +2,6 @@
 draft."""
 
 import random
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,11 @@ from slipstream.serve.runner.step import simulate
 from slipstream.tests.attention_layers import asking_layer
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
     VOCAB,
+    Tokens,
     acceptance,
     build_engine,
     make_request,
@@ -153,7 +154,7 @@ def aux_states_of(target: Path, texts: list[list[int]], layer: int) -> list[Tens
 
 
 def build_tree_engine(
-    target: Path, requests: list[Request], truth: dict[str, list[int]], patch: pytest.MonkeyPatch, **options: Any
+    target: Path, requests: list[Request], truth: Tokens, patch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[Engine, TreeDrafter]:
     texts = [request.prompt + truth[request.id] for request in requests]
     drafter = TreeDrafter(texts, aux_states_of(target, texts, layer=1))
@@ -194,7 +195,7 @@ def watch_moves(engine: Engine) -> list[int]:
 def test_trees_change_no_token(
     case: tuple[str, str],
     options: dict[str, Any],
-    make_target: Callable[[str], Path],
+    make_target: MakeTarget,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampling, family = case
@@ -209,7 +210,7 @@ def test_trees_change_no_token(
     assert sum(moves) > 0
 
 
-def test_trees_survive_preemption(make_target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_survive_preemption(make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("qwen3")
     requests = requests_of({"temperature": 1.0})
     truth = plain_answers(target, requests)
@@ -220,7 +221,7 @@ def test_trees_survive_preemption(make_target: Callable[[str], Path], monkeypatc
 
 @pytest.mark.parametrize("drafter", ["tree", "eagle3"])
 def test_numbers_of_nodes_may_change_from_step_to_step(
-    drafter: str, make_target: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drafter: str, make_target: MakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = make_target("qwen3")
     requests = requests_of({"temperature": 0.7})
@@ -241,7 +242,7 @@ def test_numbers_of_nodes_may_change_from_step_to_step(
 
 @pytest.mark.parametrize("widths", [(8, 3, 8), (8, 1, 8), (4, 8, 2)])
 def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
-    widths: tuple[int, ...], make_target: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    widths: tuple[int, ...], make_target: MakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_random_draft(make_target("llama"), tmp_path / "draft")
     engine = build_engine(make_target("llama"), tmp_path / "draft", drafter={"depth": 7})
@@ -288,7 +289,7 @@ def test_the_mean_is_the_one_asked_for(accept_length: float) -> None:
         assert verified.nodes[index].tolist() == [*range(number), *[-1] * (4 - number)]
 
 
-def test_an_engine_emits_that_many(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_engine_emits_that_many(make_target: MakeTarget, tmp_path: Path) -> None:
     save_random_draft(make_target("llama"), tmp_path / "draft")
     engine = build_engine(make_target("llama"), tmp_path / "draft", simulate_accept_length=3.0)
     (answer,) = run(engine, [make_request("0", random_prompt(9, 0), max_tokens=61, ignore_eos=True)]).values()

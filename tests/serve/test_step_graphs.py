@@ -31,8 +31,9 @@ from slipstream.serve.request import Request
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import gate_of, rotating, some_of
-from slipstream.tests.random_targets import CAPPED
+from slipstream.tests.random_targets import CAPPED, MakeTarget
 from slipstream.tests.serve.engine_runs import (
+    Tokens,
     build_engine,
     caches_of,
     kinds_of_requests,
@@ -66,7 +67,7 @@ Recorded = list[tuple[StepPlan, StepOutput | None]]
 
 
 @pytest.fixture(scope="module")
-def configure(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Configure:
+def configure(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> Configure:
     """(family, name in DRAFTERS, engine options) -> options of an engine."""
 
     @cache
@@ -149,7 +150,7 @@ def check_states(runner: ModelRunner, other: ModelRunner) -> None:
     + [pytest.param(*case, marks=pytest.mark.slow) for case in product(DRAFTERS, [16], CAPPED)],
 )
 def test_captured_steps_equal_those_launched_as_they_are(
-    drafter: str, page_size: int, family: str, configure: Configure, make_target: Callable[[str], Path]
+    drafter: str, page_size: int, family: str, configure: Configure, make_target: MakeTarget
 ) -> None:
     """Step by step, whatever each computes: any budget of nodes, any chunks of prompts beside them, any width, tables
     that prefer any nodes. Requests of all kinds come, are aborted, preempted and continued from cached pages, and get
@@ -190,7 +191,7 @@ def test_the_kernels_of_captured_steps(
     drafter: str,
     ops: tuple[Op[..., Any], ...],
     configure: Configure,
-    make_target: Callable[[str], Path],
+    make_target: MakeTarget,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The kernels of a ragged pass, interpreted."""
@@ -211,7 +212,7 @@ def test_the_kernels_of_captured_steps(
 
 
 @pytest.fixture(scope="module")
-def traffic(target: Path) -> tuple[dict[str, Request], dict[str, list[int]]]:
+def traffic(target: Path) -> tuple[dict[str, Request], Tokens]:
     """Requests of all kinds, and their answers without a draft."""
     kinds = kinds_of_requests(random.Random(1), count=24, longest=60)
     return kinds, tokens_of(run(build_engine(target, kv_cache_tokens=4096), list(kinds.values())))
@@ -223,7 +224,7 @@ def test_mixed_traffic_with_aborts_and_preemption(
     drafter: str,
     num_requests: int,
     configure: Configure,
-    traffic: tuple[dict[str, Request], dict[str, list[int]]],
+    traffic: tuple[dict[str, Request], Tokens],
     target: Path,
 ) -> None:
     """With the policy's own choices, and as if memory had not held some graphs."""

@@ -22,7 +22,7 @@ from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.tests.pairwise import some_of
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.chat_targets import TEMPLATES, load, write_target
-from slipstream.tests.serve.engine_runs import Build, engines_of, make_request, run, tokens_of
+from slipstream.tests.serve.engine_runs import Build, Tokens, engines_of, make_request, run, tokens_of
 
 WEATHER = {
     "type": "object",
@@ -185,7 +185,7 @@ def mix(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
 
 
 @pytest.fixture(scope="module")
-def expected(build: Build, mix: tuple[list[Request], dict[str, AnswerFormat]]) -> dict[str, list[int]]:
+def expected(build: Build, mix: tuple[list[Request], dict[str, AnswerFormat]]) -> Tokens:
     return tokens_of(run(build("none", grammar_drafts=False), mix[0]))
 
 
@@ -194,7 +194,7 @@ def test_answers_are_the_same_with_every_drafter(
     drafter: str,
     build: Build,
     mix: tuple[list[Request], dict[str, AnswerFormat]],
-    expected: dict[str, list[int]],
+    expected: Tokens,
 ) -> None:
     requests, formats = mix
     answers = run(build(drafter), requests)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from slipstream.models.targets import sharded
 from slipstream.models.targets.sharded import sharding_mesh
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
-from slipstream.tests.random_targets import save_random_target
+from slipstream.tests.random_targets import MakeTarget, save_random_target
 from slipstream.tests.train.runs import end_program, records, refusal, start_program, weights
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
@@ -32,7 +32,7 @@ def ran(
     tmp_path_factory: pytest.TempPathFactory,
     arguments: Callable[..., list[str]],
     target_path: Path,
-    make_target: Callable[[str], Path],
+    make_target: MakeTarget,
 ) -> Path:
     """The folder with the output of two processes (sharded_worker.py), the runs by program and sharding."""
     if request.param == "gpu" and torch.cuda.device_count() < 2:
