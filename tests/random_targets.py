@@ -371,6 +371,8 @@ def roughen(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dim() == 1:
             parameter.data += (1.0 if name.endswith("sinks") else 0.2) * torch.randn_like(parameter)
+        if name.endswith("q_norm.weight") and parameter.numel() >= 256:
+            parameter.data *= 0.1  # else each row of wide heads, whose scores Gemma 4 does not scale, sees one token
     for name, tensor in (*module.named_buffers(), *module.named_parameters()):
         if name.endswith(("layer_scalar", "e_score_correction_bias")):  # of Gemma 4, of routers
             tensor.data += 0.2 * torch.randn_like(tensor)
