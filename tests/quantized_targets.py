@@ -326,7 +326,8 @@ def reference(layout: Layout, plain: Path, folder: Path, values: Tensors) -> Pre
         if isinstance(module, nn.Linear) and path.endswith("_proj"):
             kind = path.rpartition(".")[2]
             fused = next((group for group in (("q", "k", "v"), ("gate", "up")) if kind[:-5] in group), (kind[:-5],))
-            names = [f"{path.removesuffix(kind)}{part}_proj.input_scale" for part in fused]
+            parent = path.removesuffix(kind).replace("shared_experts.", "shared_expert.")  # in files of Laguna
+            names = [f"{parent}{part}_proj.input_scale" for part in fused]
             static = max((stored[name] for name in names if name in stored), default=None)
             module.register_forward_pre_hook(
                 lambda _module, args, static=static: (rounded(args[0], layout.inputs, static),)

@@ -1,6 +1,7 @@
 """Targets whose layers keep unlike things of a text, rows of two shapes or states, served with every kind of draft. The
 answers are those of a plain reference."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,18 @@ from slipstream.serve.engine.build import build
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Request
 from slipstream.tests import random_drafts
+from slipstream.tests.random_targets import RELATIVES
 from slipstream.tests.recurrent_layers import AverageSpec
 from slipstream.tests.serve import test_replay
-from slipstream.tests.serve.engine_runs import Answer, caches_of, make_request, random_prompt, run, tokens_of
+from slipstream.tests.serve.engine_runs import (
+    Answer,
+    build_engine,
+    caches_of,
+    make_request,
+    random_prompt,
+    run,
+    tokens_of,
+)
 from slipstream.tests.serve.played_graphs import equal_costs, play_all
 from slipstream.tests.spec_targets import (
     NOMINAL,
@@ -214,6 +224,17 @@ def test_two_shapes_with_one_retention_share_pages(tmp_path: Path) -> None:
     assert [cache.shape[3:] for cache in caches_of(engine)] == [(1, 32), (2, 16)]
     requests = requests_of(1.0)
     assert tokens_of(run(engine, requests)) == Reference.load(spec, tmp_path / "target").answers(requests)
+
+
+@pytest.mark.skipif("gemma4-shared" not in RELATIVES, reason="this transformers does not know it")
+def test_a_layer_that_reads_the_kv_of_another_has_no_rows(make_target: Callable[[str], Path]) -> None:
+    """The last three of six layers, windowed ones and full ones in turn, read what the third and the second keep."""
+    engine = build_engine(make_target("gemma4-shared"))
+    (kv,) = engine.runner.passes.kv
+    assert sum(len(cache.pages) for cache in kv.caches) == 3
+    assert kv.places[3:] == (kv.places[1], kv.places[2], kv.places[1])
+    sizes = [2 * 2 * head_dim * 4 * engine.engine_plan.config.page_size for head_dim in (16, 8)]
+    assert engine.engine_plan.page_bytes == [sizes[0], 2 * sizes[1]]
 
 
 @pytest.mark.parametrize("drafter", ["none", "tree"])
