@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from slipstream.kernels.attention.ragged import Segments, plan_work_triton, ragged_attention_triton
 from slipstream.kernels.attention.tree import tree_attention_triton
 from slipstream.kernels.gemm.activation import silu_mul, silu_mul_triton
+from slipstream.kernels.gemm.choose import FAST_ROWS, FEW_ROWS
 from slipstream.kernels.gemm.gathered_head import (
     DraftHead,
     choose_tiling,
@@ -24,12 +25,9 @@ from slipstream.kernels.gemm.gathered_head import (
     head_topk,
     head_topk_triton,
 )
-from slipstream.kernels.gemm.small_m import (
-    FAST_ROWS,
-    MAX_GATED_ROWS,
-    gated_linear_few_rows_triton,
-    linear_few_rows_triton,
-)
+from slipstream.kernels.gemm.linear import gated_linear
+from slipstream.kernels.gemm.linear import linear as plain_linear
+from slipstream.kernels.gemm.small_m import gated_linear_few_rows_triton, linear_few_rows_triton
 from slipstream.kernels.gemm.tiling import Tiling
 from slipstream.kernels.gemm.tiling import choose_tiling as choose_linear_tiling
 from slipstream.kernels.kv.cache import move_rows, move_rows_triton
@@ -255,11 +253,11 @@ def linear(rows: int, name: str) -> Case:
         for tiling in (choose_linear_tiling(size, inputs, is_gated, rows), *linear_tilings(name)):
             yield astuple(tiling), lambda w, tiling=tiling: kernel(x, w, tiling=tiling)
 
-    is_ours = rows <= (MAX_GATED_ROWS if is_gated else FAST_ROWS)
+    is_ours = rows <= (FEW_ROWS if is_gated else FAST_ROWS)
     return Case(
         bytes=2 * (outputs * inputs + rows * (outputs // (1 + is_gated) + inputs)),
         sets=[random(outputs, inputs) for _ in range(1 + COLD_BYTES // (2 * outputs * inputs))],
-        ours=partial(kernel, x) if is_ours else None,
+        ours=partial(gated_linear if is_gated else plain_linear, x) if is_ours else None,
         peers={"torch": lambda w: silu_mul_triton(F.linear(x, w)) if is_gated else F.linear(x, w)},
         tunings=tunings if is_ours else None,
     )

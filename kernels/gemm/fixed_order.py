@@ -20,14 +20,9 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.gemm.activation import Activation, activation_mul
-from slipstream.kernels.gemm.small_m import (
-    FAST_ROWS,
-    MAX_GATED_ROWS,
-    MAX_ROWS,
-    gated_linear_few_rows_triton,
-    linear_few_rows_triton,
-    rotates,
-)
+from slipstream.kernels.gemm.choose import FAST_ROWS, Kernel, choose, device_of, product_of
+from slipstream.kernels.gemm.linear import few_rows
+from slipstream.kernels.gemm.small_m import MAX_ROWS, gated_linear_few_rows_triton
 from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, SHARED_MEMORY, choose_tiling, part_inputs
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import pdl_options, shared_memory, wait_for_inputs
@@ -35,16 +30,15 @@ from slipstream.kernels.tiles import load_fp32, store_tile, tile_of_program
 
 DEPTH = 64  # inputs of a tile
 TIMED_CALLS = 8  # of each way to multiply
-Product = tuple[int, int, bool, bool, int]  # O, I, whether there is a bias, whether it is gated, inputs of a part
+ProductKey = tuple[int, int, bool, bool, int]  # O, I, whether there is a bias, whether it is gated, inputs of a part
 FP8Product = tuple[int, int, bool, bool]  # O, I, whether there is a bias, whether scales are by block
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x, weight and bias
 
 
 class FixedOrder:
-    """Multiplies a target's 16-bit weights. Our kernels compute the products that `check` was not asked about."""
+    """Multiplies a target's weights of 16 bits. Our kernels compute the products that `check` was not asked about."""
 
     def __init__(self) -> None:
-        self.by_library: dict[Product, dict[int, Multiply]] = {}  # by numbers of rows
+        self.by_library: dict[ProductKey, dict[int, Kernel]] = {}  # by numbers of rows
         self.fp8_by_library: dict[FP8Product, set[int]] = {}  # numbers of rows
 
     @staticmethod
@@ -64,62 +58,81 @@ class FixedOrder:
     ) -> None:
         """Finds out for which numbers of rows the library adds like us, by comparing the bits of random rows: whole
         products, or parts of them where that is faster than our kernel. `part` as in `linear`."""
-        fewest = MAX_GATED_ROWS if gated else FAST_ROWS if len(weight) <= MAX_OUTPUTS else 0
+        fewest = MAX_ROWS if gated else FAST_ROWS if len(weight) <= MAX_OUTPUTS else 0  # for which ours are as fast
         counts = sorted(count for count in set(rows) if count > fewest)
-        own_part = part or usual_part(weight, gated)
-        runs = self.by_library.setdefault((*weight.shape, bias is not None, gated, own_part), {})
+        our_part = part or usual_part(weight, gated)
+        kernels = self.by_library.setdefault((*weight.shape, bias is not None, gated, our_part), {})
         if not counts:
             return
         generator = torch.Generator(weight.device).manual_seed(0)
         size = counts[-1], weight.shape[1]
         x = torch.randn(size, generator=generator, device=weight.device).to(weight.dtype)
-        ours = linear_many_rows_triton(x, weight, bias, part=own_part)
-        by_parts = partial(linear_by_parts, part=own_part)
+        ours = linear_many_rows_triton(x, weight, bias, part=our_part)
+        by_parts = partial(linear_by_parts, part=our_part)
         for count in counts:
             rows_x = x[:count]
             if torch.equal(F.linear(rows_x, weight, bias), ours[:count]):
-                runs[count] = F.linear
-            elif has_equal_parts(weight, own_part) and torch.equal(by_parts(rows_x, weight, bias), ours[:count]):
+                kernels[count] = "library"
+            elif has_equal_parts(weight, our_part) and torch.equal(by_parts(rows_x, weight, bias), ours[:count]):
                 full_product = partial(linear_many_rows_triton, x, weight, bias)
                 times = [
-                    milliseconds(partial(way, rows_x, weight, bias), full_product)
-                    for way in (by_parts, ours_of(count, part))
+                    milliseconds(run, full_product)
+                    for run in (
+                        partial(by_parts, rows_x, weight, bias),
+                        partial(self._multiply, rows_x, weight, bias, part, None),
+                    )
                 ]
                 if times[0] < times[1]:
-                    runs[count] = by_parts
+                    kernels[count] = "library by parts"
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, part: int | None = None) -> Tensor:
         """x (..., I) @ weight (O, I).T + bias (O,) -> (..., O). `part`: inputs that are added up in one part, where
         these are not those of few rows of 16-bit weights."""
         rows = x.numel() // x.shape[-1]
-        key = *weight.shape, bias is not None, False, part or usual_part(weight)
-        run = self.by_library.get(key, {}).get(rows) or ours_of(rows, part)
-        return run(x.reshape(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+        library = self._library(rows, weight, bias, part or usual_part(weight))
+        return self._multiply(x.reshape(rows, x.shape[-1]), weight, bias, part, library).view(
+            *x.shape[:-1], len(weight)
+        )
 
     def rotated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rotation) -> Tensor | None:
         """See kernels/gemm/linear.py; the bits are those of `linear` and of the kernel that rotates."""
-        key = *weight.shape, bias is not None, False, usual_part(weight)
-        if len(x) > MAX_ROWS or len(x) in self.by_library.get(key, {}) or not rotates(weight, rotation):
+        if not rotation.is_whole:
             return None
-        return linear_few_rows_triton(x, weight, bias, rotation=rotation)
+        library = self._library(len(x), weight, bias, usual_part(weight))
+        choice = choose(product_of(x, weight, "rotated", True, rotation, library), device_of(x))
+        return None if choice.kernel == "apart" else few_rows(choice, x, weight, bias, rotation)
 
     def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
         """activation_mul(x (..., I) @ weight (2 * O, I).T) -> (..., O), gate before up."""
         rows = x.numel() // x.shape[-1]
         flat = x.reshape(rows, x.shape[-1])
-        if rows <= MAX_GATED_ROWS:
-            out = gated_linear_few_rows_triton(flat, weight, activation=activation)
-        elif rows in self.by_library.get((*weight.shape, False, True, weight.shape[1]), ()):
+        library = self._library(rows, weight, None, weight.shape[1], gated=True)
+        choice = choose(product_of(flat, weight, "gated", True, library=library), device_of(x))
+        if choice.kernel == "few rows":
+            out = gated_linear_few_rows_triton(flat, weight, choice.tiling, activation)
+        elif choice.kernel == "library":
             out = activation_mul(F.linear(flat, weight), activation)
         else:
             out = activation_mul(linear_many_rows_triton(flat, weight, part=weight.shape[1]), activation)
         return out.view(*x.shape[:-1], len(weight) // 2)
 
+    def _library(self, rows: int, weight: Tensor, bias: Tensor | None, part: int, gated: bool = False) -> Kernel | None:
+        """How the library multiplies so many rows, if it does."""
+        return self.by_library.get((*weight.shape, bias is not None, gated, part), {}).get(rows)
 
-def ours_of(rows: int, part: int | None) -> Multiply:
-    """Our kernel for a number of rows."""
-    is_few = part is None and rows <= MAX_ROWS
-    return linear_few_rows_triton if is_few else partial(linear_many_rows_triton, part=part)
+    @staticmethod
+    def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, part: int | None, library: Kernel | None) -> Tensor:
+        kernel: Kernel = "many rows"  # the only one of ours whose parts may be others
+        if part is None or library is not None:
+            choice = choose(product_of(x, weight, is_exact=True, library=library), device_of(x))
+            kernel = choice.kernel
+        if kernel == "library":
+            return F.linear(x, weight, bias)
+        if kernel == "library by parts":
+            return linear_by_parts(x, weight, bias, part)
+        if kernel == "many rows":
+            return linear_many_rows_triton(x, weight, bias, part=part)
+        return few_rows(choice, x, weight, bias)
 
 
 def milliseconds(run: Callable[[], object], meanwhile: Callable[[], object]) -> float:

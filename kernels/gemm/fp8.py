@@ -24,9 +24,21 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.choose import (
+    FEW_GATED_ROWS,
+    FEW_ROWS,
+    STREAMED_ROWS,
+    Kernel,
+    Kind,
+    Product,
+    are_aligned,
+    choose,
+    device_of,
+    library_takes,
+)
 from slipstream.kernels.gemm.fixed_order import milliseconds, sum_parts_triton
 from slipstream.kernels.gemm.small_m import inputs_ahead, merge_parts, round_silu_mul, scratch, store_outputs
-from slipstream.kernels.gemm.streamed_linear import streamed_linear, streams_linear
+from slipstream.kernels.gemm.streamed_linear import streamed_linear
 from slipstream.kernels.gemm.tiling import Heads, Tiling, choose_tiling, part_inputs
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles
 from slipstream.kernels.launch import Op, pdl_options, prefetch, use_triton, wait_for_inputs
@@ -39,8 +51,6 @@ LARGEST = 448.0  # of e4m3
 SMALLEST_SCALE = 1e-12  # of a row of zeros
 BLOCK = 128  # inputs and outputs of a block that shares a scale; inputs whose products are added in tensor cores alone
 ALIGNMENT = 16  # numbers: rows are loaded 16 bytes at a time
-FEW_ROWS = 128  # of a kernel that reads weights once and shares inputs out
-FEW_GATED_ROWS = 64
 AHEAD_ROWS = 32  # up to here programs prefetch weights
 SHARES = 8  # programs that quantise a row, at most
 SHARED_ROWS = 64
@@ -247,29 +257,47 @@ def fp8_linear_triton(
     scales: Tensor,
     bias: Tensor | None = None,
     gated: bool = False,
-    few: bool | None = None,
     tiling: Tiling | None = None,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """few: as few rows are multiplied; `tiling`: by the kernel here in such tiles, else by that of streamed_linear.py
-    where it is faster; `rotation`: see `linear_few_rows_triton`."""
-    rows = len(x.codes)
-    is_few = rows <= (FEW_GATED_ROWS if gated else FEW_ROWS) if few is None else few
-    if is_few:
-        return _few_rows(x, weight, scales, bias, gated, tiling, rotation)
-    assert rotation is None
+    """`tiling`, of few rows: by the kernel here; `rotation`: see `linear_few_rows_triton`."""
+    kind: Kind = "gated" if gated else "plain" if rotation is None else "rotated"
+    choice = choose(fp8_product(x, weight, scales, kind, rotation=rotation), device_of(x.codes))
+    if tiling is None and choice.kernel == "streamed":
+        return streamed_linear(x.codes, weight, bias, choice.tiling, x.dtype, (x.scales, scales), rotation)
+    if rotation is not None or choice.kernel in ("fp8 few rows", "streamed"):
+        return _few_rows(x, weight, scales, bias, gated, tiling or choice.tiling, rotation)
     split = 1 if gated else choose_tiling(*weight.shape).split
     out = _many_rows(x, weight, scales, bias, split)
     return silu_mul(out) if gated else out
 
 
-@functools.cache
-def knows_library(device: torch.device, by_block: bool = False) -> bool:
-    """Whether the library's products, without its fast accumulation, were seen to add like ours on such a device.
-    Scales by block need the cuBLAS of CUDA 12.9 or later."""
-    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    return not by_block or tuple(int(number) for number in torch.version.cuda.split(".")) >= (12, 9)
+def fp8_product(
+    x: QuantizedRows,
+    weight: Tensor,
+    scales: Tensor,
+    kind: Kind = "plain",
+    rotation: Rotation | None = None,
+    is_exact: bool = True,
+    library: Kernel | None = None,
+) -> Product:
+    """Describes a product; without further arguments one that our kernels compute in their order."""
+    num_rows = len(x.codes)
+    by_block = scales.dim() == 2
+    return Product(
+        "fp8 blocks" if by_block else "fp8",
+        num_rows,
+        len(weight),
+        weight.shape[1],
+        kind,
+        is_exact,
+        x.dtype,
+        0 if rotation is None else rotation.head_dim,
+        rotation is not None and rotation.scales is not None,
+        not by_block and num_rows <= STREAMED_ROWS["fp8"] and are_aligned(x.codes, weight),
+        not by_block or x.scales.is_contiguous(),
+        library,
+    )
 
 
 def library_linear(
@@ -295,18 +323,6 @@ def library_linear(
     return sum_parts_triton(parts, bias, x.dtype, None if by_block else (scales, x.scales))
 
 
-def has_library(x: QuantizedRows, weight: Tensor, scales: Tensor, split: int = 1) -> bool:
-    """Whether `library_linear` takes these, in `split` parts. Scales by block must lie 16 bytes at a time, as those of
-    more than FEW_ROWS rows do, and of many inputs."""
-    by_block = scales.dim() == 2
-    num_outputs, num_inputs = weight.shape
-    is_aligned = not any(size % ALIGNMENT for size in weight.shape)
-    if by_block:
-        blocks_fit = num_outputs % BLOCK == num_inputs % (4 * BLOCK * split) == 0
-        is_aligned = blocks_fit and len(x.codes) % 4 == 0 and x.scales.is_contiguous()
-    return is_aligned and x.dtype == torch.bfloat16 and knows_library(weight.device, by_block)
-
-
 @functools.cache
 def _one(device: torch.device) -> Tensor:
     return torch.ones((), device=device)
@@ -319,7 +335,8 @@ def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: T
     counts = sorted(count for count in set(rows) if count > (FEW_ROWS if by_block else FEW_GATED_ROWS))
     tiling = replace(choose_tiling(*weight.shape), depth=BLOCK)
     is_even = part_inputs(weight.shape[1], tiling) * tiling.split == weight.shape[1]
-    if not counts or not knows_library(weight.device, by_block) or not is_even:
+    device = device_of(weight)
+    if not counts or ("fp8 blocks" if by_block else "fp8") not in device.library or not is_even:
         return set()
     generator = torch.Generator(weight.device).manual_seed(0)
     inputs = torch.randn(counts[-1], weight.shape[1], generator=generator, device=weight.device).bfloat16()
@@ -327,7 +344,7 @@ def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: T
     equal_counts = set()
     for count in counts:
         x = quantize_rows(inputs[:count], InputScales(by_block=by_block))
-        if not has_library(x, weight, scales, tiling.split):
+        if not library_takes(fp8_product(x, weight, scales), device, tiling.split):
             continue
         ways = [
             partial(library_linear, x, weight, scales, bias, tiling.split),
@@ -344,16 +361,6 @@ def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: T
     return equal_counts
 
 
-def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: int) -> Tiling:
-    """As many parts as a product of 16-bit weights has. A tile takes half the bytes, so more of them are in flight."""
-    tiling = choose_tiling(num_outputs, num_inputs, gated, num_rows)
-    if gated:
-        return Tiling(outputs=64, depth=BLOCK, split=1, stages=5 if num_rows <= 32 else 4)
-    stages = 4 if tiling.outputs > 64 else 8 if num_rows <= 64 else 6
-    warps = 8 if tiling.outputs > 64 and num_rows > 64 else 4
-    return Tiling(outputs=tiling.outputs, depth=BLOCK, split=tiling.split, stages=stages, warps=warps)
-
-
 def choose_fp8_tile(num_rows: int, num_outputs: int, by_block: bool) -> tuple[int, int]:
     """Rows and outputs of a program of the kernel of many rows, the fastest of eight (H200). Each block's products are
     scaled, which takes registers."""
@@ -364,15 +371,10 @@ def choose_fp8_tile(num_rows: int, num_outputs: int, by_block: bool) -> tuple[in
 
 def _few_rows(
     x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, gated: bool,
-    tiling: Tiling | None = None, rotation: Rotation | None = None,
+    tiling: Tiling, rotation: Rotation | None = None,
 ) -> Tensor:  # fmt: skip
     num_rows, num_inputs = x.codes.shape
     num_outputs = len(weight) // (2 if gated else 1)
-    if tiling is None:
-        tiling = choose_fp8_tiling(num_outputs, num_inputs, gated, num_rows)
-        is_plain = not gated and scales.dim() == 1
-        if is_plain and streams_linear(x.codes, weight, tiling, rotation):
-            return streamed_linear(x.codes, weight, bias, tiling, x.dtype, (x.scales, scales), rotation)
     heads = Heads.of(rotation, num_outputs, tiling)
     out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=weight.device)
     if num_rows == 0:

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gemm.linear import few_on_gpu, linear
+from slipstream.kernels.gemm.choose import choose, device_of, product_of
+from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.tiling import Tiling
-from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
+from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
 from slipstream.kernels.limits import MAX_K
 from slipstream.kernels.sampling.processors import parameter_entry
 from slipstream.kernels.sampling.sample import (
@@ -72,7 +73,9 @@ def choose_tiling(num_rows: int) -> Tiling:
 
 def _fits_kernel(hidden: Tensor, weight: Tensor, _ids: Tensor | None) -> bool:
     """16-bit weights whose rows load 16 bytes at once; any number of rows of `hidden`."""
-    return few_on_gpu(hidden[:1], weight)
+    if not use_triton(hidden):
+        return False
+    return choose(product_of(hidden[:1], weight, "gated"), device_of(hidden)).kernel == "few rows"
 
 
 def _fits_fused(head: DraftHead, hidden: Tensor, k: int, sampling: Sampling) -> bool:

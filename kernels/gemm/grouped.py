@@ -25,6 +25,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.gemm import fp8, grouped_fp8
 from slipstream.kernels.gemm.activation import activate as activate_gate
+from slipstream.kernels.gemm.choose import SUMMED_ROWS, Product, choose, device_of
+from slipstream.kernels.gemm.choose import Format as ProductFormat
 from slipstream.kernels.gemm.expert_weights import (
     CHUNKS,
     WEIGHT_BITS,
@@ -40,14 +42,12 @@ from slipstream.kernels.gemm.expert_weights import (
 )
 from slipstream.kernels.gemm.fp8 import QuantizedRows
 from slipstream.kernels.gemm.router import Routing
-from slipstream.kernels.gemm.tiling import PROGRAMS, SHARED_MEMORY
+from slipstream.kernels.gemm.tiling import PROGRAMS
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, shared_memory, use_triton, wait_for_inputs
 from slipstream.kernels.tiles import load_fp32
 
-FUSED_ROWS = 32  # tokens up to which the down projection sums the outputs
 SUM_ROWS = 4  # tokens of a program that sums them for more
-LARGE_ROWS = 128  # of a block, for which the down projection has LARGE tiles
 SPLIT_INPUTS = 2048  # of the down projection in MXFP4, from which two parts of them are added for any number of rows
 
 
@@ -191,14 +191,20 @@ def mix_experts_triton(
     if num_rows == 0:
         return out
     assert all(tensor is None or tensor.is_contiguous() for tensor in shared or ())
-    if tiling is None and (pair_outputs := _fp8_outputs(inputs, routing, weights)) is not None:
-        _sum_all(pair_outputs, routing.weights, shared, out)
-        return out
     intermediate = num_inputs_of(weights.down)
     top_k = routing.experts.shape[1]
     blocks = routing.blocks
     num_pairs = num_rows * top_k
     block_rows = 1 if blocks is None else blocks.rows
+    kernel = "experts" if tiling else choose(_product(x, block_rows, weights), device_of(x)).kernel
+    if kernel == "experts, fp8 blocks":
+        assert isinstance(weights.gate_up, FP8Weight)
+        assert isinstance(weights.down, FP8Weight)
+        assert blocks is not None
+        rows = fp8.quantize_rows(inputs, weights.gate_up.inputs) if isinstance(inputs, Tensor) else inputs
+        pair_outputs = grouped_fp8.expert_outputs(rows, blocks, weights.gate_up, weights.down, top_k)
+        _sum_all(pair_outputs, routing.weights, shared, out)
+        return out
     tile_rows = max(block_rows, least_rows(format_of(weights.gate_up)))
     most_blocks = num_pairs if blocks is None else len(blocks.first)
     pairs, first, sizes, num_blocks = (None,) * 4 if blocks is None else blocks[1:]
@@ -206,8 +212,8 @@ def mix_experts_triton(
     gated, plain = (tiling or choose_tiling(block_rows, matrix, x) for matrix in weights[:2])
     clamped = weights.activation if isinstance(weights.activation, Clamped) else None
     limits = clamped or Clamped(0.0, 0.0)
-    is_fused = num_rows <= FUSED_ROWS
-    in_blocks = tiling is None and not is_fused and _has_large_tiles(x, block_rows, weights.down)
+    is_fused = num_rows <= SUMMED_ROWS
+    in_blocks = kernel == "experts, large tiles"
     num_hidden = most_blocks * block_rows if in_blocks else num_pairs
     hidden = torch.empty(num_hidden, intermediate, dtype=x.dtype, device=x.device)
     gated_experts_kernel[(most_blocks * triton.cdiv(intermediate, gated.outputs // 2),)](
@@ -235,17 +241,18 @@ def mix_experts_triton(
     return out
 
 
-def _fp8_outputs(x: Tensor | QuantizedRows, routing: Routing, weights: ExpertWeights) -> Tensor | None:
-    """(P, H), where the kernels for many tokens of FP8 experts take them."""
-    gate_up, down, *unfit = weights
-    if routing.blocks is None or any(other is not None for other in unfit):
-        return None
-    if not isinstance(gate_up, FP8Weight) or not isinstance(down, FP8Weight):
-        return None
-    if not grouped_fp8.takes(routing.blocks, down):
-        return None
-    rows = fp8.quantize_rows(x, gate_up.inputs) if isinstance(x, Tensor) else x
-    return grouped_fp8.expert_outputs(rows, routing.blocks, gate_up, down, routing.experts.shape[1])
+def _product(x: Tensor, block_rows: int, weights: ExpertWeights) -> Product:
+    """Describes experts to choose.py: by the down projection, where the two differ in format."""
+    format = format_of(weights.down)
+    is_one_format = isinstance(weights.gate_up, FP8Weight) == isinstance(weights.down, FP8Weight)
+    is_plain = is_one_format and all(extra is None for extra in weights[2:])
+    num_rows, hidden = x.shape
+    size = num_inputs_of(weights.down)
+    format_name: ProductFormat = "16 bits" if format == "plain" else format
+    return Product(
+        format_name, num_rows, hidden, hidden, "experts", True, x.dtype, size=size, block_rows=block_rows,
+        is_plain=is_plain,
+    )  # fmt: skip
 
 
 def _sum_all(outputs: Tensor, weights: Tensor, shared: Shared | None, out: Tensor) -> None:
@@ -286,13 +293,6 @@ def choose_tiling(block_rows: int, matrix: ExpertMatrix, x: Tensor) -> Tiling:
     row_bytes = 1 if isinstance(matrix, FP8Weight) else x.element_size()
     stage = tiling.depth * (tiling.outputs * bits // 8 + block_rows * row_bytes)
     return replace(tiling, stages=max(1, min(tiling.stages, (shared_memory(x.device) - 4096) // stage)))
-
-
-def _has_large_tiles(x: Tensor, block_rows: int, down: ExpertMatrix) -> bool:
-    """Whether `down_large_kernel` multiplies. The GPUs that have room for its tiles, Hopper's and later ones, have the
-    accelerator, too, which loads rows of whole 16 bytes."""
-    is_plain = isinstance(down, Tensor) and x.element_size() == 2 and down.shape[2] % 8 == 0
-    return is_plain and block_rows == LARGE_ROWS and shared_memory(x.device) >= SHARED_MEMORY
 
 
 def _down_large(

@@ -17,8 +17,7 @@ from slipstream.kernels.gemm import fp8
 from slipstream.kernels.gemm.expert_weights import FP8Weight, pointers
 from slipstream.kernels.gemm.fp8 import BLOCK, E4M3, InputScales, QuantizedRows, scale_blocks
 from slipstream.kernels.gemm.router import Blocks
-from slipstream.kernels.gemm.tiling import SHARED_MEMORY
-from slipstream.kernels.launch import pdl_options, shared_memory, wait_for_inputs
+from slipstream.kernels.launch import pdl_options, wait_for_inputs
 
 ROWS = 128  # of a tile
 GATED_OUTPUTS = 128  # gates of a tile, and ups: inputs of the next product that share a scale
@@ -27,13 +26,6 @@ STAGES = 3
 WARPS = 8
 DOWN_REGISTERS = 128  # of a thread, so that a multiprocessor has room for two programs
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
-def takes(blocks: Blocks, down: FP8Weight) -> bool:
-    """Whether `expert_outputs` takes pairs in such blocks, for experts without biases whose activation is SiLU."""
-    _, size, intermediate = down.codes.shape
-    is_whole = size % BLOCK == intermediate % BLOCK == 0
-    return blocks.rows == ROWS and is_whole and shared_memory(down.codes.device) >= SHARED_MEMORY
 
 
 def expert_outputs(x: QuantizedRows, blocks: Blocks, gate_up: FP8Weight, down: FP8Weight, top_k: int) -> Tensor:

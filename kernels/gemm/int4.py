@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.choose import FEW_ROWS, Kind, Product, choose, device_of
 from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.gemm.int4_weight import (
     CHUNK,
@@ -31,21 +32,16 @@ from slipstream.kernels.gemm.int4_weight import (
     unit_words,
     unscaled,
 )
-from slipstream.kernels.gemm.pipelined_int4 import pipelined_int4_linear, pipelines_int4
+from slipstream.kernels.gemm.pipelined_int4 import pipelined_int4_linear
 from slipstream.kernels.gemm.small_m import merge_parts, round_silu_mul, scratch
-from slipstream.kernels.gemm.streamed import is_hopper
-from slipstream.kernels.gemm.streamed_int4 import streamed_int4_linear, streams_int4
-from slipstream.kernels.gemm.tiling import PROGRAMS, SHARED_MEMORY, Heads, Tiling, part_inputs
-from slipstream.kernels.gemm.wide_int4 import find_wide, wide_int4_linear
+from slipstream.kernels.gemm.streamed_int4 import streamed_int4_linear
+from slipstream.kernels.gemm.tiling import SHARED_MEMORY, Heads, Tiling, choose_int4_tiling, part_inputs
+from slipstream.kernels.gemm.wide_int4 import wide_int4_linear
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
 from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, read_ahead, shared_memory, use_triton
 from slipstream.kernels.tiles import load_fp32
 
-FEW_ROWS = 128  # more are multiplied by wide_int4.py, or by dequantised weights
 TILE_ROWS = 64  # of a program, at most
-SMALL_ROWS = 8  # of tiles that two warps multiply by `mma.sync`, which adds as `wgmma` does
-MOST_PARTS = 8  # of the inputs
-PART = 1024  # inputs that are not shared out
 AHEAD_CHUNKS = 2  # of each output's weights that programs read ahead, up to AHEAD_ROWS
 AHEAD_ROWS = 16
 KEEP = tl.constexpr("mov.b32 $0, $1;")
@@ -83,18 +79,21 @@ def int4_linear_triton(
     tiling: Tiling | None = None,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """`tiling`, of few rows: by the kernel here, else by those of streamed_int4.py, pipelined_int4.py and wide_int4.py
-    where they are faster; its depth is CHUNK. `rotation`, of few rows: see `linear_few_rows_triton`."""
+    """`tiling`, of few rows: by the kernel here, else by the one that choose.py names; its depth is CHUNK. `rotation`,
+    of few rows: see `linear_few_rows_triton`."""
     assert bias is None or not gated
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
-    if tiling is None and rotation is None and x.data_ptr() % 16 == 0:
-        usual = choose_int4_tiling(len(weight.words), weight.num_inputs, gated)
-        wide = find_wide(len(x), weight, usual, gated, order is not None)
-        if wide is not None:
-            return wide_int4_linear(x, weight, bias, usual, gated, wide)
-    if len(x) <= FEW_ROWS:
-        return _launch(x, weight, bias, gated, tiling, rotation)
-    assert rotation is None
+    kind: Kind = "gated" if gated else "plain" if rotation is None else "rotated"
+    choice = choose(int4_product(x, weight, kind, order is not None, rotation), device_of(x))
+    if len(x) <= FEW_ROWS and (tiling is not None or choice.kernel == "int4"):
+        return _launch(x, weight, bias, gated, tiling or choice.tiling, rotation)
+    if choice.wide is not None:
+        return wide_int4_linear(x, weight, bias, choice.tiling, gated, choice.wide)
+    if choice.kernel == "int4 streamed":
+        return streamed_int4_linear(x, weight, bias, choice.tiling)
+    if choice.kernel == "int4 pipelined":
+        return pipelined_int4_linear(x, weight, bias, choice.tiling, gated, rotation)
+    assert choice.kernel == "dequantised"
     dequantized = dequantize.triton(weight, x.dtype)
     if order is None:
         out = F.linear(x, dequantized, bias)
@@ -102,6 +101,24 @@ def int4_linear_triton(
     if gated:
         return order.gated_linear(x, dequantized)
     return order.linear(x, dequantized, bias, part_of(weight))
+
+
+def int4_product(
+    x: Tensor, weight: Int4Weight, kind: Kind, is_exact: bool, rotation: Rotation | None = None
+) -> Product:
+    return Product(
+        "int4",
+        len(x),
+        len(weight.words),
+        weight.num_inputs,
+        kind,
+        is_exact,
+        x.dtype,
+        0 if rotation is None else rotation.head_dim,
+        rotation is not None and rotation.scales is not None,
+        x.data_ptr() % 16 == 0,
+        x.is_contiguous(),
+    )
 
 
 def part_of(weight: Int4Weight, gated: bool = False) -> int:
@@ -113,24 +130,10 @@ def part_of(weight: Int4Weight, gated: bool = False) -> int:
 
 def dequantizes(weight: Int4Weight, num_rows: int, gated: bool = False) -> bool:
     """Whether so many rows are multiplied, in a fixed order, by dequantised weights."""
-    if num_rows <= FEW_ROWS:
-        return False
-    tiling = choose_int4_tiling(len(weight.words), weight.num_inputs, gated)
-    return find_wide(num_rows, weight, tiling, gated, True) is None
-
-
-def choose_int4_tiling(
-    num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1, small: bool = True
-) -> Tiling:
-    """As many parts for any number of rows: few rows need them to fill the GPU. num_outputs: gates and ups, of a gated
-    product; small: there are tiles of SMALL_ROWS rows. Tiles are the fastest of some on an H200."""
-    split = 1
-    tiles = triton.cdiv(num_outputs, 64)
-    while not gated and split < MOST_PARTS and tiles * split < 2 * PROGRAMS and num_inputs >= 2 * PART * split:
-        split *= 2
-    if small and num_rows <= SMALL_ROWS:
-        return Tiling(outputs=64, depth=CHUNK, split=split, stages=3, warps=2, least_rows=SMALL_ROWS)
-    return Tiling(outputs=128 if gated and 16 < num_rows <= 32 else 64, depth=CHUNK, split=split, stages=3)
+    product = Product(
+        "int4", num_rows, len(weight.words), weight.num_inputs, "gated" if gated else "plain", True, weight.scales.dtype
+    )
+    return choose(product, device_of(weight.words)).kernel == "dequantised"
 
 
 def _launch(
@@ -138,20 +141,13 @@ def _launch(
     weight: Int4Weight,
     bias: Tensor | None,
     gated: bool,
-    tiling: Tiling | None,
+    tiling: Tiling,
     rotation: Rotation | None = None,
 ) -> Tensor:
     num_rows = len(x)
     all_outputs = len(weight.words)
     num_inputs = weight.num_inputs
     num_outputs = all_outputs // 2 if gated else all_outputs
-    if tiling is None:
-        small = is_hopper(x.device)  # no other GPU's bits were compared
-        tiling = choose_int4_tiling(all_outputs, num_inputs, gated, num_rows, small)
-        if not gated and rotation is None and streams_int4(x, weight, tiling):
-            return streamed_int4_linear(x, weight, bias, tiling)
-        if pipelines_int4(x, weight, tiling, rotation):
-            return pipelined_int4_linear(x, weight, bias, tiling, gated, rotation)
     heads = Heads.of(rotation, num_outputs, tiling)
     out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:

@@ -25,16 +25,15 @@ from slipstream.kernels.gemm.int4_weight import (
     CHUNK,
     PLANE,
     Int4Weight,
-    is_packed,
     plane,
     unit_inputs,
     unit_words,
     unscaled,
 )
 from slipstream.kernels.gemm.small_m import round_silu_mul
-from slipstream.kernels.gemm.streamed import launch_next, load_async, store_part, streams, sync
-from slipstream.kernels.gemm.streamed_linear import first_rows, load_head_angles, own_parts, store_head_tile
-from slipstream.kernels.gemm.tiling import Heads, Tiling, part_inputs
+from slipstream.kernels.gemm.streamed import launch_next, load_async, store_part, sync
+from slipstream.kernels.gemm.streamed_linear import first_rows, load_head_angles, store_head_tile
+from slipstream.kernels.gemm.tiling import Heads, Tiling, own_parts, part_inputs
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import pdl_options
@@ -65,22 +64,6 @@ def choose_pipeline(gated: bool, parts: int) -> Pipeline:
     if parts > 1:
         return Pipeline(slots=8 // parts, warps=4, outputs=64, launch=3)
     return Pipeline(slots=3, warps=1, outputs=32, launch=0)
-
-
-def pipelines_int4(x: Tensor, weight: Int4Weight, tiling: Tiling, rotation: Rotation | None = None) -> bool:
-    """Whether the kernel takes rows x (M, I). It takes matrices of whole chunks and tiles of which no part is empty,
-    and heads if each program sums all parts of its outputs."""
-    num_outputs = len(weight.words)
-    num_inputs = weight.num_inputs
-    part = part_inputs(weight.num_inputs, tiling)
-    fits = num_inputs % CHUNK == part % CHUNK == num_outputs % 64 == 0
-    fits &= part * (tiling.split - 1) < num_inputs
-    fits &= x.dtype == weight.scales.dtype and is_packed(weight)
-    fits &= x.is_contiguous() and x.data_ptr() % 16 == 0
-    if rotation is not None:
-        fits &= rotation.scales is None and rotation.fits(64)
-        fits &= own_parts(MOST_ROWS, num_inputs, tiling) == tiling.split
-    return fits and streams(x, MOST_ROWS)
 
 
 def pipelined_int4_linear(

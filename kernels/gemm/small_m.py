@@ -14,16 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.gemm.activation import Activation, activate
-from slipstream.kernels.gemm.streamed_linear import streamed_linear, streams_linear
-from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, Heads, Tiling, choose_tiling, part_inputs
+from slipstream.kernels.gemm.tiling import Heads, Tiling, choose_tiling, part_inputs
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
 from slipstream.kernels.launch import pdl_options, prefetch
 from slipstream.kernels.tiles import load_fp32, load_inputs, load_weights
 
 MAX_ROWS = 128
-FAST_ROWS = 64  # up to here faster than the library, or as fast
-MAX_GATED_ROWS = 128  # beyond FAST_ROWS the library's products are as fast, but it needs a kernel for the gate
 # Bytes of each output's weights that a program reads into the L2 cache while the kernel before is at work, the fastest
 # of five numbers: more of them, and for more rows those of 16-bit weights, delay what that kernel still reads.
 AHEAD = 512
@@ -48,20 +45,15 @@ def linear_few_rows_triton(
     rotation: Rotation | None = None,
 ) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) for M up to MAX_ROWS; summed in fp32, rounded once. With a
-    `rotation`, of heads of queries, keys and values: the queries, rotated (M, Q * D). With a `tiling` by the kernel
-    here, else by that of streamed_linear.py where it is faster."""
-    if tiling is None:
-        num_outputs, num_inputs = weight.shape
-        tiling = choose_tiling(num_outputs, num_inputs, num_rows=len(x))
-        if streams_linear(x, weight, tiling, rotation):
-            return streamed_linear(x, weight, bias, tiling, x.dtype, rotation=rotation)
+    `rotation`, of heads of queries, keys and values: the queries, rotated (M, Q * D)."""
+    tiling = tiling or choose_tiling(len(weight), weight.shape[1], num_rows=len(x))
     return _launch(x, weight, bias, len(weight), tiling, gated=False, rotation=rotation)
 
 
 def gated_linear_few_rows_triton(
     x: Tensor, gate_up_weight: Tensor, tiling: Tiling | None = None, activation: Activation = "silu"
 ) -> Tensor:
-    """activation_mul(x (M, I) @ gate_up_weight (2 * O, I).T) -> (M, O) for M up to MAX_GATED_ROWS, rounded twice."""
+    """activation_mul(x (M, I) @ gate_up_weight (2 * O, I).T) -> (M, O) for M up to MAX_ROWS, rounded twice."""
     num_outputs = gate_up_weight.shape[0] // 2
     num_inputs = gate_up_weight.shape[1]
     tiling = tiling or choose_tiling(num_outputs, num_inputs, gated=True, num_rows=len(x))
@@ -80,7 +72,7 @@ def _launch(
 ) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_inputs = x.shape
-    assert num_rows <= (MAX_GATED_ROWS if gated else MAX_ROWS)
+    assert num_rows <= MAX_ROWS
     assert weight.stride(1) == 1
     assert bias is None or bias.is_contiguous()
     assert not (gated and tiling.split > 1)
@@ -99,11 +91,6 @@ def _launch(
         **_options(x, tiling),
     )  # fmt: skip
     return out
-
-
-def rotates(weight: Tensor, rotation: Rotation) -> bool:
-    """Whether the kernel of few rows can rotate what it projects: a program has pairs of one head."""
-    return len(weight) <= MAX_OUTPUTS and rotation.fits(choose_tiling(*weight.shape).outputs)
 
 
 def scratch(device: torch.device, size: int, split: int) -> tuple[Tensor | None, Tensor | None]:

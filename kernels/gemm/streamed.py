@@ -21,7 +21,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from slipstream.kernels.grid_sync import is_last_done
-from slipstream.kernels.launch import use_triton
 
 MOST_REGISTERS = 104  # of a thread, on average: a program is to fit beside those of the kernels before
 # Their names before Triton 3.8.
@@ -35,11 +34,6 @@ FENCE = gl.constexpr("fence.proxy.async; mov.b32 $0, $1;")
 def is_hopper(device: torch.device) -> bool:
     """Earlier and later GPUs multiply by other instructions."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def streams(x: Tensor, max_rows: int) -> bool:
-    """Whether such kernels, for up to `max_rows` rows, take x (M, I)."""
-    return use_triton(x) and is_hopper(x.device) and 0 < len(x) <= max_rows <= programs_of(x.device)
 
 
 def programs_of(device: torch.device) -> int:

@@ -34,7 +34,6 @@ from slipstream.kernels.gemm.streamed import (
     ring_barriers,
     share_barriers,
     store_part,
-    streams,
     tile_rows,
     tiles_of,
     wait_empty,
@@ -67,17 +66,6 @@ class FP8Matrix(NamedTuple):
 def most_words(device: torch.device) -> Tensor:
     """(MOST_ROWS,) int32 bits of the largest number of each hidden row; zero between launches."""
     return new_words(device)[:MOST_ROWS]
-
-
-def streams_fp8(x: Tensor | QuantizedRows, gate_up: FP8Matrix, down: FP8Matrix) -> bool:
-    """Whether the kernel takes an MLP of rows (M, H), quantised or not: matrices of whole tiles and steps, scaled by
-    output, not by block."""
-    (num_outputs, size), num_inputs = down.codes.shape, gate_up.codes.shape[1]
-    split = choose_tiling(num_outputs, size).split
-    rows = x.codes if isinstance(x, QuantizedRows) else x
-    fits = num_inputs % (2 * BLOCK) == size % (2 * BLOCK * split) == num_outputs % TILE.value == 0
-    fits &= gate_up.scales.dim() == down.scales.dim() == 1
-    return fits and x.dtype == torch.bfloat16 and rows.dim() == 2 and streams(rows, MOST_ROWS)
 
 
 def fp8_mlp(x: QuantizedRows, gate_up: FP8Matrix, down: FP8Matrix) -> Tensor:

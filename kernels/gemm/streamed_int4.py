@@ -11,47 +11,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from slipstream.kernels.gemm.int4_weight import CHUNK, PLANE, Int4Weight, is_packed, plane, unit_inputs, unit_words
+from slipstream.kernels.gemm.int4_weight import CHUNK, PLANE, Int4Weight, plane, unit_inputs, unit_words
 from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
     launch_next,
-    programs_of,
     ring_barriers,
     share_barriers,
     store_part,
-    streams,
     tile_rows,
     tiles_of,
     wait_empty,
     wait_full,
     wait_paced,
 )
-from slipstream.kernels.gemm.streamed_linear import TILE, add_parts, load_inputs, load_weights, own_parts
-from slipstream.kernels.gemm.tiling import Tiling, part_inputs
+from slipstream.kernels.gemm.streamed_linear import TILE, add_parts, load_inputs, load_weights
+from slipstream.kernels.gemm.tiling import Tiling, own_parts, part_inputs
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.launch import pdl_options
 
-MOST_ROWS = 16
 FEW_REGISTERS = 80  # of a thread, on average, of programs of one part: more of them fit on a multiprocessor
 DEPTH = gl.constexpr(CHUNK)  # inputs of a step
 WORDS = gl.constexpr(PLANE)  # of a step and an output
 SLOTS = gl.constexpr(4)  # of both rings
 PACE = gl.constexpr(2)  # of weights that are on their way at once, at first
-
-
-def streams_int4(x: Tensor, weight: Int4Weight, tiling: Tiling) -> bool:
-    """Whether the kernel takes rows x (M, I), and is faster: where all programs are resident at once. Others would be
-    scheduled only when the rows are ready."""
-    num_outputs = len(weight.words)
-    num_inputs = weight.num_inputs
-    part = part_inputs(weight.num_inputs, tiling)
-    fits = num_inputs % CHUNK == part % CHUNK == num_outputs % TILE.value == 0
-    fits &= part * (tiling.split - 1) < num_inputs  # no part is empty
-    fits &= x.dtype == weight.scales.dtype == torch.bfloat16 and is_packed(weight)
-    fits &= x.is_contiguous() and x.data_ptr() % 16 == 0
-    if not fits or not streams(x, MOST_ROWS):
-        return False
-    return num_outputs // TILE.value * tiling.split <= 2 * programs_of(x.device)
 
 
 def streamed_int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None, tiling: Tiling) -> Tensor:

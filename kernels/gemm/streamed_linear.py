@@ -31,52 +31,23 @@ from slipstream.kernels.gemm.streamed import (
     ring_barriers,
     share_barriers,
     store_part,
-    streams,
     tile_rows,
     tiles_of,
     wait_empty,
     wait_full,
     wait_paced,
 )
-from slipstream.kernels.gemm.tiling import Heads, Tiling, part_inputs
+from slipstream.kernels.gemm.tiling import Heads, Tiling, own_parts, part_inputs
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import pdl_options
 
-MOST_ROWS = {torch.float8_e4m3fn: 32, torch.bfloat16: 8, torch.float16: 8}  # by the dtype of weights
-MOST_BYTES = 64 << 20  # of larger weights the first tiles are too small a share to gain anything
 BYTES = gl.constexpr(128)  # of a row of a tile
 TILE = gl.constexpr(64)  # rows of weights of a tile: outputs, once for each part that a program adds up
 SLOTS = gl.constexpr(8)  # of the ring of weights, of two tiles each
 X_SLOTS = gl.constexpr(4)  # likewise of inputs
 PACE = gl.constexpr(4)  # slots of weights that are on their way at once, at first
 HEADS_LAUNCH = 4  # steps before queries, keys and values are complete: the attention kernel may start
-MOST_PARTS = 4  # that a program sums itself
-MOST_COLUMNS = 64  # of products: the inputs of all parts lie side by side, and sums take registers
-
-
-def streams_linear(x: Tensor, weight: Tensor, tiling: Tiling, rotation: Rotation | None = None) -> bool:
-    """Whether the kernel takes rows x (M, I), or their codes, and is faster: matrices of whole tiles that are not too
-    large, parts of whole slots."""
-    num_outputs, num_inputs = weight.shape
-    slot = 2 * BYTES.value // weight.element_size()
-    part = part_inputs(num_inputs, tiling)
-    fits = num_outputs % TILE.value == 0 and (tiling.split == 1 or part % slot == 0)
-    fits &= x.dtype == weight.dtype and weight.nbytes <= MOST_BYTES and all(map(_is_aligned, (x, weight)))
-    fits &= rotation is None or (rotation.scales is None and rotation.fits(TILE.value))
-    return fits and streams(x, MOST_ROWS.get(weight.dtype, 0))
-
-
-def _is_aligned(matrix: Tensor) -> bool:
-    """Whether the tensor memory accelerator brings tiles of it."""
-    steps = matrix.data_ptr(), matrix.stride(0) * matrix.element_size()
-    return matrix.stride(1) == 1 and not any(step % 16 for step in steps)
-
-
-def own_parts(rows: int, num_inputs: int, tiling: Tiling) -> int:
-    """How many parts a program sums itself: all, if there are at most MOST_PARTS of equal size, else one."""
-    fits = part_inputs(num_inputs, tiling) * tiling.split == num_inputs and tiling.split <= MOST_PARTS
-    return tiling.split if fits and tiling.split * rows <= MOST_COLUMNS else 1
 
 
 def streamed_linear(

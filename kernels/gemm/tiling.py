@@ -1,4 +1,4 @@
-"""How products of few rows are tiled, and into which parts their inputs are cut.
+"""How products are tiled, and into which parts their inputs are cut.
 
 Letters: I inputs, O outputs.
 """
@@ -8,11 +8,18 @@ from typing import Any, NamedTuple
 
 import triton
 
+from slipstream.kernels.gemm.int4_weight import CHUNK, PLANE
 from slipstream.kernels.kv.rope import NO_ROTATION, Rotation
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200, each with as many loads in flight as its shared memory holds
 SHARED_MEMORY = 200 << 10  # bytes that the largest tiles need: sm_90 and sm_100 have them
 UNIT = 128  # inputs that are never shared out
+MOST_PARTS = 4  # of the inputs, that a program of the streamed kernels sums itself
+MOST_COLUMNS = 64  # of their products: the inputs of all parts lie side by side, and sums take registers
+INT4_PARTS = 8  # most parts of the inputs of 4-bit weights
+INT4_PART = 1024  # inputs of these that are not shared out
+SMALL_ROWS = 8  # of tiles of 4-bit weights that two warps multiply by `mma.sync`, which adds as `wgmma` does
+RING = 192 << 10  # bytes of the rings of wide_int4.py
 MAX_OUTPUTS = 64 * PROGRAMS  # for more, the library is as fast (docs/log/2026-11-21.md)
 
 
@@ -51,10 +58,73 @@ def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_ro
     return Tiling(outputs=64, depth=128 if num_rows <= 64 else 64, split=split, stages=6)
 
 
+def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: int) -> Tiling:
+    """As many parts as a product of 16-bit weights has. A tile takes half the bytes, so more of them are in flight."""
+    tiling = choose_tiling(num_outputs, num_inputs, gated, num_rows)
+    if gated:
+        return Tiling(outputs=64, depth=UNIT, split=1, stages=5 if num_rows <= 32 else 4)
+    stages = 4 if tiling.outputs > 64 else 8 if num_rows <= 64 else 6
+    warps = 8 if tiling.outputs > 64 and num_rows > 64 else 4
+    return Tiling(outputs=tiling.outputs, depth=UNIT, split=tiling.split, stages=stages, warps=warps)
+
+
+def choose_int4_tiling(
+    num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1, small: bool = True
+) -> Tiling:
+    """As many parts for any number of rows: few rows need them to fill the GPU. num_outputs: gates and ups, of a gated
+    product; small: there are tiles of SMALL_ROWS rows. Tiles are the fastest of some on an H200."""
+    split = 1
+    tiles = triton.cdiv(num_outputs, 64)
+    while not gated and split < INT4_PARTS and tiles * split < 2 * PROGRAMS and num_inputs >= 2 * INT4_PART * split:
+        split *= 2
+    if small and num_rows <= SMALL_ROWS:
+        return Tiling(outputs=64, depth=CHUNK, split=split, stages=3, warps=2, least_rows=SMALL_ROWS)
+    return Tiling(outputs=128 if gated and 16 < num_rows <= 32 else 64, depth=CHUNK, split=split, stages=3)
+
+
 def part_inputs(num_inputs: int, tiling: Tiling) -> int:
     """Inputs of each of the parts that `tiling.split` programs sum, but for the last: the same for every depth."""
     unit = max(tiling.depth, UNIT) if num_inputs >= UNIT * tiling.split else tiling.depth
     return triton.cdiv(triton.cdiv(num_inputs, unit), tiling.split) * unit
+
+
+def own_parts(rows: int, num_inputs: int, tiling: Tiling) -> int:
+    """How many parts a program sums itself: all, if there are at most MOST_PARTS of equal size, else one."""
+    fits = part_inputs(num_inputs, tiling) * tiling.split == num_inputs and tiling.split <= MOST_PARTS
+    return tiling.split if fits and tiling.split * rows <= MOST_COLUMNS else 1
+
+
+class Wide(NamedTuple):
+    """How a program of wide_int4.py multiplies."""
+
+    rows: int
+    tiles: int
+    """Tiles of 64 outputs for each of two warpgroups: 2 (two neighbours, or gates and their ups) or 1."""
+
+    @property
+    def outputs(self) -> int:
+        return 2 * self.tiles * 64
+
+    @property
+    def slots(self) -> int:
+        """Steps that the rings hold."""
+        return min(4, RING // (4 * self.outputs * PLANE + 2 * self.rows * CHUNK))
+
+
+def choose_wide(num_rows: int, num_outputs: int, split: int, gated: bool, programs: int) -> Wide | None:
+    """The faster number of tiles, by how many times the multiprocessors are filled with programs. None if too few of
+    them have a program in the last round: then the usual kernel, or dequantising, is faster, by the times of an 8B
+    Llama's products on an H200. num_outputs: gates and ups, of a gated product; programs: that run at a time."""
+    rows = min(max(triton.next_power_of_2(num_rows), 32), 128)
+
+    def share_and_time(wide: Wide) -> tuple[float, float]:
+        count = triton.cdiv(num_rows, rows) * split * triton.cdiv(num_outputs, wide.outputs)
+        rounds = triton.cdiv(count, programs)
+        return count / (rounds * programs), rounds * (wide.tiles + 0.5)
+
+    wide = min((Wide(rows, tiles) for tiles in ((2,) if gated else (2, 1))), key=lambda wide: share_and_time(wide)[1])
+    min_share = 0.8 if num_rows <= 32 else 0.5 if 64 < num_rows <= 256 else 0.65
+    return wide if share_and_time(wide)[0] >= min_share else None
 
 
 class Heads(NamedTuple):
@@ -68,7 +138,8 @@ class Heads(NamedTuple):
     def of(cls, rotation: Rotation | None, num_outputs: int, tiling: Tiling) -> "Heads":
         if rotation is None:
             return cls(num_outputs, 0, NO_ROTATION)
-        assert rotation.fits(tiling.outputs)
+        assert rotation.is_whole
+        assert rotation.head_dim % tiling.outputs == 0
         _, num_kv_heads, head_dim = rotation.keys.shape
         num_heads = num_outputs // head_dim - 2 * num_kv_heads
         return cls(num_heads * head_dim, head_dim, rotation.arguments(num_heads))

@@ -8,8 +8,6 @@ Two more warps copy weights and inputs into rings in shared memory.
 Letters: M rows, I inputs, O outputs.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
@@ -18,13 +16,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from slipstream.kernels.gemm.fixed_order import sum_parts_triton
-from slipstream.kernels.gemm.int4_weight import CHUNK, PLANE, Int4Weight, is_packed, unit_inputs, unit_words, unscaled
+from slipstream.kernels.gemm.int4_weight import CHUNK, PLANE, Int4Weight, unit_inputs, unit_words, unscaled
 from slipstream.kernels.gemm.small_m import round_silu_mul
 from slipstream.kernels.gemm.streamed import (
-    is_hopper,
     launch_next,
     load_tile,
-    programs_of,
     ring_barriers,
     share_barriers,
     tiles_of,
@@ -32,8 +28,8 @@ from slipstream.kernels.gemm.streamed import (
     wait_full,
 )
 from slipstream.kernels.gemm.streamed_int4 import bring_inputs, load_unit_words, two_planes
-from slipstream.kernels.gemm.tiling import Tiling, part_inputs
-from slipstream.kernels.launch import pdl_options, use_triton
+from slipstream.kernels.gemm.tiling import Tiling, Wide, part_inputs
+from slipstream.kernels.launch import pdl_options
 
 DEPTH = gl.constexpr(CHUNK)  # inputs of a step
 WORDS = gl.constexpr(PLANE)  # of a step and an output
@@ -43,60 +39,8 @@ FIRST = gl.constexpr(0)
 SECOND = gl.constexpr(1)
 PARTS = gl.constexpr(1)  # that a program sums itself
 PENDING = gl.constexpr(2)  # products that a warpgroup has on their way while it decodes
-RING = 192 << 10  # bytes
 REGISTERS = gl.constexpr(240)  # of a thread that multiplies
 MOST_REGISTERS = 168  # of a thread, on average: all twelve warps fill a multiprocessor
-MOST_ROWS = 1024  # more were not tried; dequantising takes less of their time
-MOST_UNORDERED_ROWS = 256  # of other than gated products without a fixed order, which the library computes whole
-MULTIPLE = 256  # that outputs and inputs must be of
-
-
-class Wide(NamedTuple):
-    """How a program multiplies."""
-
-    rows: int
-    tiles: int
-    """Tiles of outputs for each warpgroup: 2 (two neighbours, or gates and their ups) or 1."""
-
-    @property
-    def outputs(self) -> int:
-        return GROUPS.value * self.tiles * TILE.value
-
-    @property
-    def slots(self) -> int:
-        """Steps that the rings hold."""
-        return min(4, RING // (4 * self.outputs * WORDS.value + 2 * self.rows * DEPTH.value))
-
-
-def choose_wide(num_rows: int, num_outputs: int, split: int, gated: bool, programs: int) -> Wide | None:
-    """The faster number of tiles, by how many times the multiprocessors are filled with programs. None if too few of
-    them have a program in the last round: then the usual kernel, or dequantising, is faster, by the times of an 8B
-    Llama's products on an H200. num_outputs: gates and ups, of a gated product; programs: that run at a time."""
-    rows = min(max(triton.next_power_of_2(num_rows), 32), 128)
-
-    def share_and_time(wide: Wide) -> tuple[float, float]:
-        count = triton.cdiv(num_rows, rows) * split * triton.cdiv(num_outputs, wide.outputs)
-        rounds = triton.cdiv(count, programs)
-        return count / (rounds * programs), rounds * (wide.tiles + 0.5)
-
-    wide = min((Wide(rows, tiles) for tiles in ((2,) if gated else (2, 1))), key=lambda wide: share_and_time(wide)[1])
-    min_share = 0.8 if num_rows <= 32 else 0.5 if 64 < num_rows <= 256 else 0.65
-    return wide if share_and_time(wide)[0] >= min_share else None
-
-
-def find_wide(num_rows: int, weight: Int4Weight, tiling: Tiling, gated: bool, fixed: bool) -> Wide | None:
-    """How the kernel multiplies M rows; None if it cannot, or not faster. It takes matrices of whole chunks and tiles
-    without an empty part. fixed: inputs are added in a fixed order."""
-    num_outputs, _ = weight.words.shape
-    num_inputs = weight.num_inputs
-    device = weight.words.device
-    part = part_inputs(num_inputs, tiling)
-    split = tiling.split
-    fits = num_inputs % MULTIPLE == part % MULTIPLE == num_outputs % MULTIPLE == 0 and part * (split - 1) < num_inputs
-    fits &= (33 if gated else 17) <= num_rows <= (MOST_ROWS if gated or fixed else MOST_UNORDERED_ROWS)
-    if not fits or not is_packed(weight) or not use_triton(weight.words) or not is_hopper(device):
-        return None
-    return choose_wide(num_rows, num_outputs, split, gated, programs_of(device))
 
 
 def wide_int4_linear(

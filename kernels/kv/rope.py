@@ -33,10 +33,14 @@ class Rotation(NamedTuple):
     values: Tensor
     scales: Tensor | None = None
 
-    def fits(self, outputs: int) -> bool:
-        """Whether programs with so many outputs have pairs of a head: all dims are rotated, and no tile is cut."""
-        head_dim = self.keys.shape[2]
-        return self.cos.shape[1] == head_dim and head_dim % outputs == 0
+    @property
+    def head_dim(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all dims of a head are rotated, as products do it."""
+        return self.cos.shape[1] == self.head_dim
 
     def arguments(self, num_heads: int) -> tuple[Any, ...]:
         """Arguments of kernels that call `load_angles` and `store_heads`. num_heads: Q."""

@@ -10,12 +10,12 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from slipstream.kernels.gemm import int4, int4_weight, pipelined_int4, streamed_fp8, streamed_int4, streamed_linear
+from slipstream.kernels.gemm import int4_weight, pipelined_int4, streamed_fp8, streamed_int4, streamed_linear
 from slipstream.kernels.gemm import wide_int4 as wide
-from slipstream.kernels.gemm.fp8 import E4M3, QuantizedRows, choose_fp8_tiling
+from slipstream.kernels.gemm.fp8 import E4M3, QuantizedRows
 from slipstream.kernels.gemm.int4_weight import Int4Weight
 from slipstream.kernels.gemm.streamed_fp8 import FP8Matrix
-from slipstream.kernels.gemm.tiling import choose_tiling
+from slipstream.kernels.gemm.tiling import Wide, choose_fp8_tiling, choose_int4_tiling, choose_tiling
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.tests.kernels.compile_ahead_run import Hopper
 
@@ -74,32 +74,32 @@ def mlp_fp8() -> None:
 def linear_4_bits() -> None:
     x = zeros(ROWS, 4096)
     weight = matrix_of_4_bits(512, 4096, False)
-    streamed_int4.streamed_int4_linear(x, weight, None, int4.choose_int4_tiling(512, 4096))
+    streamed_int4.streamed_int4_linear(x, weight, None, choose_int4_tiling(512, 4096))
 
 
 def heads_4_bits_ring() -> None:
     x = zeros(ROWS, 4096)
     weight = matrix_of_4_bits(2048, 4096, True)
-    tiling = int4.choose_int4_tiling(2048, 4096)
+    tiling = choose_int4_tiling(2048, 4096)
     pipelined_int4.pipelined_int4_linear(x, weight, None, tiling, rotation=rotation())
 
 
 def gated_4_bits_ring() -> None:
     x = zeros(ROWS, 1024)
     weight = matrix_of_4_bits(512, 1024, False)
-    pipelined_int4.pipelined_int4_linear(x, weight, None, int4.choose_int4_tiling(512, 1024, True), gated=True)
+    pipelined_int4.pipelined_int4_linear(x, weight, None, choose_int4_tiling(512, 1024, True), gated=True)
 
 
 def linear_4_bits_wide() -> None:
     x = zeros(128, 4096)
     weight = matrix_of_4_bits(512, 4096, True)
-    wide.wide_int4_linear(x, weight, None, int4.choose_int4_tiling(512, 4096), False, wide.Wide(128, 1))
+    wide.wide_int4_linear(x, weight, None, choose_int4_tiling(512, 4096), False, Wide(128, 1))
 
 
 def gated_4_bits_wide() -> None:
     x = zeros(128, 1024)
     weight = matrix_of_4_bits(512, 1024, False)
-    wide.wide_int4_linear(x, weight, None, int4.choose_int4_tiling(512, 1024, True), True, wide.Wide(128, 2))
+    wide.wide_int4_linear(x, weight, None, choose_int4_tiling(512, 1024, True), True, Wide(128, 2))
 
 
 PRODUCTS = (

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from slipstream.kernels.gemm import fp8, grouped_fp8, int4_weight
 from slipstream.kernels.gemm import grouped as grouped_gemm
+from slipstream.kernels.gemm.choose import EXPERT_ROWS, SUMMED_ROWS, choose, device_of
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, Format, FP8Weight, format_of
 from slipstream.kernels.gemm.grouped import (
-    FUSED_ROWS,
     TILINGS,
     Clamped,
     ExpertWeights,
@@ -314,7 +314,7 @@ def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss: bool, sharing: str,
     router, bias, weights = random_layer((size, 200, experts, top_k), dtype, device, is_gpt_oss)
     x = random_rows(rows, size, dtype, device)
     shared = random_shared(sharing, rows, size, dtype, device)
-    routing = route_triton(x, router, bias, top_k, True, block_rows=grouped_gemm.LARGE_ROWS)
+    routing = route_triton(x, router, bias, top_k, True, block_rows=EXPERT_ROWS)
     with poisoned():
         mixed = mix_experts_triton(x, routing, weights, shared)
     tolerance = 4 * TOLERANCES[dtype]
@@ -376,7 +376,7 @@ def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...]
     if isinstance(weights.gate_up, FP8Weight):
         codes = fp8.quantize_rows(x, weights.gate_up.inputs)._replace(rows=x)
         assert torch.equal(mix_experts_triton(codes, routing, weights, None, Tiling(64, 32, 1)), mixed)
-    if device == "cuda" or (kind == "fp8 blocks" and rows <= FUSED_ROWS):
+    if device == "cuda" or (kind == "fp8 blocks" and rows <= SUMMED_ROWS):
         # Inputs on the edge between two codes fall either way; and the interpreter rounds to e4m3 in its own way.
         assert (mixed.double() - expected).norm() < 0.15 * expected.norm()
     else:
@@ -404,7 +404,8 @@ def test_large_tiles_of_fp8_give_the_bits_of_small_ones(kind: str, device: str) 
     assert routing.blocks is not None
     assert isinstance(weights.gate_up, FP8Weight)
     assert isinstance(weights.down, FP8Weight)
-    assert grouped_fp8.takes(routing.blocks, weights.down)
+    product = grouped_gemm._product(x, routing.blocks.rows, weights)
+    assert choose(product, device_of(x)).kernel == "experts, fp8 blocks"
     codes = fp8.quantize_rows(x, weights.gate_up.inputs)._replace(rows=x)
     with poisoned():
         mixed = mix_experts_triton(x, routing, weights, shared)

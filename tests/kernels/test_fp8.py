@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 from slipstream.kernels.gemm import fp8
 from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.choose import device_of, library_takes
 from slipstream.kernels.gemm.fp8 import (
     InputScales,
     QuantizedRows,
     fp8_linear,
-    has_library,
     library_linear,
     quantize_rows,
     quantized_rms_norm,
@@ -58,6 +58,12 @@ def formula(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | Non
     return F.silu(gate) * up if gated else out
 
 
+def many_rows(x: fp8.QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    """The product by the kernel of many rows."""
+    out = fp8._many_rows(x, weight, scales, bias, 1 if gated else choose_tiling(*weight.shape).split)
+    return silu_mul(out) if gated else out
+
+
 @grouped()
 @each_device
 @pytest.mark.parametrize(("shape", "blocks", "few"), rotating(SHAPES, [False, True], [True, False]))
@@ -71,10 +77,9 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks
     for gated in (False, outputs % 256 == 0):
         own_bias = None if gated else bias
         expected = formula(x, weight, scales, own_bias, gated)
-        for run in (fp8_linear.reference, fp8_linear.triton):
-            options = {"few": few and rows <= 64} if run is fp8_linear.triton else {}
+        for run in (fp8_linear.reference, fp8_linear.triton if few and rows <= 64 else many_rows):
             with poisoned():
-                out = run(x, weight, scales, own_bias, gated, **options)
+                out = run(x, weight, scales, own_bias, gated)
             allowed = (2e-3 if device == "cuda" else 1e-5) + 1e-3 * expected.abs()
             if device == "cuda" and not gated:  # tensor cores cut off what is below 2^-14 of what they add it to
                 allowed += 2**-14 * magnitude
@@ -153,14 +158,13 @@ def test_the_library_adds_like_our_kernels(shape: tuple[int, int], blocks: bool)
     split = choose_tiling(*shape).split
     for count in (132 if blocks else 128, 512):
         x = quantize_rows(torch.randn(count, shape[1], device="cuda").bfloat16(), InputScales(by_block=blocks))
-        assert has_library(x, weight, scales, split)
+        assert library_takes(fp8.fp8_product(x, weight, scales), device_of(weight), split)
         for bias in (None, torch.randn(shape[0], device="cuda").bfloat16()):
             ours = fp8_linear(x, weight, scales, bias)
             assert torch.equal(library_linear(x, weight, scales, bias, split), ours)
     unaligned = quantize_rows(torch.randn(130, shape[1], device="cuda").bfloat16(), InputScales(by_block=blocks))
-    assert (
-        has_library(unaligned, weight, scales, split) != blocks
-    )  # block scales of 130 rows are not aligned to 16 bytes
+    is_taken = library_takes(fp8.fp8_product(unaligned, weight, scales), device_of(weight), split)
+    assert is_taken != blocks  # block scales of 130 rows are not aligned to 16 bytes
 
 
 @pytest.mark.gpu

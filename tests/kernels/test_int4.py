@@ -11,6 +11,7 @@ from slipstream.kernels.gemm.fixed_order import FixedOrder, linear_many_rows_tri
 from slipstream.kernels.gemm.int4 import int4_linear
 from slipstream.kernels.gemm.int4_weight import Int4Weight, dequantize, pack_codes, pack_units, unpack_words
 from slipstream.kernels.gemm.mxfp4 import dequantize_mxfp4, pack_mxfp4, unpack_mxfp4
+from slipstream.kernels.gemm.tiling import SMALL_ROWS, choose_int4_tiling
 from slipstream.tests.kernels.triton_runs import TOLERANCES, check_chain, each_device, poisoned
 from slipstream.tests.pairwise import grouped, rotating
 
@@ -99,8 +100,8 @@ def test_small_tiles(inputs: int, group: int, symmetric: bool, device: str) -> N
     weight, value = layer(72, inputs, group, symmetric, device, torch.float16)
     x = torch.randn(5, inputs, device=device).half()
     for gated in (False, True):
-        tiling = int4.choose_int4_tiling(72, inputs, gated)
-        assert tiling.least_rows == int4.SMALL_ROWS
+        tiling = choose_int4_tiling(72, inputs, gated)
+        assert tiling.least_rows == SMALL_ROWS
         with poisoned():
             out = int4_linear.triton(x, weight, None, gated, tiling=tiling)
         gate, up = (x.double() @ value.double().t()).chunk(2, dim=-1)

@@ -1,5 +1,4 @@
-"""Products of few rows with 4-bit weights that copy them into a ring, against the usual kernel, bit by bit; and which
-are taken."""
+"""Products of few rows with 4-bit weights that copy them into a ring, against the usual kernel, bit by bit."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm import int4, pipelined_int4, streamed
+from slipstream.kernels.gemm import int4, pipelined_int4
+from slipstream.kernels.gemm.choose import Kind, choose, device_of
 from slipstream.kernels.gemm.int4_weight import Int4Weight
-from slipstream.kernels.gemm.pipelined_int4 import MOST_ROWS, choose_pipeline, pipelines_int4
-from slipstream.kernels.gemm.streamed_linear import own_parts
+from slipstream.kernels.gemm.pipelined_int4 import MOST_ROWS, choose_pipeline
+from slipstream.kernels.gemm.tiling import choose_int4_tiling, own_parts
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.tests.kernels import test_int4
-from slipstream.tests.kernels.test_streamed_linear import ProductPair, check_heads, empty_weight, heads
+from slipstream.tests.kernels.test_streamed_linear import ProductPair, check_heads
 from slipstream.tests.kernels.triton_runs import replayed
 from slipstream.tests.pairwise import grouped
 
@@ -43,23 +43,24 @@ FORMATS = [
 
 def usual(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, rotation: Rotation | None = None) -> Tensor:
     """By the kernel of any number of rows: of a given tiling."""
-    tiling = int4.choose_int4_tiling(*shape_of(weight), gated, len(x))
+    tiling = choose_int4_tiling(*shape_of(weight), gated, len(x))
     return int4.int4_linear_triton(x, weight, bias, gated, tiling=tiling, rotation=rotation)
 
 
 def pipelined(
     x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, rotation: Rotation | None = None
 ) -> Tensor:
-    assert takes(x, weight, gated, rotation)
+    kind: Kind = "gated" if gated else "plain" if rotation is None else "rotated"
+    kernel = choose(int4.int4_product(x, weight, kind, True, rotation), device_of(x)).kernel
+    if kernel == "int4 streamed":  # which comes first
+        tiling = choose_int4_tiling(*shape_of(weight), gated, len(x))
+        return pipelined_int4.pipelined_int4_linear(x, weight, bias, tiling, gated, rotation)
+    assert kernel == "int4 pipelined"
     return int4.int4_linear_triton(x, weight, bias, gated, rotation=rotation)
 
 
 def shape_of(weight: Int4Weight) -> tuple[int, int]:
     return len(weight.words), weight.num_inputs
-
-
-def takes(x: Tensor, weight: Int4Weight, gated: bool = False, rotation: Rotation | None = None) -> bool:
-    return pipelines_int4(x, weight, int4.choose_int4_tiling(*shape_of(weight), gated, len(x)), rotation)
 
 
 @pytest.mark.gpu
@@ -119,45 +120,9 @@ def test_a_graph_replays_a_chain() -> None:
     assert not done_counters(x.device).any()
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that asks which GPU it runs on sees an H200."""
-    monkeypatch.setattr(streamed, "use_triton", lambda _: True)
-    monkeypatch.setattr(streamed, "is_hopper", lambda _: True)
-    monkeypatch.setattr(streamed, "programs_of", lambda _: 132)
-    monkeypatch.setattr(pipelined_int4, "is_packed", lambda _: True)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_which_products_are_taken() -> None:
-    weight = empty_weight(6144, 4096)
-    x = torch.zeros(9, 4096).bfloat16()
-    for rows in (1, 8):
-        assert takes(x[:rows], weight)
-        assert takes(x[:rows], weight, gated=True)
-        assert takes(x[:rows], weight, rotation=heads(128))
-    assert takes(x[:1].half(), empty_weight(6144, 4096, torch.float16))
-    assert not takes(x, weight), "more rows than a tile has"
-    assert not takes(x[:0], weight)
-    assert not takes(x[:1].half(), weight)
-    assert not takes(x[:1], empty_weight(6112, 4096)), "half a tile"
-    assert not takes(x[:1, :4000].contiguous(), empty_weight(6144, 4000)), "half a chunk"
-    assert not takes(torch.zeros(1, 4097).bfloat16()[:, 1:], weight), "rows that begin within 16 bytes"
-    assert not takes(torch.zeros(2, 4104).bfloat16()[:, :4096], weight), "rows that do not follow each other"
-    assert not takes(torch.zeros(1, 8448).bfloat16(), empty_weight(2048, 8448)), "an empty part"
-    assert not takes(x[:1], weight, rotation=heads(32)), "a tile has two heads"
-    assert not takes(x[:1], weight, rotation=heads(128, torch.ones(2, 1))), "a cache in FP8"
-    assert not takes(torch.zeros(1, 16384).bfloat16(), empty_weight(2048, 16384), rotation=heads(128)), "eight parts"
-
-
-def test_none_is_taken_elsewhere() -> None:
-    weight, _ = test_int4.layer(64, 256, 128, True, "cpu", torch.float16)
-    assert not takes(torch.zeros(1, 256).half(), weight)
-
-
 def test_rings_fill_the_same_memory() -> None:
     """Whatever number of parts a program sums."""
     shapes = [shape for *shape, gated in PRODUCTS if not gated]
-    parts = [own_parts(MOST_ROWS, inputs, int4.choose_int4_tiling(outputs, inputs)) for outputs, inputs in shapes]
+    parts = [own_parts(MOST_ROWS, inputs, choose_int4_tiling(outputs, inputs)) for outputs, inputs in shapes]
     assert parts == [1, 1, 4, 2, 1]
     assert [choose_pipeline(False, num_parts).slots * num_parts for num_parts in (2, 4)] == [8, 8]

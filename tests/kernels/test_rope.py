@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.gemm import fp8, int4, small_m
 from slipstream.kernels.gemm.int4_weight import Int4Weight, pack_codes, pack_units
-from slipstream.kernels.gemm.tiling import Tiling, choose_tiling
+from slipstream.kernels.gemm.tiling import Tiling, choose_fp8_tiling, choose_int4_tiling, choose_tiling
 from slipstream.kernels.kv.rope import Rotation, rotate, rotate_and_store, store_context
 from slipstream.kernels.norm import HeadNorms, rms_norm
 from slipstream.tests.kernels.triton_runs import each_device, poisoned, replayed
@@ -352,6 +352,6 @@ def test_a_projection_rotates_and_stores(
 )
 def test_a_projection_of_any_format_rotates(format: str, case: tuple[int, int, int, int], codes: bool) -> None:
     num_outputs = (case[1] + 2 * case[2]) * case[3]
-    choose = {"plain": choose_tiling, "int4": int4.choose_int4_tiling}.get(format, fp8.choose_fp8_tiling)
+    choose = {"plain": choose_tiling, "int4": choose_int4_tiling}.get(format, choose_fp8_tiling)
     tiling = choose(num_outputs, 256, False, case[0])
     check_projection(format, case, torch.bfloat16, "cuda", tiling, codes)

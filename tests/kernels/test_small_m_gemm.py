@@ -157,5 +157,6 @@ def test_the_dispatch() -> None:
     x, weight, _ = random(4, 4096, 4096, torch.bfloat16, "cuda")
     with torch.inference_mode():
         assert torch.equal(linear(x, weight), small_m.linear_few_rows_triton(x, weight))
+        assert linear(x[:0], weight).shape == (0, 4096)
         shaped = linear(x.view(2, 2, 4096), weight)
     assert torch.equal(shaped.view(4, 4096), small_m.linear_few_rows_triton(x, weight))

@@ -1,4 +1,4 @@
-"""Products whose weights come before their rows, against the usual kernels, bit by bit; and which are taken."""
+"""Products whose weights come before their rows, against the usual kernels, bit by bit."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm import fp8, int4, small_m, streamed, streamed_int4
-from slipstream.kernels.gemm.int4_weight import Int4Weight, num_pairs, num_words
-from slipstream.kernels.gemm.streamed_int4 import streams_int4
-from slipstream.kernels.gemm.streamed_linear import MOST_ROWS, streams_linear
-from slipstream.kernels.gemm.tiling import Tiling, choose_tiling
+from slipstream.kernels.gemm import fp8, int4, small_m
+from slipstream.kernels.gemm.choose import (
+    STREAMED_INT4_ROWS,
+    STREAMED_ROWS,
+    Choice,
+    Kind,
+    choose,
+    device_of,
+    product_of,
+)
+from slipstream.kernels.gemm.linear import few_rows
+from slipstream.kernels.gemm.tiling import Tiling, choose_fp8_tiling, choose_int4_tiling, choose_tiling
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.tests.kernels import test_fp8, test_int4
@@ -47,13 +54,15 @@ def of_16_bits(shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype =
     own_bias = None if bias is None else bias.to(dtype)
 
     def streamed(x: Tensor, rotation: Rotation | None) -> Tensor:
-        assert streams_linear(x, weight, choose_tiling(*shape, num_rows=len(x)), rotation)
-        return small_m.linear_few_rows_triton(x, weight, own_bias, rotation=rotation)
+        kind: Kind = "plain" if rotation is None else "rotated"
+        choice = choose(product_of(x, weight, kind, is_exact=True, rotation=rotation), device_of(x))
+        assert choice.kernel == "streamed"
+        return few_rows(choice, x, weight, own_bias, rotation)
 
     def usual(x: Tensor, rotation: Rotation | None) -> Tensor:
         return small_m.linear_few_rows_triton(x, weight, own_bias, choose_tiling(*shape, num_rows=len(x)), rotation)
 
-    return ProductPair(streamed, usual, MOST_ROWS[dtype], dtype)
+    return ProductPair(streamed, usual, STREAMED_ROWS["16 bits"], dtype)
 
 
 def of_fp8(shape: tuple[int, int], bias: Tensor | None) -> ProductPair:
@@ -61,27 +70,28 @@ def of_fp8(shape: tuple[int, int], bias: Tensor | None) -> ProductPair:
 
     def streamed(x: Tensor, rotation: Rotation | None) -> Tensor:
         rows = fp8.quantize_rows(x)
-        assert streams_linear(rows.codes, weight, fp8.choose_fp8_tiling(*shape, False, len(x)), rotation)
+        kind: Kind = "plain" if rotation is None else "rotated"
+        assert choose(fp8.fp8_product(rows, weight, scales, kind, rotation), device_of(x)).kernel == "streamed"
         return fp8.fp8_linear_triton(rows, weight, scales, bias, rotation=rotation)
 
     def usual(x: Tensor, rotation: Rotation | None) -> Tensor:
-        tiling = fp8.choose_fp8_tiling(*shape, False, len(x))
+        tiling = choose_fp8_tiling(*shape, False, len(x))
         return fp8.fp8_linear_triton(fp8.quantize_rows(x), weight, scales, bias, tiling=tiling, rotation=rotation)
 
-    return ProductPair(streamed, usual, MOST_ROWS[fp8.E4M3])
+    return ProductPair(streamed, usual, STREAMED_ROWS["fp8"])
 
 
 def of_4_bits(shape: tuple[int, int], bias: Tensor | None, group: int = 128, symmetric: bool = True) -> ProductPair:
     weight, _ = test_int4.layer(*shape, group, symmetric, "cuda", torch.bfloat16)
 
     def streamed(x: Tensor, _: Rotation | None) -> Tensor:
-        assert streams_int4(x, weight, int4.choose_int4_tiling(*shape, num_rows=len(x)))
+        assert choose(int4.int4_product(x, weight, "plain", True), device_of(x)).kernel == "int4 streamed"
         return int4.int4_linear_triton(x, weight, bias)
 
     def usual(x: Tensor, _: Rotation | None) -> Tensor:
-        return int4.int4_linear_triton(x, weight, bias, tiling=int4.choose_int4_tiling(*shape, num_rows=len(x)))
+        return int4.int4_linear_triton(x, weight, bias, tiling=choose_int4_tiling(*shape, num_rows=len(x)))
 
-    return ProductPair(streamed, usual, streamed_int4.MOST_ROWS)
+    return ProductPair(streamed, usual, STREAMED_INT4_ROWS)
 
 
 WITH_HEADS = {"bf16": of_16_bits, "fp16": partial(of_16_bits, dtype=torch.float16), "FP8": of_fp8}
@@ -161,98 +171,22 @@ def test_a_graph_replays_a_chain(name: str) -> None:
     assert not done_counters(x.device).any()
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that asks which GPU it runs on sees an H200."""
-    monkeypatch.setattr(streamed, "use_triton", lambda _: True)
-    monkeypatch.setattr(streamed, "is_hopper", lambda _: True)
-    for module in (streamed, streamed_int4):
-        monkeypatch.setattr(module, "programs_of", lambda _: 132)
-
-
-def takes(x: Tensor, weight: Tensor, rotation: Rotation | None = None) -> bool:
-    return streams_linear(x, weight, choose_tiling(*weight.shape, num_rows=len(x)), rotation)
-
-
-def heads(dim: int, scales: Tensor | None = None) -> Rotation:
-    table = torch.zeros(8, dim)
-    index = torch.zeros(1, dtype=torch.int64)
-    cache = torch.zeros(4, 1, dim)
-    return Rotation(table, table, index, index, cache, cache, scales)
-
-
-@pytest.mark.parametrize(("dtype", "max_rows"), [(torch.bfloat16, 8), (torch.float16, 8), (fp8.E4M3, 32)])
-@pytest.mark.usefixtures("hopper")
-def test_which_products_are_taken(dtype: torch.dtype, max_rows: int) -> None:
-    weight = torch.zeros(256, 4096, dtype=dtype)
-    x = torch.zeros(max_rows + 1, 4096, dtype=dtype)
-    for rows in (1, max_rows):
-        assert takes(x[:rows], weight)
-        assert takes(x[:rows], weight, heads(128))
-    assert not takes(x, weight)
-    assert not takes(x[:0], weight)
-    assert not takes(x[:1].float(), weight)
-    assert not takes(x[:1].float(), weight.float())
-    assert not takes(x[:1], weight[:250])
-    assert not takes(x[:1], weight, heads(32)), "a tile has two heads"
-    assert not takes(x[:1], weight, heads(128, torch.ones(2, 1))), "a cache in FP8"
-    beside = torch.zeros(1, 4104, dtype=dtype)[:, 4 : 4 + 4096]
-    assert not takes(beside, weight), "rows that begin within 16 bytes"
-    large = torch.empty((64 << 20) // (4096 * dtype.itemsize) + 64, 4096, dtype=dtype, device="meta")
-    assert takes(x[:1].to("meta"), large[:-64])
-    assert not takes(x[:1].to("meta"), large)
-
-
-def test_none_is_taken_elsewhere() -> None:
-    assert not takes(torch.zeros(1, 4096).bfloat16(), torch.zeros(256, 4096).bfloat16())
-
-
-def empty_weight(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Int4Weight:
-    words = torch.empty(outputs, num_words(inputs), dtype=torch.int32, device="meta")
-    return Int4Weight(words, torch.empty(num_pairs(inputs, 128), outputs, 2, dtype=dtype), None, 128, inputs)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_which_products_of_4_bits_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output projection of an 8B Llama is taken."""
-    monkeypatch.setattr(streamed_int4, "is_packed", lambda _: True)
-
-    def takes(weight: Int4Weight, rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> bool:
-        tiling = int4.choose_int4_tiling(len(weight.words), weight.num_inputs, num_rows=rows)
-        return streams_int4(torch.zeros(rows, weight.num_inputs, dtype=dtype), weight, tiling)
-
-    projection = empty_weight(4096, 4096)
-    assert all(takes(projection, rows) for rows in (1, 8, 9, 16))
-    assert not takes(projection, 17)
-    assert not takes(empty_weight(4096, 4096, torch.float16), dtype=torch.float16)
-    for shape in ((6144, 4096), (4096, 14336), (4000, 4096), (2880, 2880), (2048, 8448)):
-        assert not takes(empty_weight(*shape)), shape
-    assert takes(empty_weight(2048, 8192)), "eight parts"
-    monkeypatch.setattr(streamed_int4, "programs_of", lambda _: 66)
-    assert not takes(projection)
-
-
 def test_a_tiling_is_one_of_the_usual_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where callers give none, the streamed kernel takes all products that it supports."""
     x = torch.randn(2, 256).half()
     weight = torch.randn(64, 256).half() / 16
     rows = fp8.quantize_rows(x)
     codes = fp8.quantize_weight(weight)
     packed, _ = test_int4.layer(64, 256, 128, True, "cpu", torch.float16)
     products: list[Callable[[Tiling | None], Tensor]] = [
-        lambda tiling: small_m.linear_few_rows_triton(x, weight, None, tiling),
         lambda tiling: fp8.fp8_linear_triton(rows, *codes, tiling=tiling),
         lambda tiling: int4.int4_linear_triton(x, packed, tiling=tiling),
     ]
     expected = [product(None) for product in products]
+    tilings = choose_fp8_tiling(64, 256, False, 2), choose_int4_tiling(64, 256)
     marked = torch.zeros(())
-    for module, name in ((small_m, "streams_linear"), (fp8, "streams_linear"), (int4, "streams_int4")):
-        monkeypatch.setattr(module, name, lambda *_: True)
-    for module, name in ((small_m, "streamed_linear"), (fp8, "streamed_linear"), (int4, "streamed_int4_linear")):
+    for module, kernel, name in ((fp8, "streamed", "streamed_linear"), (int4, "int4 streamed", "streamed_int4_linear")):
+        monkeypatch.setattr(module, "choose", lambda *_, kernel=kernel: Choice(kernel, tilings[0]))
         monkeypatch.setattr(module, name, lambda *_, **__: marked)
-    tilings = choose_tiling(64, 256), fp8.choose_fp8_tiling(64, 256, False, 2), int4.choose_int4_tiling(64, 256)
     for product, tiling, usual in zip(products, tilings, expected, strict=True):
         assert product(None) is marked
         torch.testing.assert_close(product(tiling), usual)
-    assert fp8.fp8_linear_triton(rows, *codes, gated=True) is not marked
-    assert int4.int4_linear_triton(x, packed, gated=True) is not marked

@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm import int4, wide_int4
+from slipstream.kernels.gemm import int4
 from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.choose import FEW_ROWS, WIDE_ROWS
 from slipstream.kernels.gemm.fixed_order import FixedOrder, linear_many_rows_triton
 from slipstream.kernels.gemm.int4_weight import Int4Weight, dequantize
-from slipstream.kernels.gemm.wide_int4 import MOST_ROWS, Wide, choose_wide, find_wide, wide_int4_linear
+from slipstream.kernels.gemm.tiling import Wide, choose_int4_tiling
+from slipstream.kernels.gemm.wide_int4 import wide_int4_linear
 from slipstream.tests.kernels import test_int4
 from slipstream.tests.kernels.test_pipelined_int4 import FORMATS, chain, shape_of, usual
-from slipstream.tests.kernels.test_streamed_linear import empty_weight
 from slipstream.tests.kernels.triton_runs import replayed
 from slipstream.tests.pairwise import grouped
 
@@ -32,11 +33,11 @@ LLAMA_8B = {"gate_up": (28672, 4096, True), "down": (4096, 14336, False), "o": (
 
 
 def wide_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, wide: Wide) -> Tensor:
-    return wide_int4_linear(x, weight, bias, int4.choose_int4_tiling(*shape_of(weight), gated), gated, wide)
+    return wide_int4_linear(x, weight, bias, choose_int4_tiling(*shape_of(weight), gated), gated, wide)
 
 
 def expected_of(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool) -> Tensor:
-    if len(x) <= int4.FEW_ROWS:
+    if len(x) <= FEW_ROWS:
         return usual(x, weight, bias, gated)
     part = weight.num_inputs if gated else int4.part_of(weight)
     out = linear_many_rows_triton(x, dequantize(weight, x.dtype), bias, part=part)
@@ -66,12 +67,12 @@ def test_bits_are_those_of_the_usual_products(
 @pytest.mark.parametrize("name", LLAMA_8B)
 @torch.inference_mode()
 def test_layers_of_an_8b_llama_take_it(name: str) -> None:
-    """Up to prompts of MOST_ROWS tokens, in a fixed order; beside other rows a row has the same bits."""
+    """Up to prompts of WIDE_ROWS tokens, in a fixed order; beside other rows a row has the same bits."""
     outputs, inputs, gated = LLAMA_8B[name]
     weight, _ = test_int4.layer(outputs, inputs, 128, True, "cuda", torch.bfloat16)
-    x = torch.randn(MOST_ROWS, inputs, device="cuda").bfloat16()
+    x = torch.randn(WIDE_ROWS, inputs, device="cuda").bfloat16()
     expected = expected_of(x, weight, None, gated)
-    for rows in (1, 33, 100, 500, MOST_ROWS):
+    for rows in (1, 33, 100, 500, WIDE_ROWS):
         assert rows < 33 or not int4.dequantizes(weight, rows, gated)
         out = int4.int4_linear_triton(x[:rows], weight, None, gated, FixedOrder())
         assert torch.equal(out, expected[:rows]), rows
@@ -92,65 +93,6 @@ def test_a_graph_replays_a_chain() -> None:
         assert torch.equal(replayed(partial(chain, run, gate_up, down, x)), expected)
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that asks which GPU it runs on sees an H200."""
-    monkeypatch.setattr(wide_int4, "use_triton", lambda _: True)
-    monkeypatch.setattr(wide_int4, "is_hopper", lambda _: True)
-    monkeypatch.setattr(wide_int4, "is_packed", lambda _: True)
-    monkeypatch.setattr(wide_int4, "programs_of", lambda _: 132)
-
-
-def wide_for(rows: int, weight: Int4Weight, gated: bool = False, fixed: bool = True) -> Wide | None:
-    return find_wide(rows, weight, int4.choose_int4_tiling(*shape_of(weight), gated), gated, fixed)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_which_products_are_taken() -> None:
-    gate_up = empty_weight(28672, 4096)
-    down = empty_weight(4096, 14336)
-    projection = empty_weight(4096, 4096)
-    assert [wide_for(rows, gate_up, gated=True) for rows in (1, 32, 33, 65, MOST_ROWS + 1)] == [
-        None, None, Wide(64, 2), Wide(128, 2), None
-    ]  # fmt: skip
-    assert [wide_for(rows, down) for rows in (16, 17, 64, 1024)] == [None, Wide(32, 2), Wide(64, 2), Wide(128, 2)]
-    assert [wide_for(rows, projection) for rows in (17, 100)] == [Wide(32, 1), Wide(128, 1)]
-    assert [wide_for(rows, down, fixed=False) is None for rows in (256, 257)] == [False, True]
-    assert wide_for(1024, gate_up, gated=True, fixed=False) == Wide(128, 2)
-    assert wide_for(64, empty_weight(4096, 4096 + 128)) is None, "half a chunk"
-    assert wide_for(64, empty_weight(4096 + 128, 4096)) is None, "half a tile"
-    assert wide_for(64, empty_weight(2048, 8448)) is None, "an empty part"
-    assert [int4.dequantizes(gate_up, rows, True) for rows in (128, 129, 1024, 1025)] == [False, False, False, True]
-
-
-@pytest.mark.usefixtures("hopper")
-def test_what_would_leave_multiprocessors_idle_is_not_taken() -> None:
-    assert wide_for(64, empty_weight(16384, 2048), gated=True) is None, "64 programs"
-    assert wide_for(256, empty_weight(16384, 2048), gated=True) == Wide(128, 2)
-    assert wide_for(64, empty_weight(34816, 5120), gated=True) is None, "136 programs"
-    assert choose_wide(64, 6144, 4, False, 132) == Wide(64, 2)
-    assert choose_wide(256, 6144, 4, False, 132) == Wide(128, 1), "three times 128 rather than 96 after 132 programs"
-
-
-def test_elsewhere_many_rows_are_multiplied_by_dequantised_weights() -> None:
-    weight, _ = test_int4.layer(256, 256, 128, True, "cpu", torch.float16)
-    assert wide_for(64, weight) is None
-    assert [int4.dequantizes(weight, rows) for rows in (128, 129)] == [False, True]
-
-
 def test_rings_fit_into_shared_memory() -> None:
     ways = [Wide(rows, tiles) for rows in (32, 64, 128) for tiles in (1, 2)]
     assert [wide.slots for wide in ways] == [4, 4, 4, 3, 2, 2]
-
-
-def test_a_tiling_or_a_rotation_is_for_the_usual_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, _ = test_int4.layer(256, 256, 128, True, "cpu", torch.float16)
-    x = torch.randn(40, 256).half()
-    marked = torch.zeros(())
-    monkeypatch.setattr(int4, "find_wide", lambda *_: Wide(64, 2))
-    monkeypatch.setattr(int4, "wide_int4_linear", lambda *_: marked)
-    monkeypatch.setattr(int4, "_launch", lambda *_: x)
-    assert int4.int4_linear_triton(x, weight) is marked
-    assert int4.int4_linear_triton(x, weight, tiling=int4.choose_int4_tiling(256, 256)) is x
-    apart = torch.empty(40 * 256 + 1).half()[1:].view(40, 256)
-    assert int4.int4_linear_triton(apart, weight) is x, "rows that begin within 16 bytes"

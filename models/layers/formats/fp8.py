@@ -12,9 +12,10 @@ from torch import Tensor
 
 from slipstream.kernels.gemm import fp8, streamed_fp8
 from slipstream.kernels.gemm.activation import Activation, activation_mul, silu_mul
+from slipstream.kernels.gemm.choose import Format as ProductFormat
+from slipstream.kernels.gemm.choose import Kernel, Kind, Product, choose, device_of
 from slipstream.kernels.gemm.expert_weights import FP8Weight
 from slipstream.kernels.gemm.fixed_order import FP8Product
-from slipstream.kernels.gemm.small_m import rotates
 from slipstream.kernels.gemm.tiling import choose_tiling
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.models.files.quantization import BLOCK, expect, expect_blocks, object_field
@@ -208,25 +209,37 @@ class FP8Linear(QuantizedLinear):
     def gated_mlp(self, x: Tensor | fp8.QuantizedRows, down: Linear, activation: Activation = "silu") -> Tensor | None:
         if not isinstance(down, FP8Linear) or activation != "silu":
             return None
-        gate_up = self._matrix
-        down_matrix = down._matrix  # noqa: SLF001  of the same class
+        rows = x.codes if isinstance(x, fp8.QuantizedRows) else x
         is_plain = self.bias is None and down.bias is None and not down.format.static
-        if not is_plain or not streamed_fp8.streams_fp8(x, gate_up, down_matrix):
+        if not is_plain or self.product_format != down.product_format or rows.dim() != 2:
             return None
-        return streamed_fp8.fp8_mlp(self._quantized(x), gate_up, down_matrix)
+        product = self._product(x, "mlp")._replace(num_outputs=down.out_features, size=down.in_features)
+        if choose(product, device_of(rows)).kernel == "apart":
+            return None
+        return streamed_fp8.fp8_mlp(self._quantized(x), self._matrix, down._matrix)  # noqa: SLF001  of the same class
+
+    @property
+    def product_format(self) -> ProductFormat:
+        return "fp8 blocks" if self.format.scales == "block" else "fp8"
+
+    def _product(self, x: Tensor | fp8.QuantizedRows, kind: Kind) -> Product:
+        """Describes a product whose inputs need not be quantised yet."""
+        num_rows = len(x.codes if isinstance(x, fp8.QuantizedRows) else x)
+        exact = self.order is not None
+        product = Product(self.product_format, num_rows, self.out_features, self.in_features, kind, exact, x.dtype)
+        return product._replace(library=self._library(num_rows))
 
     @property
     def _matrix(self) -> streamed_fp8.FP8Matrix:
         return streamed_fp8.FP8Matrix(self.get_buffer("weight"), self.get_buffer("weight_scale"))
 
     def rotated(self, x: Tensor | fp8.QuantizedRows, rotation: Rotation) -> Tensor | None:
-        weight, scale = self._matrix
         rows = x.codes if isinstance(x, fp8.QuantizedRows) else x
-        if rows.dim() != 2 or len(rows) > fp8.FEW_ROWS or not fp8.runs_kernels(rows, self.in_features):
+        if rows.dim() != 2 or not rotation.is_whole or not fp8.runs_kernels(rows, self.in_features):
             return None
-        if not rotates(weight, rotation) or self._is_by_library(len(rows)):
+        if choose(self._product(x, "rotated")._replace(head_dim=rotation.head_dim), device_of(rows)).kernel == "apart":
             return None
-        return fp8.fp8_linear_triton(self._quantized(x), weight, scale, self.bias, rotation=rotation)
+        return fp8.fp8_linear_triton(self._quantized(x), *self._matrix, self.bias, rotation=rotation)
 
     def _quantized(self, x: Tensor | fp8.QuantizedRows) -> fp8.QuantizedRows:
         return x if isinstance(x, fp8.QuantizedRows) else fp8.quantize_rows(x, self.scales_of_inputs())
@@ -246,12 +259,17 @@ class FP8Linear(QuantizedLinear):
 
     def check_order(self, rows: Iterable[int]) -> None:
         assert self.order is not None
-        by_library = self.order.fp8_by_library.setdefault(self._product, set())
+        by_library = self.order.fp8_by_library.setdefault(self._key, set())
         by_library |= fp8.rows_by_library(rows, *self._matrix, self.bias)
 
     @property
-    def _product(self) -> FP8Product:
+    def _key(self) -> FP8Product:
         return self.out_features, self.in_features, self.bias is not None, self.format.scales == "block"
+
+    def _library(self, num_rows: int) -> Kernel | None:
+        """In an order: the library, where it keeps it and is faster."""
+        is_seen = self.order is not None and num_rows in self.order.fp8_by_library.get(self._key, ())
+        return "library" if is_seen else None
 
     def _multiply(self, x: Tensor | fp8.QuantizedRows, gated: bool) -> Tensor:
         weight, scale = self._matrix
@@ -259,23 +277,13 @@ class FP8Linear(QuantizedLinear):
             rows = fp8.quantize_rows(x.reshape(-1, self.in_features), self.scales_of_inputs())
             out = self._multiply(rows, gated)
             return out.view(*x.shape[:-1], out.shape[-1])
-        if not gated and (split := self._library_parts(x)):
-            fast = self.sums_fast and self.order is None
-            return fp8.library_linear(x, weight, scale, self.bias, split, fast=fast)
+        is_exact = self.order is not None
+        library = self._library(len(x.codes))
+        product = fp8.fp8_product(x, weight, scale, "gated" if gated else "plain", None, is_exact, library)
+        if choose(product, device_of(x.codes)).kernel == "library":
+            split = choose_tiling(self.out_features, self.in_features).split if is_exact else 1
+            return fp8.library_linear(x, weight, scale, self.bias, split, fast=self.sums_fast and not is_exact)
         return fp8.fp8_linear(x, weight, scale, self.bias, gated)
-
-    def _library_parts(self, rows: fp8.QuantizedRows) -> int:
-        """In how many parts the library multiplies; 0 where our kernels do: in an order, where it was not seen to keep
-        it, and without one for few rows."""
-        if self.order is not None:
-            by_library = self._is_by_library(len(rows.codes))
-            return choose_tiling(self.out_features, self.in_features).split if by_library else 0
-        weight, scale = self._matrix
-        return int(len(rows.codes) > fp8.FEW_ROWS and fp8.has_library(rows, weight, scale))
-
-    def _is_by_library(self, num_rows: int) -> bool:
-        """In an order: whether the library keeps it and is faster."""
-        return self.order is not None and num_rows in self.order.fp8_by_library.get(self._product, ())
 
     def dequantized(self) -> Tensor:
         return fp8.dequantize_weight(self.get_buffer("weight"), self.get_buffer("weight_scale"))

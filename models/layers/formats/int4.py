@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.gemm import int4, int4_weight
 from slipstream.kernels.gemm.activation import Activation
+from slipstream.kernels.gemm.choose import choose, device_of
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.models.files.quantization import expect, group_size_field, object_field
 from slipstream.models.layers.formats.base import INTEGERS, FileTensor, Format, Quantization, QuantizedLinear
@@ -260,9 +261,10 @@ class Int4Linear(QuantizedLinear):
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:
         weight = self.stored
-        if x.dim() != 2 or len(x) > int4.FEW_ROWS or not int4.runs_kernel(x, weight):
+        if x.dim() != 2 or not rotation.is_whole or not int4.runs_kernel(x, weight):
             return None
-        if not rotation.fits(int4.choose_int4_tiling(self.out_features, self.in_features).outputs):
+        product = int4.int4_product(x, weight, "rotated", self.order is not None, rotation)
+        if choose(product, device_of(x)).kernel == "apart":
             return None
         return int4.int4_linear_triton(self._sorted(x), weight, self.bias, order=self.order, rotation=rotation)
 
