@@ -59,7 +59,11 @@ class NaiveDFlash(NaiveLayers):
         return 0 if self.config.get("sample_from_anchor") else 1
 
     def fuse(self, aux_states: Tensor) -> Tensor:
-        return self._norm(aux_states.double() @ self.weights["fc.weight"].T, "hidden_norm")
+        aux_states = aux_states.double()
+        if self.heads.get("tap_norms"):
+            states = aux_states.split(aux_states.shape[-1] // len(self.heads["target_layer_ids"]), dim=-1)
+            aux_states = torch.cat([self._norm(x, f"aux_hidden_norms.{i}") for i, x in enumerate(states)], dim=-1)
+        return self._norm(aux_states @ self.weights["fc.weight"].T, "hidden_norm")
 
     def block(self, aux_states: Tensor, anchor: int, slots: int) -> Block:
         """The block after aux hidden states (a, K * H) of the a tokens before `anchor`, which has position a."""
@@ -69,7 +73,8 @@ class NaiveDFlash(NaiveLayers):
         for layer in range(self.config["num_hidden_layers"]):
             name = f"layers.{layer}"
             normed, finish = self._convolved(self._norm(x, f"{name}.input_layernorm"), f"{name}.attention_conv")
-            x = x + finish(self._attention(context, normed, layer))
+            rows = self._norm(context, f"{name}.input_layernorm") if self.heads.get("context_norms") else context
+            x = x + finish(self._attention(rows, normed, layer))
             normed, finish = self._convolved(self._norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp_conv")
             gate, up = (self._project(normed, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
             residual = x
@@ -211,4 +216,8 @@ class NaiveDFlash(NaiveLayers):
             is_later = (keys > queries) & (not self.config.get("sliding_window_non_causal"))
             hidden = is_later | (keys <= queries - self.config["sliding_window"])
         outputs = attended(self._turn(q, a), self._turn(k), v, hidden)
+        if (gate := self.heads.get("output_gate")) is not None:
+            factors = self._project(x, f"{name}.gate_proj")
+            factors = factors.sigmoid() if gate["activation"] == "sigmoid" else (1 + factors.exp()).log()
+            outputs = outputs * factors.view(n, -1, 1 if gate["by_head"] else size)
         return self._project(outputs.flatten(1), f"{name}.o_proj")

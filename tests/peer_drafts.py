@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -70,6 +71,68 @@ def save_as_zlab(draft: Path, folder: Path) -> None:
         "dtype": "bfloat16",
     }
     _write(folder, config, tensors)
+
+
+def save_as_muse_glimmer(draft: Path, folder: Path) -> None:
+    """The draft of Muse-Glimmer's maker: fields at the top level, no vocabulary."""
+    values, tensors = _read(draft)
+    fields = values["dflash_config"]
+    shape = [name for name in SHAPE if name not in ("vocab_size", "attention_bias")]
+    config = {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "model_type": "muse_glimmer_assistant",
+        **{name: values[name] for name in shape},
+        "attention_dropout": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": values["rope_theta"]},
+        "block_size": values["block_size"],
+        "layer_types": values["layer_types"],
+        "sliding_window": values["sliding_window"],
+        "mask_token_id": fields["mask_token_id"],
+        "target_layer_ids": fields["target_layer_ids"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "dtype": "bfloat16",
+        "transformers_version": "5.22.0",
+    }
+    names = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    for name, long in names.items():
+        tensors = {long + key.removeprefix(name) if key.startswith(name) else key: x for key, x in tensors.items()}
+    _write(folder, config, tensors)
+
+
+def save_as_laguna(draft: Path, folder: Path, gating: str, *, by_kind: bool = False) -> None:
+    """The draft of Laguna's maker, with fused projections. `by_kind`: rotary parameters by kind of layer."""
+    values, tensors = _read(draft)
+    fields = values["dflash_config"]
+    rope = {"rope_type": "default", "rope_theta": values["rope_theta"]}
+    config = {
+        "architectures": ["DFlashLagunaForCausalLM"],
+        "model_type": "laguna",
+        **{name: values[name] for name in SHAPE},
+        **BOOKKEEPING,
+        "rope_theta": values["rope_theta"],
+        **({"rope_parameters": {"sliding_attention": rope}} if by_kind else {}),
+        "gating": gating,
+        "num_experts": 0,
+        "draft_vocab_size": values["vocab_size"],
+        "layer_types": values["layer_types"],
+        "sliding_window": values["sliding_window"],
+        "dflash_config": {
+            "block_size": values["block_size"],
+            "mask_token_id": fields["mask_token_id"],
+            "num_target_layers": values["num_target_layers"],
+            "target_layer_ids": fields["target_layer_ids"],
+            "causal": True,
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    renamed = {key.replace("self_attn.gate_proj", "self_attn.g_proj"): x for key, x in tensors.items()}
+    for key in [key for key in renamed if ".q_proj." in key]:
+        parts = [renamed.pop(key.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
+        renamed[key.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+    _write(folder, config, renamed)
 
 
 def save_as_speculators_eagle3(

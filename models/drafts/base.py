@@ -153,6 +153,8 @@ class DraftNetwork(nn.Module):
     """Whether a file may have an embedding of its own instead."""
     other_names: ClassVar[Mapping[str, str]] = {}
     """How other trainers begin the names of tensors -> the public beginning."""
+    other_parts: ClassVar[Mapping[str, str]] = {}
+    """How other trainers name a module within another -> its public name."""
     layers_field: ClassVar[str] = ""
     """The field of config.json that lists the target states which fc reads; empty: fc does not read any."""
     unsupported_files: ClassVar[Mapping[str, str]] = {}
@@ -425,7 +427,7 @@ def _public_name(network: type[DraftNetwork], key: str) -> str:
     for prefix, public in network.other_names.items():
         if key.startswith(prefix):
             return public + key.removeprefix(prefix)
-    return key
+    return ".".join(network.other_parts.get(part, part) for part in key.split("."))
 
 
 def complete_vocabulary(tensors: dict[str, Tensor], config: DraftConfig, path: Path) -> None:

@@ -26,6 +26,8 @@ ANCHOR_FIRST = {  # of files without any of these, by architecture
     "DFlashDraftModel": False,
     "DFlash2DraftModel": False,
     "LiLiCorrDraftModel": False,
+    "DFlashLagunaForCausalLM": False,
+    "MuseGlimmerAssistantModel": False,
     "DSparkDraftModel": True,
     "Qwen3DSparkModel": True,
 }
@@ -137,6 +139,7 @@ def settle_block(values: Values, choice: bool | None) -> dict[str, Any]:
 PLAIN_FIELDS = (  # of dflash_config, besides those of heads
     *("mask_token_id", "conv_kernel_size", "conv_group_size", "output_multiplier", "final_logit_softcapping"),
     "input_embedding_scale",
+    *("tap_norms", "context_norms", "output_gate"),
 )
 
 

@@ -12,8 +12,8 @@ other trainers write (models/drafts/block_layouts.py, speculators_layout.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,14 @@ from slipstream.models.drafts.convolution import ConvolvedLayer
 from slipstream.models.drafts.heads.base import Block, Candidates, Head, JoiningHead, joined_scores
 from slipstream.models.drafts.heads.config import BlockSizes, HeadConfig
 from slipstream.models.drafts.heads.table import CONFIGS, head_of, heads_from_json, heads_of
+from slipstream.models.drafts.maker_layouts import publish
 from slipstream.models.drafts.speculators_layout import without_last_layer
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import Linear, derive
-from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.layers.norm import PartNorms, RMSNorm
 from slipstream.models.targets.config import LayerSpec, TargetSpec, check_aux_layers, default_aux_layers
+from slipstream.models.targets.families import GateActivation, OutputGate
 
 if TYPE_CHECKING:  # serving a draft needs no tokenizer's type
     from transformers import PreTrainedTokenizerBase
@@ -47,9 +49,18 @@ if TYPE_CHECKING:  # serving a draft needs no tokenizer's type
 Values = Mapping[str, Any]  # of config.json
 
 CONVOLUTION_TAPS = (0, 2)
-PLAIN_FIELDS = ("conv_kernel_size", "conv_group_size", "output_multiplier", "input_embedding_scale")
+PLAIN_FIELDS = (
+    *("conv_kernel_size", "conv_group_size", "output_multiplier", "input_embedding_scale"),
+    *("tap_norms", "context_norms"),
+)
 HEAD_OPTIONS = frozenset(kind.option for kind in CONFIGS)
-ARCHITECTURES = ("LiLiCorrDraftModel", "DSparkDraftModel", "DFlash2DraftModel", "DFlashDraftModel")
+ARCHITECTURES = (
+    "DFlashLagunaForCausalLM",
+    "LiLiCorrDraftModel",
+    "DSparkDraftModel",
+    "DFlash2DraftModel",
+    "DFlashDraftModel",
+)
 KindOfHead = TypeVar("KindOfHead", bound=Head)
 KindOfConfig = TypeVar("KindOfConfig", bound=HeadConfig)
 
@@ -66,6 +77,9 @@ class DFlashConfig(DraftConfig):
     windowed_layers: tuple[int, ...] = ()  # which layers have the window
     sliding_window_non_causal: bool = False  # whether slots see later ones of their block in these, too
     attention_bias: bool = False
+    tap_norms: bool = False  # an RMS norm of each target state that it reads
+    context_norms: bool = False  # the context passes through each layer's input norm before its keys and values
+    gate: OutputGate | None = None  # on the output of attention
     conv_kernel_size: int = 0  # taps of the convolutions inside the block; 0: none
     conv_group_size: int = 16  # channels that share a kernel
     heads: tuple[HeadConfig, ...] = ()  # in the order of heads/table.py
@@ -147,6 +161,7 @@ class DFlashConfig(DraftConfig):
     def layers(self) -> tuple[LayerSpec, ...]:
         windows = [self.sliding_window if index in self.windowed_layers else None for index in range(self.num_layers)]
         same: dict[str, Any] = {"qk_norm": True, "qkv_bias": self.attention_bias, "output_bias": self.attention_bias}
+        same["gate"] = self.gate
         return tuple(self.layer(window=window, **same) for window in windows)
 
     def to_json(self) -> dict[str, Any]:
@@ -184,6 +199,8 @@ class DFlashConfig(DraftConfig):
             names.add("DSparkDraftModel")
         if self.conv_kernel_size:
             names.add("DFlash2DraftModel")
+        if self.tap_norms or self.context_norms or self.gate is not None:
+            names.add("DFlashLagunaForCausalLM")
         return next((name for name in ARCHITECTURES if name in names), "DFlashDraftModel")
 
     def _heads_to_json(self) -> dict[str, Any]:
@@ -195,17 +212,20 @@ class DFlashConfig(DraftConfig):
             fields |= head.to_json(fields)
         if self.architecture == "DSparkDraftModel":
             fields["projector_type"] = "dspark"
-        for name, neutral in (("output_multiplier", 1.0), ("input_embedding_scale", 1.0)):
+        neutral_values = {"output_multiplier": 1.0, "input_embedding_scale": 1.0, "tap_norms": False}
+        for name, neutral in (neutral_values | {"context_norms": False}).items():
             if getattr(self, name) != neutral:
                 fields[name] = getattr(self, name)
         if self.final_logit_softcapping is not None:
             fields["final_logit_softcapping"] = self.final_logit_softcapping
+        if self.gate is not None:
+            fields["output_gate"] = asdict(self.gate)
         return fields
 
     @classmethod
     def settle(cls, values: Values, target: TargetSpec, choices: Choices, evidence: Evidence | None) -> Values:
         choices.refuse("block", "sample_from_anchor")
-        settled = settle_block(values, choices.sample_from_anchor)
+        settled = settle_block(publish(values, target), choices.sample_from_anchor)
         if layers := settled["dflash_config"].get("target_layer_ids"):
             tensors = evidence.tensors if evidence is not None else {}
             layers = without_last_layer(list(layers), target.num_layers - 1, tensors, target.hidden_size)
@@ -231,8 +251,24 @@ class DFlashConfig(DraftConfig):
             **_windows(values),
             **{name: draft_fields[name] for name in PLAIN_FIELDS if draft_fields.get(name) is not None},
             final_logit_softcapping=draft_fields.get("final_logit_softcapping") or None,
+            gate=_gate(draft_fields.get("output_gate")),
             heads=heads_from_json(draft_fields),
         )
+
+
+def _gate(values: Mapping[str, Any] | None) -> OutputGate | None:
+    if not values:
+        return None
+    try:
+        gate = OutputGate(**values)
+    except TypeError:  # not a mapping of its fields
+        gate = None
+    if gate is None or gate.activation not in get_args(GateActivation):
+        raise ValueError(
+            f"draft config: output_gate is {values}; it must have activation, {' or '.join(get_args(GateActivation))}, "
+            "and by_head"
+        )
+    return gate
 
 
 def _mask_token(values: Values) -> int:
@@ -320,6 +356,7 @@ class ContextProjection(NamedTuple):
     weight: Tensor  # (L * 2 * G * D, H), each layer's keys before its values
     bias: Tensor | None  # (L * 2 * G * D,)
     k_norm: Tensor  # (L, D)
+    norm: Tensor | None = None  # (H,) ones: the weight of an RMS norm that the rows pass through first
 
 
 class DFlash(DraftNetwork):
@@ -327,6 +364,7 @@ class DFlash(DraftNetwork):
 
     Config = DFlashConfig
     other_names = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", **HEAD_NAMES}
+    other_parts = {"g_proj": "gate_proj"}
     layers_field = "target_layer_ids"
     unsupported_files = {"mask_embedding.pt": "a mask embedding of its own"}
     config: DFlashConfig
@@ -337,7 +375,9 @@ class DFlash(DraftNetwork):
         specs = config.layers
         causal = [spec.attention.window is not None and not config.sliding_window_non_causal for spec in specs]
         self.masks: list[Mask] = ["causal" if is_causal else "block" for is_causal in causal]
-        self.fc = Linear(size * len(config.aux_layers), size, bias=False)
+        num_taps = len(config.aux_layers)
+        self.aux_hidden_norms = PartNorms(num_taps, size, config.rms_norm_eps) if config.tap_norms else None
+        self.fc = Linear(size * num_taps, size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         eps = config.rms_norm_eps
         kernel_size = config.conv_kernel_size
@@ -366,21 +406,31 @@ class DFlash(DraftNetwork):
 
     def fuse(self, aux_states: Tensor) -> Tensor:
         """Target states (..., K * H) -> the context (..., H) that every layer projects to keys and values."""
+        if self.aux_hidden_norms is not None:
+            aux_states = self.aux_hidden_norms(aux_states)
         return self.hidden_norm(self.fc(aux_states))
 
     def write_context(self, context: Tensor, attention: Attention) -> None:
         """Stores every layer's keys and values of context rows (..., H)."""
-        for layer in self.attentions:
-            layer.write(context, attention)
+        for layer in self.layers:
+            attended = cast(DecoderLayer, layer)
+            rows = attended.input_layernorm(context) if self.config.context_norms else context
+            attended.self_attn.write(rows, attention)
 
     def stack_context(self, layers: Sequence[int]) -> ContextProjection:
-        """Copies of the weights that write_context uses in these layers, for callers that store all of them at once."""
+        """Copies of the weights that write_context uses in these layers, for callers that store all of them at once.
+        Weights of norms of the context are multiplied into the projections."""
         attentions = [self.attentions[layer] for layer in layers]
         weights, biases = zip(*(layer.kv_projection for layer in attentions), strict=True)
         norms = [layer.norms.k for layer in attentions if layer.norms is not None]
         bias = None if biases[0] is None else derive(self, lambda: torch.cat(biases))
         k_norm = derive(self, lambda: torch.stack(norms))
-        return ContextProjection(derive(self, lambda: torch.cat(weights)), bias, k_norm)
+        if not self.config.context_norms:
+            return ContextProjection(derive(self, lambda: torch.cat(weights)), bias, k_norm)
+        input_norms = [cast(DecoderLayer, self.layers[layer]).input_layernorm for layer in layers]
+        pairs = list(zip(input_norms, weights, strict=True))
+        weight = derive(self, lambda: torch.cat([norm.scale_inputs(projection) for norm, projection in pairs]))
+        return ContextProjection(weight, bias, k_norm, weight.new_ones(self.config.hidden_size))
 
     @property
     def attentions(self) -> list[SelfAttention]:

@@ -38,6 +38,8 @@ FOREIGN_ARCHITECTURES = {
     "DSparkDraftModel": "dflash",
     "Qwen3DSparkModel": "dflash",
     "LiLiCorrDraftModel": "dflash",
+    "DFlashLagunaForCausalLM": "dflash",
+    "MuseGlimmerAssistantModel": "dflash",
 }
 UNSUPPORTED_ARCHITECTURES = {
     "DominoDraftModel": "Domino's GRU",

@@ -53,6 +53,10 @@ class RMSNorm(nn.Module):
         """(self(summed), summed) with summed = residual + inner(delta) (..., H), in one kernel."""
         return norm_add_norm(residual, delta, (inner.weight, self.weight), (inner.eps, self.eps))
 
+    def scale_inputs(self, weight: Tensor) -> Tensor:
+        """weight (O, H) of a projection that reads normed rows -> that of one that reads them divided by their RMS."""
+        return weight * self.weight
+
     def pair(self, x: Tensor, other: "RMSNorm", y: Tensor) -> Tensor:
         """[self(x) ; other(y)] (..., 2 * H), in one kernel."""
         return rms_norm_pair(x, y, (self.weight, other.weight), self.eps)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     MLPActivation = Activation | Literal["relu2"]
 
+GateActivation = Literal["sigmoid", "softplus"]
 Norms = Literal["pre", "post", "sandwich"]
 Windows = Literal["none", "alike", "by_layer"]
 # A multimodal checkpoint whose text part is served -> the architecture of that part.
@@ -57,7 +58,7 @@ RECURRENT_KINDS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "
 class OutputGate:
     """A gate on attention's output, before its projection: the activation of a product of the layer's input."""
 
-    activation: Literal["sigmoid", "softplus"]
+    activation: GateActivation
     """Softplus is computed in fp32."""
     by_head: bool = False
     """One factor for all dims of a head, else one for each."""

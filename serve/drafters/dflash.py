@@ -17,6 +17,7 @@ from torch import Tensor
 from slipstream.kernels.gemm.gathered_head import head_topk
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.kv.rope import store_context
+from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.sampling.sample import Sampling
 from slipstream.kernels.speculation.lattice import add_noise, grow_lattice, walk_lattice
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
@@ -126,9 +127,9 @@ class Drafter(base.NetworkDrafter):
         if self.last_context is not None:
             self.last_context[rows.requests] = context[rows.last]
         rope = self.attention.ropes[0]
-        for cache, (weight, bias, k_norm) in zip(self.attention.kv.caches, self.contexts, strict=True):
+        for cache, (weight, bias, k_norm, norm) in zip(self.attention.kv.caches, self.contexts, strict=True):
             slots = rows.slots.of(cache.group)
-            kv = linear(context, weight, bias)
+            kv = linear(context if norm is None else rms_norm(context, norm, eps), weight, bias)
             store_context(kv, k_norm, eps, rope.cos, rope.sin, rows.positions, slots, cache.flat, cache.scales)
 
     def propose(self, batch: DraftBatch, width: int) -> Proposal:

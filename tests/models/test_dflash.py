@@ -245,6 +245,52 @@ def test_what_others_files_mean_is_refused_by_name_or_certain(values: Values, me
         draft.load()
 
 
+LAGUNA: Values = {"drafter": None, "architectures": ["DFlashLagunaForCausalLM"], "sample_from_anchor": None}
+BY_KIND = {"full_attention": {"rope_theta": 100.0}, "sliding_attention": {"rope_theta": 1000.0}}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, r"missing aux_hidden_norms.0.weight; .* missing layers.0.self_attn.gate_proj.weight"),
+        ({"gating": False}, r"missing aux_hidden_norms.0.weight; missing aux_hidden_norms.1.weight$"),
+        ({"gating": "per-row"}, "gating is 'per-row'; it must be true, false, 'per-head' or 'per-element'"),
+        ({"num_experts": 8}, "num_experts is 8; experts are not supported in drafts"),
+        ({"num_attention_heads_per_layer": [4, 8]}, r"num_attention_heads_per_layer is \[4, 8\], which is not"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6, "rope_parameters": BY_KIND},
+            "rope_parameters differ between full_attention and sliding_attention; the layers of a draft must be alike",
+        ),
+        ({"dflash_config": INNER | {"causal": True}}, "sets causal: layers that see all tokens but no later slot"),
+    ],
+)
+def test_what_lagunas_drafts_do_not_say_is_refused(values: Values, message: str, draft: SavedDraft) -> None:
+    draft.change(values=LAGUNA | values)
+    with pytest.raises(ValueError, match=message):
+        draft.load()
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", {"activation": "tanh"}, {"by_head": True}])
+def test_an_unknown_gate_is_refused(gate: Any, draft: SavedDraft) -> None:
+    draft.change(values={"dflash_config": INNER | {"output_gate": gate}})
+    with pytest.raises(ValueError, match="output_gate is .*; it must have activation, sigmoid or softplus"):
+        draft.load()
+
+
+def test_muse_glimmers_draft_has_windows_unless_its_file_says_otherwise(draft: SavedDraft) -> None:
+    """transformers' defaults: a window of 2,048 tokens on all layers."""
+    muse: Values = {
+        **{"drafter": None, "architectures": ["MuseGlimmerAssistantModel"], "sample_from_anchor": None},
+        **{"dflash_config": None, **INNER, "vocab_size": None, "layer_types": None, "sliding_window": None},
+        "use_sliding_window": None,
+    }
+    draft.change(values=muse)
+    loaded = draft.load()
+    assert [layer.mixer.window for layer in loaded.config.layers] == [2048] * 2
+    assert loaded.masks == ["block", "block"]
+    assert (loaded.config.output_multiplier, loaded.config.final_logit_softcapping) == (1.0, None), "the target's"
+
+
 WINDOWED: Values = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "use_sliding_window": True}
 
 

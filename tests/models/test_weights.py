@@ -188,7 +188,7 @@ def test_a_file_is_released_once_its_tensors_are_loaded(tmp_path: Path, monkeypa
 
 def test_loading_again_fills_the_same_storage_and_what_is_derived_of_it(make_target: MakeTarget) -> None:
     """Captured graphs hold on to the pointers."""
-    draft = random_dflash(make_target("qwen3"), attention_bias=True)
+    draft = random_dflash(make_target("qwen3"), attention_bias=True, context_norms=True)
     with torch.device("meta"):
         module = DFlash(draft.config)
         module.lm_head = Head(32, 5)
@@ -207,8 +207,11 @@ def test_loading_again_fills_the_same_storage_and_what_is_derived_of_it(make_tar
     assert pointers[0] == pointers[1]
     weights = {name: tensor.bfloat16() for name, tensor in public_tensors(draft).items()}
     for part, stack in (("weight", stacked.weight), ("bias", stacked.bias)):
-        names = [f"layers.{layer}.self_attn.{kind}_proj.{part}" for layer in range(2) for kind in "kv"]
-        assert torch.equal(stack, torch.cat([weights[name] for name in names]))
+        rows = []
+        for layer in range(2):
+            factor = weights[f"layers.{layer}.input_layernorm.weight"] if part == "weight" else 1
+            rows += [weights[f"layers.{layer}.self_attn.{kind}_proj.{part}"] * factor for kind in "kv"]
+        assert torch.equal(stack, torch.cat(rows))
     assert torch.equal(stacked.k_norm, torch.stack([weights[f"layers.{i}.self_attn.k_norm.weight"] for i in range(2)]))
     assert torch.equal(cut, head.bfloat16()[ids])
     assert torch.equal(uncut, head.bfloat16())

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from slipstream.kernels.sampling.sample import noise_key
 from slipstream.kernels.speculation.ragged import Chunks, lay_out, verify_rows
@@ -25,6 +24,7 @@ from slipstream.models.drafts.heads.table import heads_of
 from slipstream.models.drafts.source import source_of
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_config, load_target
+from slipstream.models.targets.families import OutputGate
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.drafters.dflash import Drafter
 from slipstream.serve.drafters.options import DFlashOptions
@@ -38,7 +38,7 @@ from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.step import Runner
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.pairwise import rotating
-from slipstream.tests.random_drafts import save_random_dflash
+from slipstream.tests.random_drafts import load_float64, save_random_dflash
 from slipstream.tests.random_targets import MakeTarget, shared_weights, target_aux_states
 from slipstream.tests.serve.engine_runs import (
     Answer,
@@ -88,6 +88,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gated": {"markov_rank": 12, "markov_head_type": "gated", "draft_vocab_size": 100},
     "lilicorr": {**CONVOLVED, "lilicorr": LiLiCorrConfig(candidate_topk=4, hidden_size=32, num_heads=2, factor_dim=24)},
     "confidence alone": {"confidence_head": True},
+    "laguna": {
+        **{"tap_norms": True, "context_norms": True, "gate": OutputGate(activation="softplus", by_head=True)},
+        **{"sliding_window": 12, "windowed_layers": (0, 1)},
+    },
+    "gates by element, few tokens": {
+        **{"gate": OutputGate(activation="sigmoid"), "tap_norms": True, "draft_vocab_size": 100},
+    },
     "bias, three layers": {"attention_bias": True, "num_layers": 3, "aux_layers": (0, 1, 2, 4)},
 }
 
@@ -115,7 +122,7 @@ class Oracle:
     def __init__(
         self, target: Path, draft: Path, width: int, slots: int = 0, topk: int = 1, candidates: int | None = None
     ) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
+        self.model = load_float64(target)
         self.naive = NaiveDFlash(draft, *shared_weights(self.model), candidates)
         self.layers = self.naive.config["dflash_config"]["target_layer_ids"]
         self.width = width

@@ -2,6 +2,7 @@
 answers are the target's own. Their files: tests/peer_drafts.py, and the package speculators itself where installed."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,23 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+from slipstream.models.targets.families import OutputGate
 from slipstream.serve.cli import read_config
 from slipstream.serve.drafters.options import TreeOptions
 from slipstream.serve.engine import build
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
+from slipstream.tests.naive_maker_drafts import LagunaDraft, MuseGlimmerDraft
 from slipstream.tests.peer_drafts import (
+    save_as_laguna,
+    save_as_muse_glimmer,
     save_as_specforge,
     save_as_speculators_dflash,
     save_as_speculators_eagle3,
     save_as_zlab,
 )
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
-from slipstream.tests.random_targets import SHAPE, save_random_target
+from slipstream.tests.random_targets import RELATIVES, SHAPE, save_random_target, shared_weights
 from slipstream.tests.serve import engine_runs, test_dflash, test_eagle
 from slipstream.tests.serve.engine_runs import (
     build_engine,
@@ -35,6 +40,7 @@ from slipstream.tests.serve.engine_runs import (
 )
 
 LAYERS = (0, 2, 3)
+NON_CAUSAL = {"sliding_window": 6, "windowed_layers": (0, 1), "sliding_window_non_causal": True}
 DEFAULTS = ("norm_before_residual", "norm_before_fc", "norm_output")  # flags of the recipe of speculators
 requests_of = partial(sized_requests, temperature=0.7)
 CONFIG: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 2048, "grammar_drafts": False}
@@ -100,6 +106,30 @@ def test_specforge_eagle3_of_a_deep_target_follows_the_published_rule(tmp_path: 
 def test_zlab_dflash(fields: dict[str, Any], target: Path, tmp_path: Path) -> None:
     oracle = save_dflash(target, tmp_path / "ours", **fields)
     save_as_zlab(tmp_path / "ours", tmp_path / "theirs")
+    check(build_engine(target, tmp_path / "theirs"), oracle, target)
+
+
+def test_muse_glimmers_own_draft(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    """By transformers' network, the target's table without its norm, and what the target makes of logits."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "MuseGlimmerAssistantModel"):
+        pytest.skip("this transformers lacks the model")
+    target = make_target("muse-glimmer")
+    logits = {"output_multiplier": 0.4, "final_logit_softcapping": 3.0}
+    oracle = save_dflash(target, tmp_path / "ours", **NON_CAUSAL, **logits)
+    save_as_muse_glimmer(tmp_path / "ours", tmp_path / "theirs")
+    oracle.naive = MuseGlimmerDraft(tmp_path / "theirs", target, *shared_weights(oracle.model))
+    check(build_engine(target, tmp_path / "theirs"), oracle, target)
+
+
+@pytest.mark.parametrize("gating", ["per-head", "per-element"])
+def test_lagunas_own_draft(gating: str, make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    target = make_target("laguna" if "laguna" in RELATIVES else "qwen3")  # later than the oldest transformers
+    gate = OutputGate(activation="softplus", by_head=gating == "per-head")
+    windows: dict[str, Any] = {"sliding_window": 6, "windowed_layers": (0, 1)}
+    oracle = save_dflash(target, tmp_path / "ours", gate=gate, tap_norms=True, context_norms=True, **windows)
+    save_as_laguna(tmp_path / "ours", tmp_path / "theirs", gating, by_kind=gate.by_head)
+    oracle.naive = LagunaDraft(tmp_path / "theirs", *shared_weights(oracle.model))
     check(build_engine(target, tmp_path / "theirs"), oracle, target)
 
 
