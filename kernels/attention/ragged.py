@@ -341,9 +341,11 @@ def choose_blocks(
     is_small = needed_rows <= 16 or (needed_rows <= 64 and by_path and decoding <= FEW_REQUESTS)
     rows = max(min_rows, 16 if is_small else 32 if needed_rows <= 64 else 64)
     if D > 128:
+        most_rows = max(min_rows, 64 if D <= 256 else 32)  # of more, the two sums of a tile do not fit in registers
+        rows = min(rows, most_rows)
         stages = 3 if rows < 64 and D <= 256 else 2
         warps = 8 if rows * D >= 64 * 256 else 4
-        return Blocks(rows, tokens, warps, stages), Blocks(max(64, min_rows), tokens, 8, 2)
+        return Blocks(rows, tokens, warps, stages), Blocks(most_rows, tokens, 8, 2)
     is_deep = decoding <= FEW_REQUESTS or own_programs(decoding, G) > 0
     stages = 2 if rows >= 64 or (rows == 16 and not is_deep) else 3
     prompts = Blocks(128, tokens, 8, 3) if T * Q >= MANY_QUERIES or min_rows > 64 else Blocks(64, tokens, 4, 2)

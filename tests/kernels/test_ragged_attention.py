@@ -23,12 +23,14 @@ from slipstream.kernels.attention.ragged import (
     Segments,
     Tiles,
     Work,
+    choose_blocks,
     plan_work,
     plan_work_triton,
     ragged_attention,
     ragged_attention_triton,
     tile_tokens,
 )
+from slipstream.kernels.attention.tree import fit_blocks
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.tests.kernels.triton_runs import NO_INTERPRETER, SLOW, each_device, poisoned
 from slipstream.tests.pairwise import grouped
@@ -535,6 +537,15 @@ def test_bits_of_a_prompt_do_not_depend_on_its_chunks(cuts: tuple[int, ...], dty
         q = scene.q[begin:end].contiguous()
         out = ragged_attention_triton(q, scene.keys, scene.values, scene.pages, segments, None, "causal", SCALE)
         assert torch.equal(out, expected[begin:end])
+
+
+@pytest.mark.parametrize(("decoding", "nodes"), [(1, 1), (1, 16), (40, 64)])
+def test_tiles_of_heads_of_512_dims_fit_into_a_multiprocessor(decoding: int, nodes: int) -> None:
+    """A program of an H100 has 227 KB of shared memory, and its threads 255 registers for the two sums of their rows,
+    of a part and of all before it."""
+    for blocks in choose_blocks(decoding, nodes, 512, 16, 2, 512, 2):
+        assert fit_blocks(blocks, 512, 2, 227 << 10) == blocks
+        assert 2 * blocks.rows * 512 <= 128 * 32 * blocks.warps, "half of the registers"
 
 
 @pytest.mark.gpu
