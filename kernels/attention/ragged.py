@@ -22,27 +22,33 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.attention.dense import cap, softmax_beside
-from slipstream.kernels.attention.paths import PATH_NODES, Paths
-from slipstream.kernels.attention.tree import (
+from slipstream.kernels.attention.paged import (
     Blocks,
     Mask,
-    _add_values,
-    _after_codes,
-    _apply_window,
-    _by_head,
-    _headroom,
-    _load_pages,
-    _load_queries,
-    _node_bit,
-    _score,
-    _weigh_sinks,
+    add_values,
+    apply_window,
+    by_head,
+    cells_in_page,
     fit_blocks,
     held_words,
+    load_pages,
+    load_queries,
     load_stages,
+    node_bit,
+    nothing,
+    padded_dim,
+    precision,
+    query_cells,
     read_cache,
+    score,
     score_factors,
     sees,
+    store_results,
+    tile_cells,
+    weigh,
+    weigh_sinks,
 )
+from slipstream.kernels.attention.paths import PATH_NODES, Paths
 from slipstream.kernels.gemm.tiling import PROGRAMS
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters
 from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, shared_memory, wait_for_inputs
@@ -290,7 +296,7 @@ def allot_work(
     assert max_nodes <= MAX_NODES
     if blocks is None:
         blocks = choose_blocks(decoding, usual, T, Q, G, D, dtype.itemsize, by_path=segments.by_path)
-    fitting = (fit_blocks(x, _block_dim(D), dtype.itemsize, shared_memory(device)) for x in blocks)
+    fitting = (fit_blocks(x, padded_dim(D), dtype.itemsize, shared_memory(device)) for x in blocks)
     (nodes, node_queries), (prompts, prompt_queries) = ((x, _queries(x, group)) for x in fitting)
     node_tiles = min(decoding * triton.cdiv(max_nodes, node_queries), T // node_queries + decoding, T)
     prompt_tiles = min(T // prompt_queries + 2 * chunks, T)
@@ -382,10 +388,6 @@ def processors(device: torch.device) -> int:
 def _queries(blocks: Blocks, group: int) -> int:
     """Queries of a tile; a power of two, so that tiles of chunks begin at multiples of it and divide a part."""
     return 1 << ((blocks.rows // group).bit_length() - 1)
-
-
-def _block_dim(D: int) -> int:
-    return max(16, triton.next_power_of_2(D))
 
 
 @plan_work.kernel(when=lambda segments, *_, **__: segments.starts.is_cuda)
@@ -683,7 +685,7 @@ def _attend(
     D = q.shape[2]
     group = q.shape[1] // keys.shape[2]
     blocks = tiles.blocks
-    block_dim = _block_dim(D)
+    block_dim = padded_dim(D)
     programs = len(tiles.ranges)
     partial = torch.empty(
         tiles.most_shared * SCRATCH_PARTS * G, blocks.rows, block_dim, dtype=torch.float32, device=q.device
@@ -697,7 +699,7 @@ def _attend(
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
         SLOTS=SCRATCH_PARTS, SHARE=share,
         AT_ONCE=min(max(1, 64 * 32 * blocks.warps // (share * block_dim)), MOST_AT_ONCE), WINDOW=window,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
+        PRECISION=precision(q.dtype),
         WORD=tl.int32 if most_nodes <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
         IS_OLD_PLAN=is_old_plan, AHEAD=PREFETCHED if blocks.rows <= 32 else 0,
         num_warps=blocks.warps, num_stages=load_stages(blocks, scales), **pdl_options(q.device),
@@ -720,8 +722,8 @@ def attend_kernel(
     while that one runs, and AHEAD places of the range be prefetched."""
     head = tl.program_id(0)
     program = tl.program_id(1)
-    scale = _by_head(scale, scales_ptr, head) if squash is None else scale
-    squash = _by_head(squash, scales_ptr, head) if squash is not None else None
+    scale = by_head(scale, scales_ptr, head) if squash is None else scale
+    squash = by_head(squash, scales_ptr, head) if squash is not None else None
     if sinks_ptr is not None:
         prefetch_lines(sinks_ptr + head * GROUP + tl.arange(0, ROWS) % GROUP)
     if PDL and not IS_OLD_PLAN:
@@ -825,7 +827,7 @@ def _attend_tile(
     row = tl.arange(0, ROWS)
     num_rows = count * GROUP
     clipped = tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
-    q = _load_queries(q_ptr, _cell_of(first_row, clipped, head, G, GROUP), D, BLOCK_D, PACKED)
+    q = load_queries(q_ptr, query_cells(first_row, clipped, head, G, GROUP), D, BLOCK_D, PACKED)
     place = position + clipped // GROUP
     end = position + count
     node_bits = None
@@ -845,7 +847,7 @@ def _attend_tile(
     if WINDOW is not None:
         before = place - WINDOW
         if ancestors_ptr is not None:
-            node_bits, depth = _apply_window(node_bits, place - base, position + count - base, "tree", WINDOW)
+            node_bits, depth = apply_window(node_bits, place - base, position + count - base, "tree", WINDOW)
             before = base + depth - WINDOW
     pieces = tl.where(begin == first_part, 1, finish - begin)
     for piece in range(begin, begin + pieces):
@@ -862,7 +864,8 @@ def _attend_tile(
         else:
             total = _add_sinks(sinks_ptr, top, total, head, row, GROUP)
             result = merged / total[:, None]
-            _store(scales_ptr, out_ptr, result, first_row, row, num_rows, head, G, D, BLOCK_D, GROUP)
+            cells = query_cells(first_row, row, head, G, GROUP)
+            store_results(scales_ptr, out_ptr, result, cells, row < num_rows, head, G, D, BLOCK_D)
     if own_finish < parts_end:
         stored = parts_end - own_finish + 1
         if _all_arrived(counter_ptr, pieces, stored):
@@ -872,7 +875,8 @@ def _attend_tile(
                     partial_ptr, sums_ptr, sinks_ptr, slot, head, some, num_rows, stored,
                     BLOCK_D, GROUP, ROWS, SHARE, AT_ONCE,
                 )  # fmt: skip
-                _store(scales_ptr, out_ptr, result, first_row, some, num_rows, head, G, D, BLOCK_D, GROUP)
+                cells = query_cells(first_row, some, head, G, GROUP)
+                store_results(scales_ptr, out_ptr, result, cells, some < num_rows, head, G, D, BLOCK_D)
 
 
 @triton.jit
@@ -892,30 +896,26 @@ def _attend_parts(
 
     A part ends where the first tile of the next one has its scores: one loop over all parts loads ahead without a
     break, and products with values, which the branch does not follow, overlap with the next tile's scores."""
-    dims = tl.arange(0, BLOCK_D)[None, :]
     token = tl.arange(0, TOKENS)
-    in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
-    top = _nothing(ROWS)
+    in_page = cells_in_page(head, G, D, BLOCK_D, PAGE, TOKENS)
+    top = nothing(ROWS)
     total = tl.zeros((ROWS, 16), tl.float32)
     acc = tl.zeros(q.shape, tl.float32)
-    all_top = _nothing(ROWS)
+    all_top = nothing(ROWS)
     all_total = tl.zeros((ROWS,), tl.float32)
     merged = tl.zeros(q.shape, tl.float32)
     if WINDOW is not None:  # noqa: SIM102
         if node_bits is None and path is None:
             lowest = tl.maximum(lowest, certain - WINDOW)
     new = stop if path is None else base // TOKENS * TOKENS  # from here on tiles hold new tokens and are read by path
-    page = _load_pages(table, start, end, PAGE, TOKENS)
+    page = load_pages(table, start, end, PAGE, TOKENS)
     cell = _first_cells(path, nodes_ptr, table, tl.maximum(start, new) + token, lowest, base, end, PAGE, WINDOW)
     for tile_start in range(start, tl.minimum(stop, new), TOKENS):
-        first_cell = page.to(OFFSET) * (PAGE * G * D) + (tile_start % PAGE * (G * D) if PAGE > TOKENS else 0)
-        cells = first_cell[:, None] + in_page
-        inside = (token < end - tile_start)[:, None] & (dims < D)
-        if WINDOW is not None:
-            inside &= (token >= lowest - tile_start)[:, None]
-        page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
+        first_read = lowest if WINDOW is not None else None
+        cells, inside = tile_cells(page, in_page, tile_start, first_read, end, G, D, PAGE, OFFSET)
+        page = load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
         k = tl.load(keys_ptr + cells, mask=inside, other=0)
-        scores = _score(q, k, squash, PRECISION)
+        scores = score(q, k, squash, PRECISION)
         if _begins_part(tile_start, start, part):
             merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
         position = (tile_start + token)[None, :]
@@ -943,13 +943,13 @@ def _add_tile(scores, value_cells, loaded, scale, top, total, acc, DTYPE: tl.con
 
     Weights are summed by a product with ones: the order of a reduction would depend on the tile's layout.
     """
-    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale - _headroom(value_cells))
-    weights = tl.exp2(scores * scale - new_top[:, None]).to(DTYPE)
-    rescale = tl.exp2(top - new_top)[:, None]
+    weights, new_top, rescale = weigh(scores, scale, top, value_cells)
+    weights = weights.to(DTYPE)
+    rescale = rescale[:, None]
     all_ones = tl.full((scores.shape[1], 16), 1.0, weights.dtype)
     total = tl.dot(weights, all_ones, total * rescale, input_precision=PRECISION)
     v = tl.load(value_cells, mask=loaded, other=0)
-    return new_top, total, _add_values(weights, v, acc * rescale, PRECISION)
+    return new_top, total, add_values(weights, v, acc * rescale, PRECISION)
 
 
 @triton.jit
@@ -976,7 +976,7 @@ def _attend_paths(
         following = tl.where(is_last, first_path, index + 1)
         next_position = tl.where(is_last, position + TOKENS, position)
         cell = _path_cells(nodes_ptr, table, following, next_position, lowest, base, end, PAGE, WINDOW)
-        scores = _score(q, k, squash, PRECISION)
+        scores = score(q, k, squash, PRECISION)
         visible = (path == index)[:, None] & (position[None, :] <= place[:, None])
         if WINDOW is not None:
             visible &= position[None, :] > before[:, None]
@@ -1020,21 +1020,15 @@ def _visible(node_bits, place, position, base, end):
     if node_bits is None:
         visible = position <= place[:, None]
     else:
-        visible = (node_bits[:, None] & _node_bit(position, base, end, True, node_bits.dtype)) != 0
+        visible = (node_bits[:, None] & node_bit(position, base, end, True, node_bits.dtype)) != 0
     return visible
-
-
-@triton.jit
-def _nothing(ROWS: tl.constexpr):
-    """The largest score of rows that have seen nothing yet. Finite, so that exp2(-inf - top) is 0."""
-    return tl.full((ROWS,), -1e30, tl.float32)
 
 
 @triton.jit
 def _end_part(merged, all_top, all_total, acc, top, total):
     """`_add_part`, and the sums of the next part, which has none yet. The columns of `total` (ROWS, 16) are equal."""
     merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, tl.max(total, axis=1))
-    return merged, all_top, all_total, tl.zeros_like(acc), _nothing(acc.shape[0]), tl.zeros_like(total)
+    return merged, all_top, all_total, tl.zeros_like(acc), nothing(acc.shape[0]), tl.zeros_like(total)
 
 
 @triton.jit
@@ -1057,7 +1051,7 @@ def _add_part(merged, all_top, all_total, acc, top, total):
 def _add_sinks(sinks_ptr, top, total, head, row, GROUP: tl.constexpr):
     """Adds each row's sink to the sum of all parts' weights: the last addition, whichever programs had the parts."""
     if sinks_ptr is not None:
-        total += _weigh_sinks(sinks_ptr, head, row, top, GROUP)
+        total += weigh_sinks(sinks_ptr, head, row, top, GROUP)
     return total
 
 
@@ -1092,7 +1086,7 @@ def _merge(
     contexts: those that are not there take time, too."""
     HALF: tl.constexpr = max(AT_ONCE // 2, 1)
     merged = tl.zeros((SHARE, BLOCK_D), tl.float32)
-    top = _nothing(SHARE)
+    top = nothing(SHARE)
     total = tl.zeros((SHARE,), tl.float32)
     stored = partial_ptr, sums_ptr, tile, row, num_rows, parts
     if parts <= HALF:
@@ -1121,23 +1115,3 @@ def _merge_parts(
         acc = tl.load(partial_ptr + cells, mask=valid[:, None], other=0.0, cache_modifier=".cg")
         merged, top, total = _add_part(merged, top, total, acc, part_top, part_total)
     return merged, top, total
-
-
-@triton.jit
-def _store(
-    scales_ptr, out_ptr, result, first_row, row, num_rows, head,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Stores result (rows, BLOCK_D) of the tile's rows `row` below num_rows, scaled where values are codes."""
-    if scales_ptr is not None:
-        result = _after_codes(result, tl.load(scales_ptr + G + head))
-    dims = tl.arange(0, BLOCK_D)
-    cells = _cell_of(first_row, row, head, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
-    valid = (row < num_rows)[:, None] & (dims < D)[None, :]
-    tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=valid)
-
-
-@triton.jit
-def _cell_of(first_row, row, head, G: tl.constexpr, GROUP: tl.constexpr):
-    """Index into q and the result, ordered by row of the pass and head; row = query * GROUP + head within the group."""
-    return (first_row + row // GROUP) * (G * GROUP) + head * GROUP + row % GROUP

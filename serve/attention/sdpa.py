@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.kernels.attention.dense import dense_attention
-from slipstream.kernels.attention.tree import sees
+from slipstream.kernels.attention.paged import sees
 from slipstream.kernels.kv.fp8 import E4M3, decode
 from slipstream.kernels.kv.rope import store_encoded
 from slipstream.kernels.norm import HeadNorms, rms_norm_each

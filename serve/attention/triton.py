@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
+from slipstream.kernels.attention.paged import MAX_HEAD_DIM
 from slipstream.kernels.attention.ragged import Segments, plan_work, ragged_attention
-from slipstream.kernels.attention.tree import MAX_HEAD_DIM, tree_attention
+from slipstream.kernels.attention.tree import tree_attention
 from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.targets.config import AttentionSpec
 from slipstream.serve.attention import base

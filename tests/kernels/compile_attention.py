@@ -14,7 +14,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.kernels.attention.tree import Blocks, Parts, attend_kernel, choose_shares
+from slipstream.kernels.attention.paged import Blocks
+from slipstream.kernels.attention.tree import Parts, attend_kernel, choose_shares
 
 POINTERS = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr"), "*bf16")
 POINTERS |= dict.fromkeys(("pages_ptr", "rows_ptr", "lengths_ptr", "ancestors_ptr"), "*i64")

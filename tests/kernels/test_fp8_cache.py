@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention.paged import Blocks
 from slipstream.kernels.attention.ragged import ragged_attention, tile_tokens
-from slipstream.kernels.attention.tree import Blocks, tree_attention
+from slipstream.kernels.attention.tree import tree_attention
 from slipstream.kernels.kv.cache import move_rows
 from slipstream.kernels.kv.fp8 import E4M3, decode, encode
 from slipstream.kernels.kv.rope import rotate_and_store, store_context

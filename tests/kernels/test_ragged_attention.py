@@ -13,13 +13,13 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from slipstream.kernels.attention import ragged
+from slipstream.kernels.attention.paged import Blocks
 from slipstream.kernels.attention.paths import Paths, trace_paths, trace_paths_triton
 from slipstream.kernels.attention.ragged import (
     NO_TILE,
     SHARED,
     START,
     USED,
-    Blocks,
     Segments,
     Tiles,
     Work,

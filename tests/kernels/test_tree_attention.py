@@ -13,15 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention import tree as module
-from slipstream.kernels.attention.tree import (
-    Blocks,
-    Parts,
-    choose_blocks,
-    choose_parts,
-    choose_shares,
-    fit_blocks,
-    tree_attention,
-)
+from slipstream.kernels.attention.paged import Blocks, fit_blocks
+from slipstream.kernels.attention.tree import Parts, choose_blocks, choose_parts, choose_shares, tree_attention
 from slipstream.kernels.grid_sync import barriers, done_counters
 from slipstream.tests.kernels.attention_scenes import CASES, GPU_CASES, LONG, Case, Scene
 from slipstream.tests.kernels.triton_runs import NO_INTERPRETER, SLOW, each_device, poisoned
