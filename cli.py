@@ -75,6 +75,11 @@ VERBS = {
         "serve.measure.compare:compare",
         "speed of several servers side by side, with intervals",
     ),
+    "kernels": Verb(
+        "serve.kernels_options:KernelsConfig",
+        "serve.kernels:print_kernels",
+        "print which kernel multiplies each layer of a target",
+    ),
     "convert": Verb(
         "data_tools.verb_options:ConvertConfig",
         "data_tools.convert:convert",

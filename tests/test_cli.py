@@ -30,6 +30,7 @@ LINES = {
     "doctor": ("--draft=here", "--depth=0", "--api-key-file=/no/key --draft=here"),
     "accept": ("--draft=ngram --target=here", "--max-tokens=0", "--target=/no/target --draft=ngram"),
     "compare": ("--url=http://127.0.0.1:9", "--requests=0", "--api-key-file=/no/key --url=http://127.0.0.1:9"),
+    "kernels": ("--target=here", "--rows=[0]", "--target=/no/target"),
     "convert": ("--input=here --output=o", "--layout=other", "--input=/no/draft --output=o"),
     "push": ("--draft=here --repo=owner/name", "--repo=name", "--draft=/no/run --repo=owner/name"),
     "report": ("--run=here", "--config=/no/file", "--run=/no/run"),

@@ -196,7 +196,7 @@ def mix_experts_triton(
     blocks = routing.blocks
     num_pairs = num_rows * top_k
     block_rows = 1 if blocks is None else blocks.rows
-    kernel = "experts" if tiling else choose(_product(x, block_rows, weights), device_of(x)).kernel
+    kernel = "experts" if tiling else choose(experts_product(x, block_rows, weights), device_of(x)).kernel
     if kernel == "experts, fp8 blocks":
         assert isinstance(weights.gate_up, FP8Weight)
         assert isinstance(weights.down, FP8Weight)
@@ -241,7 +241,7 @@ def mix_experts_triton(
     return out
 
 
-def _product(x: Tensor, block_rows: int, weights: ExpertWeights) -> Product:
+def experts_product(x: Tensor, block_rows: int, weights: ExpertWeights) -> Product:
     """Describes experts to choose.py: by the down projection, where the two differ in format."""
     format = format_of(weights.down)
     is_one_format = isinstance(weights.gate_up, FP8Weight) == isinstance(weights.down, FP8Weight)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.gemm.activation import Activation, activation_mul
+from slipstream.kernels.gemm.choose import Format as ProductFormat
+from slipstream.kernels.gemm.choose import Kind, Product
 from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.gemm.fp8 import InputScales
 from slipstream.kernels.gemm.gathered_head import DraftHead
@@ -54,6 +56,7 @@ class Linear(nn.Linear):
     """
 
     order: FixedOrder | None = None  # in which products are added on a GPU; None: the fastest
+    product_format: ProductFormat = "16 bits"
     sums_fast = False  # without an order: sums of many rows may be less exact than fp32, where a format gains by it
     units = (1, 1)  # of outputs and of inputs, which a slice of the weights does not cut
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of parameters that are not stored in the network's dtype
@@ -87,6 +90,19 @@ class Linear(nn.Linear):
 
     def input_scaling(self) -> Callable[[], InputScales] | None:
         """Returns what tells the scales of its inputs, where these are quantised."""
+        return None
+
+    def product(self, num_rows: int, kind: Kind, dtype: torch.dtype) -> Product:
+        """Describes a product of rows in `dtype`, which may lie anywhere, for kernels/gemm/choose.py."""
+        is_exact = self.order is not None
+        return Product(self.product_format, num_rows, self.out_features, self.in_features, kind, is_exact, dtype)
+
+    def gated_kind(self, num_rows: int, activation: Activation) -> Kind:  # noqa: ARG002
+        """Returns the kind of the product that `gated` computes."""
+        return "gated" if self.bias is None else "plain"
+
+    def mlp_product(self, down: "Linear", num_rows: int, dtype: torch.dtype) -> Product | None:  # noqa: ARG002
+        """Describes the product of `gated_mlp`; None where there is none."""
         return None
 
     @property

@@ -9,10 +9,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.gemm.choose import Product
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, format_of
 from slipstream.kernels.gemm.fp8 import InputScales, QuantizedRows
-from slipstream.kernels.gemm.grouped import Clamped, ExpertWeights, Shared, least_rows, mix_experts, plain_rows
-from slipstream.kernels.gemm.router import LEAST_ROWS, Routing, Scoring, route
+from slipstream.kernels.gemm.grouped import (
+    Clamped,
+    ExpertWeights,
+    Shared,
+    experts_product,
+    least_rows,
+    mix_experts,
+    plain_rows,
+)
+from slipstream.kernels.gemm.router import LEAST_ROWS, Routing, Scoring, choose_block_rows, route
 from slipstream.models.layers.linear import Linear, copy_converted
 from slipstream.models.layers.mlp import GatedMLP, SquaredMLP
 from slipstream.models.layers.norm import RMSNorm
@@ -77,14 +86,24 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor | QuantizedRows, routing: Routing, shared: Shared | None = None) -> Tensor:
         """x (T, H) -> (T, H), the weighted outputs and `shared`."""
-        weights = ExpertWeights(
+        return mix_experts(x, routing, self.weights, shared)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(
             self.matrix("gate_up_proj"),
             self.matrix("down_proj"),
             self.gate_up_proj_bias,
             self.down_proj_bias,
             self.activation,
         )
-        return mix_experts(x, routing, weights, shared)
+
+    def product(self, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Product:
+        """Describes the products of rows in `dtype` for kernels/gemm/choose.py."""
+        spec = self.spec
+        block_rows = choose_block_rows(num_rows * spec.top_k, spec.num_experts, self.least_rows)
+        x = torch.empty(num_rows, hidden_size, dtype=dtype, device="meta")
+        return experts_product(x, block_rows, self.weights)
 
     def matrix(self, name: str) -> ExpertMatrix:
         """A projection of all experts, as it is stored."""

@@ -404,7 +404,7 @@ def test_large_tiles_of_fp8_give_the_bits_of_small_ones(kind: str, device: str) 
     assert routing.blocks is not None
     assert isinstance(weights.gate_up, FP8Weight)
     assert isinstance(weights.down, FP8Weight)
-    product = grouped_gemm._product(x, routing.blocks.rows, weights)
+    product = grouped_gemm.experts_product(x, routing.blocks.rows, weights)
     assert choose(product, device_of(x)).kernel == "experts, fp8 blocks"
     codes = fp8.quantize_rows(x, weights.gate_up.inputs)._replace(rows=x)
     with poisoned():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.gemm.activation import Activation, activation_mul
+from slipstream.kernels.gemm.choose import Kind
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix
 from slipstream.kernels.gemm.fp8 import InputScales
 from slipstream.kernels.kv.rope import Rotation
@@ -79,6 +80,9 @@ class QuantizedLinear(Linear, ABC):
 
     def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
         return activation_mul(self(x), activation)
+
+    def gated_kind(self, num_rows: int, activation: Activation) -> Kind:
+        return super().gated_kind(num_rows, activation) if activation == "silu" else "plain"
 
     @abstractmethod
     def _file_tensors(self, outputs: int) -> dict[str, FileTensor]: ...

@@ -207,27 +207,31 @@ class FP8Linear(QuantizedLinear):
         return silu_mul(self(x)) if self.bias is not None else self._multiply(x, gated=True)
 
     def gated_mlp(self, x: Tensor | fp8.QuantizedRows, down: Linear, activation: Activation = "silu") -> Tensor | None:
-        if not isinstance(down, FP8Linear) or activation != "silu":
-            return None
         rows = x.codes if isinstance(x, fp8.QuantizedRows) else x
-        is_plain = self.bias is None and down.bias is None and not down.format.static
-        if not is_plain or self.product_format != down.product_format or rows.dim() != 2:
+        is_known = activation == "silu" and rows.dim() == 2
+        product = self.mlp_product(down, len(rows), x.dtype) if is_known else None
+        if product is None or choose(product, device_of(rows)).kernel == "apart":
             return None
-        product = self._product(x, "mlp")._replace(num_outputs=down.out_features, size=down.in_features)
-        if choose(product, device_of(rows)).kernel == "apart":
+        return streamed_fp8.fp8_mlp(self._quantized(x), self._matrix, cast(FP8Linear, down)._matrix)  # noqa: SLF001
+
+    def mlp_product(self, down: Linear, num_rows: int, dtype: torch.dtype) -> Product | None:
+        is_fp8 = isinstance(down, FP8Linear) and self.product_format == down.product_format and not down.format.static
+        if not is_fp8 or self.bias is not None or down.bias is not None:
             return None
-        return streamed_fp8.fp8_mlp(self._quantized(x), self._matrix, down._matrix)  # noqa: SLF001  of the same class
+        product = self.product(num_rows, "mlp", dtype)
+        return product._replace(num_outputs=down.out_features, size=down.in_features)
+
+    def gated_kind(self, num_rows: int, activation: Activation) -> Kind:
+        if self.quantize is not None and num_rows > fp8.FEW_GATED_ROWS:  # which quantises what it gates
+            return "plain"
+        return super().gated_kind(num_rows, activation)
 
     @property
-    def product_format(self) -> ProductFormat:
+    def product_format(self) -> ProductFormat:  # type: ignore[override]
         return "fp8 blocks" if self.format.scales == "block" else "fp8"
 
-    def _product(self, x: Tensor | fp8.QuantizedRows, kind: Kind) -> Product:
-        """Describes a product whose inputs need not be quantised yet."""
-        num_rows = len(x.codes if isinstance(x, fp8.QuantizedRows) else x)
-        exact = self.order is not None
-        product = Product(self.product_format, num_rows, self.out_features, self.in_features, kind, exact, x.dtype)
-        return product._replace(library=self._library(num_rows))
+    def product(self, num_rows: int, kind: Kind, dtype: torch.dtype) -> Product:
+        return super().product(num_rows, kind, dtype)._replace(library=self._library(num_rows))
 
     @property
     def _matrix(self) -> streamed_fp8.FP8Matrix:
@@ -237,7 +241,8 @@ class FP8Linear(QuantizedLinear):
         rows = x.codes if isinstance(x, fp8.QuantizedRows) else x
         if rows.dim() != 2 or not rotation.is_whole or not fp8.runs_kernels(rows, self.in_features):
             return None
-        if choose(self._product(x, "rotated")._replace(head_dim=rotation.head_dim), device_of(rows)).kernel == "apart":
+        product = self.product(len(rows), "rotated", x.dtype)._replace(head_dim=rotation.head_dim)
+        if choose(product, device_of(rows)).kernel == "apart":
             return None
         return fp8.fp8_linear_triton(self._quantized(x), *self._matrix, self.bias, rotation=rotation)
 

@@ -126,6 +126,7 @@ class Int4Linear(QuantizedLinear):
     """Weights of 4 bits, inputs of 16 (kernels/gemm/int4.py)."""
 
     format: Int4Format
+    product_format = "int4"
     unsliced: tuple[str, ...] = GROUP_IDS
 
     def __init__(self, like: Linear, format: Int4Format, act_order: bool) -> None:

@@ -1,0 +1,111 @@
+"""`slipstream kernels`: the table of a target whose config alone is there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.serve.kernels import report
+from slipstream.serve.kernels_options import KernelsConfig
+from slipstream.tests.quantized_targets import BLOCKS, compressed, w4, w8
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+ROWS = (1, 8, 16, 64, 128, 2048)
+
+
+def table(folder: Path, config: dict[str, Any], **options: Any) -> dict[str, list[str]]:
+    """Cells after the name, by the layer's name."""
+    (folder / "config.json").write_text(json.dumps(config))
+    lines = report(KernelsConfig(target=str(folder), rows=ROWS, **options)).splitlines()
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[2:-3]]
+    return {name.rpartition(".")[2]: cells for name, *cells in rows}
+
+
+def test_layers_of_16_bits(tmp_path: Path) -> None:
+    lines = table(tmp_path, LLAMA_8B)
+    place = ["0-2", "16 bits", "6144 x 4096", "16.00"]
+    assert lines["qkv_proj"] == [*place, "streamed", "streamed", "few rows", "few rows", "few rows", "many rows"]
+    assert lines["down_proj"][4:] == [*["few rows"] * 5, "many rows"]
+    fastest = table(tmp_path, LLAMA_8B, exact=False)
+    assert fastest["qkv_proj"][4:] == ["streamed", "streamed", "few rows", "few rows", "library", "library"]
+    assert fastest["gate_up_proj"][4:] == [*["few rows"] * 5, "library"]
+    assert fastest["lm_head"][3:] == ["library"] * 6
+    assert table(tmp_path, LLAMA_8B, gpu="b200")["qkv_proj"][4] == "few rows"
+    assert table(tmp_path, LLAMA_8B, kv_cache_dtype="fp8")["qkv_proj"][4] == "few rows"
+
+
+def test_quantised_layers(tmp_path: Path) -> None:
+    """4 bits with a scale of 16 bits for 128 weights take 4.125."""
+    lines = table(tmp_path, LLAMA_8B | {"quantization_config": compressed("pack-quantized", w4(128, True))})
+    wide = ["int4 wide", "int4 wide", "dequantised"]
+    assert lines["qkv_proj"][1:] == [
+        "int4, groups of 128", "6144 x 4096", "4.12", "int4 pipelined", "int4 pipelined", "int4", "int4", "int4",
+        "dequantised",
+    ]  # fmt: skip
+    assert lines["o_proj"][4:] == ["int4 streamed"] * 3 + wide
+    assert lines["lm_head"][0] == "16 bits"
+    channel = compressed("float-quantized", w8("channel"), w8("token", dynamic=True))
+    lines = table(tmp_path, LLAMA_8B | {"quantization_config": channel})
+    assert lines["gate_up_proj"][4:] == ["fp8 mlp"] * 3 + ["fp8 few rows", "fp8 few rows", "fp8 many rows"]
+    assert lines["down_proj"][4:] == ["fp8 mlp"] * 3 + ["fp8 few rows", "fp8 few rows", "fp8 many rows"]
+    blocks = {"quant_method": "fp8", **BLOCKS, "modules_to_not_convert": ["model.layers.1.mlp"]}
+    lines = table(tmp_path, LLAMA_8B | {"quantization_config": blocks}, exact=False)
+    assert lines["o_proj"][4:] == [*["fp8 few rows"] * 5, "library"]
+    assert lines["o_proj"][:2] == ["0-2", "fp8 per block"]
+    assert lines["down_proj"][:2] == ["1", "16 bits"]
+
+
+def test_experts(tmp_path: Path) -> None:
+    lines = table(tmp_path, LLAMA_8B | MOE)
+    assert lines["experts"][:3] == ["0-2", "16 bits", "128 of 768 x 2048"]
+    assert lines["experts"][4:] == [*["experts"] * 5, "experts, large tiles"]
+    lines = table(tmp_path, LLAMA_8B | MOE, quantization="fp8")
+    assert lines["experts"][1] == "fp8 per channel"
+    assert lines["experts"][4:] == [*["experts"] * 5, "experts, fp8 blocks"]
+    assert "streamed" in lines["o_proj"], "queries and keys have norms, and another kernel rotates them"
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows is \[0\]; give numbers of at least 1"):
+        KernelsConfig(target="here", rows=(0,))
+    odd = LLAMA_8B | {"intermediate_size": 14336 + 32}
+    with pytest.raises(ValueError, match="exact is true, but a layer has 14368 inputs, no multiple of 64"):
+        table(tmp_path, odd, exact=True)
+    assert table(tmp_path, odd)["down_proj"][4] == "library"
+    with pytest.raises(ValueError, match="quant_method is 'other'; known formats"):
+        table(tmp_path, LLAMA_8B | {"quantization_config": {"quant_method": "other"}})
+    with pytest.raises(ValueError, match="XForCausalLM"):
+        table(tmp_path, LLAMA_8B | {"architectures": ["XForCausalLM"]})
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config.json"):
+        report(KernelsConfig(target=str(tmp_path)))
