@@ -15,7 +15,13 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
 from transformers.utils.quantization_config import Mxfp4Config
@@ -32,6 +38,7 @@ from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.models.targets.sharded import share_out
 
 LOGIT_FIELDS = re.compile("logit|head_multiplier|output_multiplier|dim_model_base")  # of configs that change logits
+ATTENTION_PARTS = ("g_proj", "gate_proj", "query_layernorm")  # gates, norms after the rotation: drafts have none
 VOCABULARY_CHUNK = 16384  # head rows per product: bounds full logits to (N, 16384)
 
 
@@ -186,13 +193,23 @@ def dequantized_tensors(layer: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
+class StatesAlone(MoEModelOutputWithPastAndCrossAttentions):
+    """The output of a decoder that gives states; what else a model may look for is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class TransformersTarget(FrozenTarget):
-    """A causal LM of transformers, in whatever precision it is."""
+    """A causal LM of transformers, in whatever precision it is. A factor of its logits (Muse-Glimmer) is one of the
+    state after the final norm here, as in serving."""
 
     model: PreTrainedModel
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
         output_head(model)
+        self.logit_factor: float = getattr(model.config.get_text_config(), "output_multiplier", 1.0)
         super().__init__(model, decoder_layers(model), aux_layers)
         self.decoder = decoder_of(model)
         if not self.head.is_meta:
@@ -208,14 +225,12 @@ class TransformersTarget(FrozenTarget):
         head = self.head
         states = torch.randn(3, head.shape[1], generator=torch.Generator().manual_seed(0)).to(head.device, head.dtype)
         forward = self.decoder.forward
-        self.decoder.forward = lambda *_inputs, **_options: MoEModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=states[None]
-        )
+        self.decoder.forward = lambda *_inputs, **_options: StatesAlone(last_hidden_state=states[None])
         try:
             expected = self.model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=head.device)).logits[0]
         finally:
             self.decoder.forward = forward
-        logits, _ = self.logits(states, torch.arange(len(head)))
+        logits, _ = self.logits(self.logit_factor * states, torch.arange(len(head)))
         if not is_close(logits, expected[:, : len(head)]):
             names = (name for name in self.model.config.get_text_config().to_dict() if LOGIT_FIELDS.search(name))
             raise ValueError(
@@ -234,7 +249,7 @@ class TransformersTarget(FrozenTarget):
         masks = self.masks(positions)
         with torch.autocast(tokens.device.type, enabled=False):  # the checkpoint's dtype, as in serving
             output = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False)
-        final = self._states[len(self.layers)] = output.last_hidden_state
+        final = self._states[len(self.layers)] = self.logit_factor * output.last_hidden_state
         aux_states = torch.cat([self._states[layer] for layer in self.aux_layers], dim=-1)
         self._states.clear()
         return aux_states, final
@@ -276,10 +291,11 @@ class TransformersTarget(FrozenTarget):
         norm = self._norm_weight()
         last = [layer.state_dict() for layer in list(self.layers)[len(self.layers) - num_layers :]]
         is_sandwich = any("post_feedforward_layernorm.weight" in layer for layer in last)
+        has_more = any(f"self_attn.{name}.weight" in layer for layer in last for name in ATTENTION_PARTS)
         is_silu = getattr(self.model.config.get_text_config(), "hidden_act", "silu") in ("silu", "swish")
         is_interleaved = type(self.model).__name__ in families.INTERLEAVED  # drafts rotate in halves
         has_norm = norm is not None and norm is self.decoder.norm.weight
-        are_alike = is_silu and has_norm and not is_sandwich and not is_interleaved
+        are_alike = is_silu and has_norm and not (is_sandwich or is_interleaved or has_more)
         layers = enumerate(last if are_alike else [])
         weights = {f"layers.{i}.{name}": x for i, layer in layers for name, x in layer.items()}
         return weights | ({} if norm is None else {"norm.weight": norm}) | {HEAD: self.head}
@@ -298,9 +314,9 @@ class TransformersTarget(FrozenTarget):
         normed = self.decoder.norm(row[None])[0].float()
         scaled = row.float() * row.float().square().mean().rsqrt()
         if is_close(weight.float() * scaled, normed):
-            return weight
+            return weight if self.logit_factor == 1 else self.logit_factor * weight
         if is_close((1 + weight.float()) * scaled, normed):
-            return 1 + weight.float()
+            return self.logit_factor * (1 + weight.float())
         return None
 
 
@@ -402,7 +418,7 @@ def read_model(path: Path, device: torch.device, trust_remote_code: bool) -> Pre
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     quantization = getattr(config, "quantization_config", None) or {}
     is_mxfp4 = quantization.get("quant_method") == "mxfp4"  # its kernels need a GPU and come from the hub
-    return AutoModelForCausalLM.from_pretrained(
+    return auto_class(config).from_pretrained(
         path,
         dtype=torch.float32 if device.type == "cpu" else "auto",
         trust_remote_code=trust_remote_code,
@@ -410,11 +426,18 @@ def read_model(path: Path, device: torch.device, trust_remote_code: bool) -> Pre
     )
 
 
+def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """Returns transformers' class that builds a model: some that read images are no causal LMs to it."""
+    reads_images = type(config) in AutoModelForImageTextToText._model_mapping
+    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForImageTextToText if reads_images and not is_causal else AutoModelForCausalLM
+
+
 def empty_model(path: Path, trust_remote_code: bool) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with init_empty_weights(include_buffers=False):
         dtype = config.dtype or torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()  # moving parameters to the meta device untied them
     if ties_head(model.config):  # a caller's init_empty_weights unties them once more
         output_head(model)._parameters["weight"] = model.get_input_embeddings().get_parameter("weight")

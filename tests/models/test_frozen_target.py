@@ -26,7 +26,13 @@ from slipstream.models.drafts.base import HEAD
 from slipstream.models.layers.attention import AttentionLayer
 from slipstream.models.targets import frozen
 from slipstream.models.targets.config import AttentionSpec, ClampedSwiGLU, MoESpec, RopeConfig, TargetSpec
-from slipstream.models.targets.frozen import DecoderTarget, TransformersTarget, load_frozen_target, read_model
+from slipstream.models.targets.frozen import (
+    DecoderTarget,
+    TransformersTarget,
+    empty_target,
+    load_frozen_target,
+    read_model,
+)
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.expert_targets import EXPERT_FAMILIES, EXPERTS
 from slipstream.tests.pairwise import grouped
@@ -156,8 +162,8 @@ def test_the_decoder_that_serves_a_target_reads_it_as_transformers_does(family: 
 
 @pytest.mark.parametrize("family", [name for name in LATER if name in RELATIVES])
 def test_states_of_later_families_are_those_of_transformers(family: str, make_target: MakeTarget) -> None:
-    """Families with wrappers, factors of logits or kinds of layers that TransformersTarget does not take; queries that
-    grow by their place in a document."""
+    """Wrappers, factors of logits and kinds of layers, by the decoder and, as for sharded targets, by transformers;
+    queries that grow by their place in a document."""
     path = make_target(family)
     model = load_model(path, dtype=torch.float32)
     last = len(model.get_decoder().layers)
@@ -179,8 +185,19 @@ def test_states_of_later_families_are_those_of_transformers(family: str, make_ta
             logits = model(input_ids=document[None]).logits[0]
         torch.testing.assert_close(target.logits(document_final, ALL)[0], logits, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(target.embed(tokens), shared_weights(model)[0][tokens])
-    names = target.initial_weights(2).keys() - {"norm.weight", HEAD}
+    weights = target.initial_weights(2)
+    names = weights.keys() - {"norm.weight", HEAD}
     assert bool(names) == (family == "ministral3"), "a draft's layers have no gates, and other norms"
+    if family == "hyperclovax":
+        with pytest.raises(ValueError, match="changes its head's logits, perhaps by logits_scaling"):
+            TransformersTarget(model, (2,))
+        return
+    shared = TransformersTarget(read_model(path, torch.device("cpu"), trust_remote_code=False), (2, last, 0, 2))
+    for states, expected_states in zip(shared.aux_states(tokens, positions), (aux_states, final), strict=True):
+        torch.testing.assert_close(states, expected_states, atol=5e-5, rtol=1e-4)
+    assert empty_target(path, (2,)).initial_weights(2).keys() == weights.keys()
+    if not names:
+        torch.testing.assert_close(shared.initial_weights(2), weights)
 
 
 @pytest.mark.gpu
