@@ -5,10 +5,10 @@ prompts, then rows that nobody uses. The host says how many nodes the pass verif
 those most likely to be accepted. All counts stay on the device, so a pass of given B, M and T can be captured.
 
 Slots keep proposals of up to W <= 64 nodes, best first, so that every prefix of one is a connected tree. The slot
-`padding` fills up batches: it may occur many times, its length stays 0, and its nodes have survival 0, so that it gets
-no rows.
+`padding` fills up batches: it may occur many times, its length stays 0, and its nodes have acceptance probability 0, so
+that it gets no rows.
 Letters: B decoding requests, M chunks, S segments, T rows of the pass, H rows with logits, R slots, W nodes that a slot
-stores, P pages per request, C calibration cells.
+stores, P pages per request, C acceptance bins.
 """
 
 import math
@@ -26,7 +26,7 @@ from slipstream.kernels.limits import MAX_NODES
 from slipstream.kernels.speculation.verify import ancestor_masks, unpack, verify
 
 BUCKETS = 16  # of the draft's probability, and of places in a proposal: later nodes share the last one
-CELLS = BUCKETS * BUCKETS  # of a draft network's nodes; the host may append others to the table
+BINS = BUCKETS * BUCKETS  # of a draft network's nodes; the host may append others to the table
 # Where the buckets of a node's probability begin, as scores. Comparing puts a node into the same one on every device.
 BUCKET_STARTS = tuple(math.log(bucket / BUCKETS) for bucket in range(1, BUCKETS))
 MAX_DECODING = 1024  # requests of `admit`
@@ -39,8 +39,8 @@ class Stored(NamedTuple):
 
     tokens: Tensor  # (R, W) int32, root first, unused nodes -1
     parents: Tensor  # (R, W) int32, of the root and of unused nodes -1
-    survivals: Tensor  # (R, W) fp32 probability that a node is accepted: root 1, unused 0, never rising along W
-    cells: Tensor  # (R, W) int32 calibration cell, of the root and of unused nodes -1
+    probabilities: Tensor  # (R, W) fp32 probability that a node is accepted: root 1, unused 0, never rising along W
+    bins: Tensor  # (R, W) int32 acceptance bin, of the root and of unused nodes -1
     lengths: Tensor  # (R,) int32 committed tokens
     roots: Tensor  # (R,) int64 the last token, not yet in the KV cache
 
@@ -100,21 +100,21 @@ def store(
     """Writes proposals of N <= W nodes to slots `requests` (B,) int64 and marks the slots' other nodes unused.
 
     tokens, parents (B, N) of any integer type, the root first; scores (B, N) fp32 the draft's log-probability that a
-    node is reached. Nodes after the root are unused where the token is -1 or the score -inf. A node's cell is
-    16 * (min(i, 16) - 1) + its probability's sixteenth; table (C,) fp32: how probably nodes of a cell are accepted.
+    node is reached. Nodes after the root are unused where the token is -1 or the score -inf. A node's bin is
+    16 * (min(i, 16) - 1) + its probability's sixteenth; table (C,) fp32: how probably nodes of a bin are accepted.
     """
     node = torch.arange(tokens.shape[1], device=tokens.device)
     starts = scores.new_tensor(BUCKET_STARTS)
     is_root = node == 0
     is_text = (requests != padding)[:, None]
     in_use = is_text & (is_root | (tokens >= 0) & (scores > -torch.inf))
-    cells = (node.clamp(1, BUCKETS) - 1) * BUCKETS + torch.searchsorted(starts, scores.contiguous(), right=True)
-    survivals = torch.where(in_use, torch.where(is_root, 1.0, table[cells]), 0.0).cummin(dim=1).values
+    bins = (node.clamp(1, BUCKETS) - 1) * BUCKETS + torch.searchsorted(starts, scores.contiguous(), right=True)
+    probabilities = torch.where(in_use, torch.where(is_root, 1.0, table[bins]), 0.0).cummin(dim=1).values
     unused = stored.tokens.shape[1] - tokens.shape[1]
     drafted = in_use & ~is_root
-    stored.survivals[requests] = pad(survivals, (0, unused))
+    stored.probabilities[requests] = pad(probabilities, (0, unused))
     for column, nodes, has in (
-        (stored.tokens, tokens, in_use), (stored.parents, parents, drafted), (stored.cells, cells, drafted)
+        (stored.tokens, tokens, in_use), (stored.parents, parents, drafted), (stored.bins, bins, drafted)
     ):  # fmt: skip
         column[requests] = pad(torch.where(has, nodes, -1).int(), (0, unused), value=-1)
 
@@ -138,7 +138,7 @@ def store_triton(
 
 @Op
 def admit(
-    survivals: Tensor,
+    probabilities: Tensor,
     requests: Tensor,
     budget: Tensor,
     max_nodes: int,
@@ -148,13 +148,13 @@ def admit(
     """Counts the nodes of each request that a pass verifies, (B,) int32: a prefix of those in its slot.
 
     Every root is admitted, and of all other nodes the likeliest, up to budget (1,) int32 nodes with the roots, at most
-    `max_nodes` of a request. survivals (R, W) fp32 as in Stored, compared in steps of 1/255; among equals the first
-    requests (B,) int64 win. Nodes with survival 0 are never admitted. With lengths (R,) int32 of committed tokens,
+    `max_nodes` of a request. probabilities (R, W) fp32 as in Stored, compared in steps of 1/255; among equals the first
+    requests (B,) int64 win. Nodes with probability 0 are never admitted. With lengths (R,) int32 of committed tokens,
     nodes that may lie where attention's parts get longer are not, either: their context would be added up unlike in a
     later step. passes (1,) int64 goes up by one."""
     if passes is not None:
         passes += 1
-    keys = (survivals[requests, :max_nodes] * 255).ceil().int()
+    keys = (probabilities[requests, :max_nodes] * 255).ceil().int()
     if lengths is not None:
         committed = lengths[requests][:, None]
         keys = torch.where(
@@ -171,7 +171,7 @@ def admit(
 
 @admit.kernel()
 def admit_triton(
-    survivals: Tensor,
+    probabilities: Tensor,
     requests: Tensor,
     budget: Tensor,
     max_nodes: int,
@@ -180,17 +180,17 @@ def admit_triton(
 ) -> Tensor:
     """One program."""
     B = len(requests)
-    W = survivals.shape[1]
+    W = probabilities.shape[1]
     assert B <= MAX_DECODING
     assert B > 0 or passes is None
-    assert survivals.is_contiguous()
+    assert probabilities.is_contiguous()
     counts = torch.empty(B, dtype=torch.int32, device=requests.device)
     if B:
         max_nodes = min(max_nodes, W)
         block = triton.next_power_of_2(B)
         nodes = triton.next_power_of_2(max_nodes)
         _admit[(1,)](
-            survivals, requests, budget, lengths, passes, counts, B, W, max_nodes,
+            probabilities, requests, budget, lengths, passes, counts, B, W, max_nodes,
             ROOT_KEY=ROOT_KEY, REQUESTS=block, NODES=nodes, num_warps=min(max(block * nodes // 128, 1), 16),
             **pdl_options(requests.device),
         )  # fmt: skip
@@ -356,7 +356,7 @@ def verify_rows(
     sampled (H,) int64: the target's token after each row of `select_heads`; -1, where nothing could be sampled, ends a
     path and is emitted. Slots get their new length and, where tokens are emitted, the last of these (0 for -1) as root
     and as their only node. Writes results (S, 2 + 2 * W, with ancestors 2 + 3 * W) int32 for the host: numbers of
-    emitted tokens and of admitted nodes (0 of chunks), tokens, cells of the nodes that were stored, admitted or not,
+    emitted tokens and of admitted nodes (0 of chunks), tokens, bins of the nodes that were stored, admitted or not,
     and, with ancestors, accepted nodes; each of these lists -1 padded to W. They may lie in pinned memory. With passes
     (1,) int64, a count from `admit`, results (N, S, ...) are those of N passes, which take turns.
     """
@@ -390,7 +390,7 @@ def verify_rows(
         order = torch.arange(T + 1, device=sampled.device)
         order[torch.where(nodes >= 0, rows, T)] = starts[:B, None] + nodes
         order = order[:T]
-    lists = [stored.cells[layout.segment_slots[:B]].masked_fill_(is_padding, -1)]
+    lists = [stored.bins[layout.segment_slots[:B]].masked_fill_(is_padding, -1)]
     lists += [] if order is None else [nodes]
     advances = lengths
     if M:
@@ -438,9 +438,9 @@ def _commit(stored: Stored, layout: Layout, advances: Tensor, lengths: Tensor, e
     stored.roots.index_copy_(0, to, roots.squeeze(1).long())
     tokens = roots.masked_fill(~emits[:, None], -1)
     stored.tokens.index_copy_(0, to, pad(tokens, (0, W - 1), value=-1))
-    stored.survivals.index_copy_(0, to, pad(emits[:, None].float(), (0, W - 1)))
+    stored.probabilities.index_copy_(0, to, pad(emits[:, None].float(), (0, W - 1)))
     stored.parents.index_fill_(0, to, -1)
-    stored.cells.index_fill_(0, to, -1)
+    stored.bins.index_fill_(0, to, -1)
 
 
 @verify_rows.kernel(when=lambda layout, *_: use_triton(layout.starts))
@@ -488,7 +488,7 @@ def verify_rows_triton(
     ]
 )  # fmt: skip
 def _store(
-    tokens_out, parents_out, survivals_out, cells_out, requests, tokens, parents, scores, table,
+    tokens_out, parents_out, probabilities_out, bins_out, requests, tokens, parents, scores, table,
     stride, node_stride, parent_stride, parent_node_stride, score_stride, score_node_stride, N, W, padding,
     BUCKETS: tl.constexpr, STARTS: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -505,15 +505,15 @@ def _store(
     bucket = tl.zeros_like(node)
     for index in tl.static_range(BUCKETS - 1):
         bucket += (score >= STARTS[index]).to(tl.int32)
-    cell = (tl.minimum(tl.maximum(node, 1), BUCKETS) - 1) * BUCKETS + bucket
-    survival = tl.where(is_root, 1.0, tl.load(table + cell, mask=is_drafted, other=0.0))
-    survival = tl.associative_scan(survival, 0, _minimum)
+    acceptance_bin = (tl.minimum(tl.maximum(node, 1), BUCKETS) - 1) * BUCKETS + bucket
+    probability = tl.where(is_root, 1.0, tl.load(table + acceptance_bin, mask=is_drafted, other=0.0))
+    probability = tl.associative_scan(probability, 0, _minimum)
     inside = node < W
     out = slot * W + node
     tl.store(tokens_out + out, tl.where(is_root | is_drafted, token, -1), mask=inside)
     tl.store(parents_out + out, tl.where(is_drafted, parent, -1), mask=inside)
-    tl.store(survivals_out + out, survival, mask=inside)
-    tl.store(cells_out + out, tl.where(is_drafted, cell, -1), mask=inside)
+    tl.store(probabilities_out + out, probability, mask=inside)
+    tl.store(bins_out + out, tl.where(is_drafted, acceptance_bin, -1), mask=inside)
 
 
 @triton.jit
@@ -523,11 +523,11 @@ def _minimum(a, b):
 
 @triton.jit(do_not_specialize=["B", "W", "max_nodes"])
 def _admit(
-    survivals, requests, budget, lengths, passes, counts, B, W, max_nodes,
+    probabilities, requests, budget, lengths, passes, counts, B, W, max_nodes,
     ROOT_KEY: tl.constexpr, REQUESTS: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Searches the lowest key of which, and of all above, the budget holds every node; then shares out the rest among
-    the nodes one key lower. Survivals never rise along a proposal, so counts say which nodes these are."""
+    the nodes one key lower. Probabilities never rise along a proposal, so counts say which nodes these are."""
     wait_for_inputs(PDL)
     if passes is not None:
         tl.store(passes, tl.load(passes) + 1)
@@ -539,8 +539,8 @@ def _admit(
     if lengths is not None:
         length = tl.load(lengths + slot, mask=is_request, other=0)
         inside &= (length[:, None] + node[None, :]) < places_of_parts_triton(length)[:, None]
-    survival = tl.load(survivals + slot[:, None] * W + node[None, :], mask=inside, other=0.0)
-    key = tl.ceil(survival * 255).to(tl.int32)
+    probability = tl.load(probabilities + slot[:, None] * W + node[None, :], mask=inside, other=0.0)
+    key = tl.ceil(probability * 255).to(tl.int32)
     key = tl.where((node == 0)[None, :] & (key > 0), ROOT_KEY, key)
     num_nodes = tl.maximum(tl.load(budget), _count(key >= ROOT_KEY))
     # where the lowest key is; all roots fit
@@ -727,7 +727,7 @@ def _verify_request(verified, layout, sampled, stored, results, request, T, W, p
     parent = tl.load(layout.parents + row, mask=is_admitted, other=0)
     expected = tl.load(sampled + first + tl.maximum(parent, 0), mask=is_admitted, other=-1)
     after = tl.load(sampled + row, mask=is_admitted, other=-1).to(tl.int32)
-    cell = tl.load(stored.cells + slot * W + node, mask=node < tl.where(num_nodes > 0, W, 0), other=-1)
+    acceptance_bin = tl.load(stored.bins + slot * W + node, mask=node < tl.where(num_nodes > 0, W, 0), other=-1)
     matches = tl.sum(tl.where((node == 0) | (token == expected), bit, 0), axis=0)
     accepted = is_admitted & ((path & ~matches) == 0)
     length = tl.sum(accepted.to(tl.int32), axis=0)
@@ -738,7 +738,7 @@ def _verify_request(verified, layout, sampled, stored, results, request, T, W, p
     tl.store(results, length)
     tl.store(results + 1, num_nodes)
     _store_path(results + 2, rank, after, accepted, node, -1, unused)
-    tl.store(results + 2 + W + node, cell, mask=inside)
+    tl.store(results + 2 + W + node, acceptance_bin, mask=inside)
     _store_path(verified.tokens + request * W, rank, after, accepted, node, -1, unused)
     _store_path(verified.nodes + request * W, rank, node, accepted, node, -1, unused)
     _store_path(verified.next_tokens + first, rank, after, accepted, node, -1, rejected)
@@ -768,8 +768,8 @@ def _store_root(stored, slot, root, node, W):
     tl.store(stored.roots + slot, root.to(tl.int64))
     tl.store(stored.tokens + out, tl.where(is_root, root, -1), mask=inside)
     tl.store(stored.parents + out, tl.full(node.shape, -1, tl.int32), mask=inside)
-    tl.store(stored.survivals + out, tl.where(is_root, 1.0, 0.0), mask=inside)
-    tl.store(stored.cells + out, tl.full(node.shape, -1, tl.int32), mask=inside)
+    tl.store(stored.probabilities + out, tl.where(is_root, 1.0, 0.0), mask=inside)
+    tl.store(stored.bins + out, tl.full(node.shape, -1, tl.int32), mask=inside)
 
 
 @triton.jit

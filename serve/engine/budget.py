@@ -169,13 +169,13 @@ class BudgetPolicy:
         self._count_nodes(nodes)
         return Choice(nodes, self.widths[j], steps.ms(k, j), float(tokens[k]))
 
-    def record(self, cells: NDArray[np.int32], admitted: NDArray[np.int32], accepted: NDArray[np.bool_]) -> None:
-        """Counts the nodes that a step verified for B requests. (B, N) cells of all stored nodes, verified or not, -1
+    def record(self, bins: NDArray[np.int32], admitted: NDArray[np.int32], accepted: NDArray[np.bool_]) -> None:
+        """Counts the nodes that a step verified for B requests. (B, N) bins of all stored nodes, verified or not, -1
         for roots and unused ones; (B,) numbers of verified nodes, which come first, roots included; (B, N) whether a
         node was accepted."""
-        if self._records and self._records[0][0].shape[1] != cells.shape[1]:
+        if self._records and self._records[0][0].shape[1] != bins.shape[1]:
             self._count_records()
-        self._records.append((cells.copy(), admitted.copy(), accepted.copy()))
+        self._records.append((bins.copy(), admitted.copy(), accepted.copy()))
         if len(self._records) >= self._refresh_steps:
             self._count_records()
 
@@ -258,10 +258,10 @@ class BudgetPolicy:
         """Counts several steps at once, since that takes little longer than one."""
         if not self._records:
             return
-        cells, admitted, accepted = (np.concatenate(parts) for parts in zip(*self._records, strict=True))
-        tried = (np.arange(cells.shape[1]) < admitted[:, None]) & (cells >= 0)
-        self.acceptance.record(cells[tried], accepted[tried], len(self._records))
-        self.proposals.record(cells)
+        bins, admitted, accepted = (np.concatenate(parts) for parts in zip(*self._records, strict=True))
+        tried = (np.arange(bins.shape[1]) < admitted[:, None]) & (bins >= 0)
+        self.acceptance.record(bins[tried], accepted[tried], len(self._records))
+        self.proposals.record(bins)
         self._records.clear()
 
     def _count_nodes(self, nodes: int) -> None:

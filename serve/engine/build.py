@@ -45,11 +45,11 @@ from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.recurrence import NUM_COLUMNS, RecurrentStates
 from slipstream.serve.runner.request_state import RequestState
-from slipstream.serve.runner.step import Runner
+from slipstream.serve.runner.step import StepPasses
 
 logger = logging.getLogger(__name__)
 
-Capture = Callable[[Runner, GraphKeys], tuple[StepGraphs, DraftGraphs | None]]
+Capture = Callable[[StepPasses, GraphKeys], tuple[StepGraphs, DraftGraphs | None]]
 Scales = Sequence[list[Tensor] | None]  # by network: scales of each layer where KV is in FP8
 
 
@@ -205,7 +205,7 @@ def make_runner(plan: EnginePlan, networks: Networks, capture: Capture) -> Model
     return ModelRunner(passes, steps, drafts)
 
 
-def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], pages_per_slot: int) -> Runner:
+def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], pages_per_slot: int) -> StepPasses:
     config = plan.config
     device = plan.device.device
     size = config.page_size
@@ -234,7 +234,7 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
         for phase, network_kv in zip(("prefill", "verify", "draft"), (kv[0], *kv), strict=False)
     }
     networks.drafter.attach(networks.target, state, attention.get("draft"))
-    return Runner(
+    return StepPasses(
         networks.target,
         attention,
         networks.drafter,

@@ -25,7 +25,7 @@ from slipstream.serve.drafters.registry import plan_draft
 from slipstream.serve.engine.calibration import read_user_text
 from slipstream.serve.engine.graph_keys import GraphKeys, most_node_rows
 from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT
-from slipstream.serve.engine.planner import Limits
+from slipstream.serve.engine.planner import PassLimits
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.runner.kv import Groups, find_groups, page_bytes
 from slipstream.serve.runner.recurrence import NUM_COLUMNS, record_bytes, state_bytes
@@ -103,7 +103,7 @@ class EnginePlan:
     usual_nodes: int  # most nodes of a proposal, but for those that grammars force
     forced_nodes: int  # most nodes of a proposal that a grammar forces; 1: none
     node_rows: int  # nodes of the largest pass
-    limits: Limits
+    limits: PassLimits
     backends: Mapping[str, str]  # names of attention backends, by phase
     inexact: str  # why a row's bits may depend on the rows beside it; empty where they do not
     captures: bool  # whether passes are captured
@@ -189,7 +189,7 @@ def plan_engine(
             f"{name} is {captured_tokens or prompt_tokens}, and this target computes prompts by {grid} tokens; raise "
             f"it to {grid} at least"
         )
-    limits = Limits(
+    limits = PassLimits(
         most_nodes=most_nodes,
         of_network=network_nodes,
         reserve=most_nodes + (draft.scratch[network_nodes] if draft.scratch else 0),

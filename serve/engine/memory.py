@@ -15,7 +15,7 @@ from slipstream.serve.engine.plan import PromptPhase, StepKey
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
 from slipstream.serve.runner.cuda_graphs import make_graphs
 from slipstream.serve.runner.passes import EagerPass, StepInputs
-from slipstream.serve.runner.step import Runner
+from slipstream.serve.runner.step import StepPasses
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def free_bytes(device: torch.device, mem_fraction: float) -> int:
     return available_bytes() // 4
 
 
-def measure_workspace(runner: Runner, plan: EnginePlan) -> int:
+def measure_workspace(step_passes: StepPasses, plan: EnginePlan) -> int:
     """Measures the bytes that the largest passes and the graphs need beyond those in use.
 
     Runs them on padding, which reads and writes the dump page only. Passes to be captured run dry: their kernels, which
@@ -130,15 +130,15 @@ def measure_workspace(runner: Runner, plan: EnginePlan) -> int:
 
     torch.cuda.synchronize()
     if not plan.captures:
-        return peak(lambda: _prefill_padding(runner, plan.config.prompt_tokens, plan.limits.prompts_by))
-    steps, drafts = make_graphs(runner, plan.graphs)
+        return peak(lambda: _prefill_padding(step_passes, plan.config.prompt_tokens, plan.limits.prompts_by))
+    steps, drafts = make_graphs(step_passes, plan.graphs)
     with dry_run():
         captured = max(peak(partial(steps.pass_of, key)) for key in (steps.keys[0], _largest(steps.keys)))
         if drafts is not None:
             captured = max(captured, peak(partial(drafts.pass_of, drafts.keys[0])))
     largest = captured
     if not plan.config.captured_tokens:
-        largest = peak(lambda: _prefill_padding(runner, plan.config.prompt_tokens, plan.limits.prompts_by))
+        largest = peak(lambda: _prefill_padding(step_passes, plan.config.prompt_tokens, plan.limits.prompts_by))
     return largest + captured + GRAPH_BYTES * plan.graphs.num_graphs
 
 
@@ -147,11 +147,11 @@ def _largest(keys: Sequence[StepKey]) -> StepKey:
     return max(keys, key=lambda key: (key.heads, key.rows))
 
 
-def _prefill_padding(runner: Runner, num_tokens: int, prompts_by: PromptPhase) -> None:
-    state = runner.state
-    chunks = padding_prompts(runner.state, [0] * num_tokens)
+def _prefill_padding(step_passes: StepPasses, num_tokens: int, prompts_by: PromptPhase) -> None:
+    state = step_passes.state
+    chunks = padding_prompts(step_passes.state, [0] * num_tokens)
     packed = pack_chunks(chunks, len(chunks), num_tokens, state.padding, pinned=False).to(state.device)
     inputs = StepInputs(state.upload([0]), state.upload([]), split_chunks(packed, len(chunks), num_tokens))
-    results = runner.empty_results(len(chunks), has_logprobs=False)
-    runner.step(EagerPass(inputs, "greedy", results, (), tuple(chunks), prompts_by))
+    results = step_passes.empty_results(len(chunks), has_logprobs=False)
+    step_passes.step(EagerPass(inputs, "greedy", results, (), tuple(chunks), prompts_by))
     state.lengths.zero_()

@@ -3,7 +3,7 @@
 Both are plain data: ints, tuples, NumPy arrays. They can be pickled, logged, replayed in another runner or sent to
 another process. Imports no torch.
 Letters: B requests, N tree nodes per request (root included), W nodes that a request slot stores, S segments of a
-pass: its decoding requests, then its chunks; M masks, C calibration cells, V target vocabulary; K likeliest tokens of
+pass: its decoding requests, then its chunks; M masks, C acceptance bins, V target vocabulary; K likeliest tokens of
 which a pass gives the log-probabilities.
 """
 
@@ -74,7 +74,7 @@ class HostProposal:
     """Proposals drafted on the host, in the layout of Proposal (serve/runner/batch.py)."""
 
     slots: list[int]  # (B,) request slots
-    # (4, B, N): tokens, unused ones -1; parents; and what the planner fills in, calibration cells and the bits of the
+    # (4, B, N): tokens, unused ones -1; parents; and what the planner fills in, acceptance bins and the bits of the
     # fp32 probabilities that nodes are accepted.
     nodes: NDArray[np.int32]
     counts: list[int]  # nodes in use, root included; 0: the request keeps its stored proposal
@@ -155,7 +155,7 @@ class StepPlan:
     mode: SamplingMode = "greedy"
     nodes: int = 0  # nodes that the pass verifies, roots included: the likeliest of all requests
     width: int = 1  # nodes that the draft then proposes for each request, root included
-    survivals: NDArray[np.float32] | None = None  # (C,) by calibration cell, where they have changed
+    acceptance_table: NDArray[np.float32] | None = None  # (C,) by acceptance bin, where they have changed
     undrafted: frozenset[int] = frozenset()  # slots of this step that the draft does not propose for
     returns_proposals: bool = False  # a host stage or a traced request needs what the step proposes
     logprobs: int | None = None  # the most likeliest tokens that any request wants beside each of its own; None: nobody
@@ -192,7 +192,7 @@ class StepOutput(NamedTuple):
     num_emitted: NDArray[np.int32]  # (S,) tokens; of a chunk that does not end its prompt, 0
     num_verified: NDArray[np.int32]  # (S,) nodes that the pass verified, root included; of chunks 0
     tokens: NDArray[np.int32]  # (S, W) emitted, -1 padded
-    cells: NDArray[np.int32]  # (S, W) calibration cells of the nodes that were stored, -1 of roots and unused ones
+    bins: NDArray[np.int32]  # (S, W) acceptance bins of the nodes that were stored, -1 of roots and unused ones
     accepted: NDArray[np.int32] | None  # (S, W) accepted nodes, -1 padded; None: chains, whose first nodes are
     proposed: NDArray[np.int32] | None  # (2, S, W) tokens and parents of the next step, where the plan wants them
     errors: dict[int, str]  # by slot: the request fails, the others go on

@@ -35,7 +35,7 @@ from slipstream.serve.request import Logprobs, Output
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PassLimits:
     """Sizes of the largest passes."""
 
     most_nodes: int  # nodes of one request, root included
@@ -69,7 +69,7 @@ class Planner:
         self,
         scheduler: Scheduler,
         policy: BudgetPolicy,
-        limits: Limits,
+        limits: PassLimits,
         graphs: GraphTable,
         drafter: str,
         *,
@@ -85,7 +85,7 @@ class Planner:
         self._tracer = Tracer(drafter, fixed_tokens)
         self._drafter = drafter
         self._number = 0
-        self._sent_version = -1  # version of the table of survivals that the runner has
+        self._sent_version = -1  # version of the acceptance table that the runner has
         self._launched: dict[int, Launched] = {}  # by number of the plan
         self._admissions: list[Admission] = []  # since the last plan
         self._offers: dict[int, Offer] = {}  # by slot: the proposal that the next step may verify
@@ -140,12 +140,12 @@ class Planner:
         filtered = variant_of(mode, plan.logprobs) == "all"
         choice = self.policy.choose(**sizes_of(plan), filtered=filtered, offers=offers)
         self._launched[plan.number].expected_ms = choice.ms
-        survivals = None
+        acceptance_table = None
         acceptance = self.policy.acceptance
         if self._sent_version != acceptance.version:
             self._sent_version = acceptance.version
-            survivals = acceptance.table.copy()
-        plan = replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, survivals=survivals)
+            acceptance_table = acceptance.table.copy()
+        plan = replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, acceptance_table=acceptance_table)
         return replace(plan, graph=self.graphs.step(plan), draft_graph=self.graphs.draft(plan))
 
     @property
@@ -258,11 +258,11 @@ class Planner:
         if drafted and self.limits.most_nodes > 1:
             free = {i for i in drafted if not sequences[i].request.params.changes_logits}
             if free:
-                forced: NDArray[np.bool_] = np.any(is_forced(output.cells[:count]), axis=1)
+                forced: NDArray[np.bool_] = np.any(is_forced(output.bins[:count]), axis=1)
                 drafted = [i for i in drafted if i in free or forced[i]]
             counted = drafted if len(drafted) < count else slice(count)
             accepted = accepted_nodes(output, count)
-            self.policy.record(output.cells[counted], output.num_verified[counted], accepted[counted])
+            self.policy.record(output.bins[counted], output.num_verified[counted], accepted[counted])
         if output.prompt_logprobs is not None:  # they take extra time
             return
         rows = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
@@ -270,15 +270,15 @@ class Planner:
         self.policy.costs.observe(rows, requests, plan.width, ms, filtered=plan.variant == "all")
 
     def _calibrate(self, proposal: HostProposal) -> None:
-        """Fills in the proposal's cells and their survivals."""
-        _, _, cells, survivals = proposal.nodes
-        cells[:] = -1
-        survivals[:] = 0
+        """Fills in the proposal's bins and their probabilities."""
+        _, _, bins, probabilities = proposal.nodes
+        bins[:] = -1
+        probabilities[:] = 0
         for index, offer in enumerate(zip(proposal.counts, proposal.kinds, strict=True)):
             if count := offer[0]:
                 row = self.policy.acceptance.host_row(*offer)
-                cells[index, :count] = row.cells
-                survivals[index, :count] = row.survivals
+                bins[index, :count] = row.bins
+                probabilities[index, :count] = row.probabilities
 
     def _receivers(self, plan: StepPlan, errors: Iterable[int]) -> tuple[list[int], list[int]]:
         """Returns the places in the pass, and the slots, of the requests that gain tokens by it."""

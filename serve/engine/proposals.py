@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.engine.acceptance import BUCKETS, NETWORK_CELLS, PLACES, AcceptanceStats, host_cells
+from slipstream.serve.engine.acceptance import BUCKETS, NETWORK_BINS, PLACES, AcceptanceStats, host_bins
 
 SEEN = 100.0  # proposals that the shares of a place remember
 
@@ -31,27 +31,27 @@ class ProposalStats:
 
     def __init__(self, most_nodes: int) -> None:
         places = np.arange(most_nodes - 1)
-        self._cells = np.minimum(places, PLACES - 1)[:, None] * BUCKETS + np.arange(BUCKETS)
+        self._bins = np.minimum(places, PLACES - 1)[:, None] * BUCKETS + np.arange(BUCKETS)
         self._seen = np.zeros((most_nodes - 1, BUCKETS))  # proposals, decayed
         buckets = (BUCKETS * 0.8 ** (places + 1)).astype(int)  # until some are seen
         self._seen[places, np.minimum(buckets, BUCKETS - 1)] = 1.0
 
-    def record(self, cells: NDArray[np.int32]) -> None:
-        """Counts proposals: (B, N) cells of all nodes of each, verified or not; -1 roots and unused nodes. Proposals of
+    def record(self, bins: NDArray[np.int32]) -> None:
+        """Counts proposals: (B, N) bins of all nodes of each, verified or not; -1 roots and unused nodes. Proposals of
         the host do not count."""
-        drafted = cells[:, 1 : len(self._seen) + 1]
-        rows, columns = ((drafted >= 0) & (drafted < NETWORK_CELLS)).nonzero()
+        drafted = bins[:, 1 : len(self._seen) + 1]
+        rows, columns = ((drafted >= 0) & (drafted < NETWORK_BINS)).nonzero()
         index = columns * BUCKETS + drafted[rows, columns] % BUCKETS
         self._seen += np.bincount(index, minlength=self._seen.size).reshape(self._seen.shape)
         total = self._seen.sum(axis=1, keepdims=True)
         self._seen *= SEEN / np.maximum(total, SEEN)
 
-    def curves(self, widths: Sequence[int], survivals: NDArray[np.float64]) -> list[Curve]:
+    def curves(self, widths: Sequence[int], probabilities: NDArray[np.float64]) -> list[Curve]:
         """Returns the curve of the mean proposal of each width."""
         shares = self._seen / self._seen.sum(axis=1, keepdims=True)
         places, buckets = (shares > 1e-4).nonzero()
         shares = shares[places, buckets]
-        expected = survivals[self._cells[places, buckets]]
+        expected = probabilities[self._bins[places, buckets]]
         order = np.argsort(-expected)
         shares = shares[order]
         expected = expected[order]
@@ -76,7 +76,7 @@ class Yields:
     @cached_property
     def curves(self) -> list[Curve]:
         """Curves of the mean proposals of all widths."""
-        return self._proposals.curves(self._widths, self._acceptance.survivals)
+        return self._proposals.curves(self._widths, self._acceptance.probabilities)
 
     def joint_curve(self, offers: Sequence[Offer]) -> Curve:
         """Returns the curve of the likeliest nodes of all these offers together."""
@@ -87,23 +87,23 @@ class Yields:
             shares = np.concatenate(
                 [number * counts for number, (counts, _) in zip(numbers.values(), parts, strict=True)]
             )
-            survivals = np.concatenate([part for _, part in parts])
-            order = np.argsort(-survivals)
-            self._joint_curves[key] = Curve(_sums(shares[order]), _sums((shares * survivals)[order]))
+            probabilities = np.concatenate([part for _, part in parts])
+            order = np.argsort(-probabilities)
+            self._joint_curves[key] = Curve(_sums(shares[order]), _sums((shares * probabilities)[order]))
         return self._joint_curves[key]
 
     def _nodes_of(self, offer: Offer) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Returns (n,) numbers of nodes in such a proposal, and (n,) their survivals."""
+        """Returns (n,) numbers of nodes in such a proposal, and (n,) their probabilities."""
         if offer not in self._nodes:
             count, kind = offer
-            survivals = self._acceptance.survivals
+            probabilities = self._acceptance.probabilities
             if kind == 0:
-                curve = self._proposals.curves([count], survivals)[0]
+                curve = self._proposals.curves([count], probabilities)[0]
                 shares = np.diff(curve.nodes)
                 self._nodes[offer] = shares, np.diff(curve.tokens) / np.maximum(shares, 1e-9)
             else:
-                survivals = np.minimum.accumulate(survivals[host_cells(count, kind)[1:]])
-                self._nodes[offer] = np.ones(count - 1), survivals
+                probabilities = np.minimum.accumulate(probabilities[host_bins(count, kind)[1:]])
+                self._nodes[offer] = np.ones(count - 1), probabilities
         return self._nodes[offer]
 
 

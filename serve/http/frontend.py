@@ -18,7 +18,7 @@ from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
 from slipstream.serve.chat.tools import ToolChoice, read_choice, read_tools
 from slipstream.serve.detokenize import Decoder, TokenTexts, spellings
 from slipstream.serve.http.control_tokens import PlainTextTokenizer
-from slipstream.serve.http.limits import MAX_PROMPT_LOGPROBS, ApiError, Limits
+from slipstream.serve.http.limits import MAX_PROMPT_LOGPROBS, ApiError, HttpLimits
 from slipstream.serve.http.logprobs import Echo
 from slipstream.serve.http.responses_body import ResponsesBody
 from slipstream.serve.http.schemas import (
@@ -100,7 +100,7 @@ class Frontend:
         self.fingerprint = info.fingerprint
         self.draft_fingerprint = info.draft_fingerprint
         self.num_spec_tokens = info.num_spec_tokens
-        self.limits = Limits.of(config, info.max_model_len, self.tokenizer)
+        self.limits = HttpLimits.of(config, info.max_model_len, self.tokenizer)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:

@@ -209,7 +209,7 @@ def without_panics(work: Callable[..., Result], *arguments: object) -> Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HttpLimits:
     """Limits that depend on the target and the server's options."""
 
     body_bytes: int
@@ -218,7 +218,7 @@ class Limits:
     choices: int  # of one call: half of all places, so that one call cannot take them all
 
     @classmethod
-    def of(cls, config: ServeConfig, max_model_len: int, tokenizer: Any) -> "Limits":
+    def of(cls, config: ServeConfig, max_model_len: int, tokenizer: Any) -> "HttpLimits":
         tokens = max(max_model_len, BODY_TOKENS)
         return cls(
             body_bytes=tokens * BODY_BYTES_PER_TOKEN if config.max_body_mb is None else int(config.max_body_mb * 2**20),

@@ -36,7 +36,7 @@ from slipstream.serve.engine.plan import (
 )
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
 from slipstream.serve.runner.passes import CapturedPass, Results, StepInputs
-from slipstream.serve.runner.step import Runner
+from slipstream.serve.runner.step import StepPasses
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +124,8 @@ class Graphs(ABC, Generic[Key]):
     """Passes of one kind, captured by key, in the order of `keys`. `requests` (B,) int64 is the buffer that they read
     slots from."""
 
-    def __init__(self, runner: Runner, keys: Iterable[Key], requests: Tensor, capturer: Capturer) -> None:
-        self.runner = runner
+    def __init__(self, step_passes: StepPasses, keys: Iterable[Key], requests: Tensor, capturer: Capturer) -> None:
+        self.step_passes = step_passes
         self.keys = list(keys)
         self.requests = requests
         self.capturer = capturer
@@ -169,7 +169,7 @@ class Graphs(ABC, Generic[Key]):
 
     def _time(self, key: Key) -> float:
         """Milliseconds of the best of a few passes."""
-        state = self.runner.state
+        state = self.step_passes.state
         run = partial(self._replay if key in self._graphs else self.pass_of, key)
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED_PASSES + 1)]
         proposals = state.proposals.clone()
@@ -184,19 +184,19 @@ class Graphs(ABC, Generic[Key]):
 
 
 class StepGraphs(Graphs[StepKey]):
-    """Runs `runner.step` by replay."""
+    """Runs `step_passes.step` by replay."""
 
-    def __init__(self, runner: Runner, keys: GraphKeys, capturer: Capturer) -> None:
-        state = runner.state
+    def __init__(self, step_passes: StepPasses, keys: GraphKeys, capturer: Capturer) -> None:
+        state = step_passes.state
         self.max_running = state.padding
-        super().__init__(runner, keys.steps, state.listed[: self.max_running], capturer)
+        super().__init__(step_passes, keys.steps, state.listed[: self.max_running], capturer)
         self.sizes = sorted({key.rows for key in keys.steps if not key.has_prompts})
         self.prompt_sizes = sorted({key.rows for key in keys.steps if key.has_prompts})
         self.num_chunks = keys.num_chunks
         self.most_prompt_rows = max(self.prompt_sizes, default=0)
         self.packed = self._pack((), self.most_prompt_rows).to(state.device)
         num_segments = self.max_running + self.num_chunks
-        self.results = runner.empty_results(num_segments, has_logprobs=True, num_passes=MAX_STEPS_IN_FLIGHT + 1)
+        self.results = step_passes.empty_results(num_segments, has_logprobs=True, num_passes=MAX_STEPS_IN_FLIGHT + 1)
         self.passes = torch.zeros(1, dtype=torch.int64, device=state.device)  # number of passes that were launched
         self._num_launched: int | None = None  # `passes`, once nothing but `launch` adds to it
 
@@ -219,12 +219,12 @@ class StepGraphs(Graphs[StepKey]):
         more rows than it can have nodes, the others are a prompt's."""
         tables: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
         self._num_launched = None
-        with self.runner.state.random_requests(self.runner.target.config.vocab_size):
+        with self.step_passes.state.random_requests(self.step_passes.target.config.vocab_size):
             for key in self.keys:
                 rows = key.rows
                 if not key.has_prompts or (rows > self.sizes[-1] and key.heads == self._heads(rows)[-1]):
                     nodes = min(rows, self.sizes[-1])
-                    self.runner.state.send(tuple(range(min(rows, self.max_running))), nodes)
+                    self.step_passes.state.send(tuple(range(min(rows, self.max_running))), nodes)
                     self._hold_chunks(self._random_chunks(rows - nodes))
                     tables[key.mode][rows] = self._time(key)
         return tables
@@ -246,7 +246,7 @@ class StepGraphs(Graphs[StepKey]):
     def launch(self, plan: StepPlan) -> int:
         """Launches the plan's target pass, in mode "all" up to where it samples. Returns the pass's number."""
         assert plan.graph is not None
-        self.runner.state.send(plan.slots, plan.nodes, drafting_slots(plan))
+        self.step_passes.state.send(plan.slots, plan.nodes, drafting_slots(plan))
         if plan.chunks:
             self._hold_chunks(plan.chunks)
         if self._num_launched is None:
@@ -271,17 +271,17 @@ class StepGraphs(Graphs[StepKey]):
         if not has_prompts:
             chunks = Chunks(*(field[:0] for field in chunks))
         requests = self.requests[: min(rows, self.max_running)]
-        inputs = StepInputs(self.runner.state.budget[:1], requests, chunks, self.passes)
+        inputs = StepInputs(self.step_passes.state.budget[:1], requests, chunks, self.passes)
         num_segments = len(requests) + len(chunks.slots)
         buffers = self.results if mode == "all" else self.results._replace(logprobs=None)
         results = Results._make(buffer if buffer is None else buffer[:, :num_segments] for buffer in buffers)
         target_pass = CapturedPass(inputs, mode, results, rows, heads)
         if mode != "all":
-            return [lambda _: self.runner.step(target_pass)]
-        return [lambda _: self.runner.forward(target_pass), partial(self.runner.verify, target_pass)]
+            return [lambda _: self.step_passes.step(target_pass)]
+        return [lambda _: self.step_passes.forward(target_pass), partial(self.step_passes.verify, target_pass)]
 
     def hold_padding(self) -> None:
-        self.runner.state.send((), 0)
+        self.step_passes.state.send((), 0)
         self._hold_chunks(())
 
     def describe(self, key: StepKey) -> str:
@@ -293,14 +293,14 @@ class StepGraphs(Graphs[StepKey]):
         return sorted({key.heads for key in self.keys if key.has_prompts and key.rows == rows})
 
     def _pack(self, chunks: Sequence[Any], num_tokens: int) -> Tensor:
-        state = self.runner.state
+        state = self.step_passes.state
         return pack_chunks(chunks, self.num_chunks, num_tokens, state.padding, state.device.type == "cuda")
 
     def _random_chunks(self, num_tokens: int) -> list[PromptChunk]:
-        vocab_size = self.runner.target.config.vocab_size
+        vocab_size = self.step_passes.target.config.vocab_size
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()
-        return padding_prompts(self.runner.state, tokens)[: self.num_chunks]
+        return padding_prompts(self.step_passes.state, tokens)[: self.num_chunks]
 
     def _hold_chunks(self, chunks: Sequence[Any]) -> None:
         if self.num_chunks:
@@ -310,10 +310,10 @@ class StepGraphs(Graphs[StepKey]):
 
 
 class DraftGraphs(Graphs[DraftKey]):
-    """Runs `runner.draft` by replay."""
+    """Runs `step_passes.draft` by replay."""
 
-    def __init__(self, runner: Runner, keys: GraphKeys, capturer: Capturer) -> None:
-        super().__init__(runner, keys.drafts, runner.state.drafting[: runner.state.padding], capturer)
+    def __init__(self, step_passes: StepPasses, keys: GraphKeys, capturer: Capturer) -> None:
+        super().__init__(step_passes, keys.drafts, step_passes.state.drafting[: step_passes.state.padding], capturer)
         self.sizes = sorted({key.requests for key in keys.drafts})
 
     def run_all(self) -> None:
@@ -329,9 +329,9 @@ class DraftGraphs(Graphs[DraftKey]):
     def time_all(self) -> dict[str, dict[Any, float]]:
         """Milliseconds by mode and (requests, width)."""
         tables: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
-        with self.runner.state.random_requests(self.runner.target.config.vocab_size):
+        with self.step_passes.state.random_requests(self.step_passes.target.config.vocab_size):
             for key in self.keys:
-                self.runner.state.send_drafting(tuple(range(key.requests)))
+                self.step_passes.state.send_drafting(tuple(range(key.requests)))
                 tables[key.mode][key.requests, key.width] = self._time(key)
         return tables
 
@@ -343,15 +343,15 @@ class DraftGraphs(Graphs[DraftKey]):
     def run(self, plan: StepPlan) -> None:
         """Launches the plan's draft pass."""
         assert plan.draft_graph is not None
-        self.runner.state.send_drafting(drafting_slots(plan))
+        self.step_passes.state.send_drafting(drafting_slots(plan))
         self._replay(plan.draft_graph)
 
     def parts_of(self, key: DraftKey) -> Sequence[Part]:
         size, width, mode = key
-        return [lambda _: self.runner.draft(self.requests[:size], mode, width, 0)]
+        return [lambda _: self.step_passes.draft(self.requests[:size], mode, width, 0)]
 
     def hold_padding(self) -> None:
-        self.runner.state.send_drafting(())
+        self.step_passes.state.send_drafting(())
 
     def describe(self, key: DraftKey) -> str:
         size, width, mode = key
@@ -359,18 +359,18 @@ class DraftGraphs(Graphs[DraftKey]):
 
 
 def make_graphs(
-    runner: Runner, keys: GraphKeys, capturer: Capturer | None = None
+    step_passes: StepPasses, keys: GraphKeys, capturer: Capturer | None = None
 ) -> tuple[StepGraphs, DraftGraphs | None]:
     """Makes the graphs, not captured yet."""
     capturer = capturer or Capturer()
-    return StepGraphs(runner, keys, capturer), DraftGraphs(runner, keys, capturer) if keys.drafts else None
+    return StepGraphs(step_passes, keys, capturer), DraftGraphs(step_passes, keys, capturer) if keys.drafts else None
 
 
-def capture_all(runner: Runner, keys: GraphKeys) -> tuple[StepGraphs, DraftGraphs | None]:
+def capture_all(step_passes: StepPasses, keys: GraphKeys) -> tuple[StepGraphs, DraftGraphs | None]:
     """Captures all graphs, after compiling their kernels in parallel."""
-    steps, drafts = make_graphs(runner, keys)
-    if runner.order is not None:
-        check_order(runner.target, keys.steps)
+    steps, drafts = make_graphs(step_passes, keys)
+    if step_passes.order is not None:
+        check_order(step_passes.target, keys.steps)
     try:
         with runtime.stage("compiling kernels"), compile_ahead("compiling kernels"):
             steps.run_all()

@@ -14,7 +14,7 @@ from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.cpu_clock import CpuClock
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.serve.runner.passes import EagerPass, Results, StepInputs
-from slipstream.serve.runner.step import Runner
+from slipstream.serve.runner.step import StepPasses
 
 NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"
 
@@ -53,7 +53,7 @@ class InFlight:
             num_emitted=counts,
             num_verified=results[:, 1],
             tokens=tokens,
-            cells=results[:, 2 + width : 2 + 2 * width],
+            bins=results[:, 2 + width : 2 + 2 * width],
             accepted=accepted if accepted.shape[1] else None,
             proposed=None if self.proposed is None else self.proposed.numpy(),
             errors=errors,
@@ -91,7 +91,7 @@ def is_out_of_memory(error: Exception) -> bool:
 class ModelRunner:
     """`steps`, `drafts`: captured passes, or None."""
 
-    def __init__(self, passes: Runner, steps: StepGraphs | None = None, drafts: DraftGraphs | None = None) -> None:
+    def __init__(self, passes: StepPasses, steps: StepGraphs | None = None, drafts: DraftGraphs | None = None) -> None:
         self.passes = passes
         self.steps = steps
         self.drafts = drafts
@@ -124,8 +124,8 @@ class ModelRunner:
         launches the rest. Where memory does not suffice for the passes, their requests fail and others go on.
         """
         self.prepare(plan)
-        if plan.survivals is not None:
-            self.state.set_survivals(plan.survivals)
+        if plan.acceptance_table is not None:
+            self.state.set_acceptance_table(plan.acceptance_table)
         for proposal in plan.edits.proposals:
             self._store(proposal)
         if up_to_sampling:

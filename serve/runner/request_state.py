@@ -17,7 +17,7 @@ from slipstream.kernels.kv.cache import chain_slots
 from slipstream.kernels.requests import Admitted, SlotColumns, most_changes, pack_changes, write_changes
 from slipstream.kernels.sampling.processors import BIAS, PENALTIES, Processors
 from slipstream.kernels.sampling.sample import Filters, Sampling, noise_key
-from slipstream.kernels.speculation.ragged import CELLS, Stored
+from slipstream.kernels.speculation.ragged import BINS, Stored
 from slipstream.serve.engine.plan import Admission, HostProposal, NodeMasks, SamplingMode
 from slipstream.serve.request import Request
 from slipstream.serve.runner.kv import KVSlots
@@ -50,13 +50,13 @@ class RequestState:
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)  # (R,) committed KV tokens
         # By group (K, R, P); 0 = dump page. Entries behind a window are stale.
         self.pages = torch.zeros(num_groups, num_slots, num_pages, dtype=torch.int64, device=device)
-        # Stored proposals: tokens, parents, calibration cells and, in the bits of fp32, survivals (R, W) each.
+        # Stored proposals: tokens, parents, acceptance bins and, in the bits of fp32, probabilities (R, W) each.
         self.proposals = torch.full((4, num_slots, width), -1, dtype=torch.int32, device=device)
         self.proposals[3] = 0
         roots = torch.zeros(num_slots, dtype=torch.int64, device=device)  # last tokens, whose KV is not written yet
-        tokens, parents, cells, survivals = self.proposals
-        self.stored = Stored(tokens, parents, survivals.view(torch.float32), cells, self.lengths, roots)
-        self.survivals = torch.zeros(CELLS, device=device)  # (C,) how likely nodes of a cell are accepted
+        tokens, parents, bins, probabilities = self.proposals
+        self.stored = Stored(tokens, parents, probabilities.view(torch.float32), bins, self.lengths, roots)
+        self.acceptance_table = torch.zeros(BINS, device=device)  # (C,) how likely nodes of a bin are accepted
         self.keys = torch.zeros(num_slots, dtype=torch.int64, device=device)  # (R,) noise keys
         self.temperature = torch.zeros(num_slots, device=device)  # (R,)
         self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -242,9 +242,9 @@ class RequestState:
             nodes = torch.cat((pad(nodes[:3], (0, unused), value=-1), pad(nodes[3:], (0, unused))))
         self.proposals.index_copy_(1, requests, nodes)
 
-    def set_survivals(self, survivals: NDArray[np.float32]) -> None:
-        """(C,): how likely nodes of each calibration cell are accepted, for proposals that are stored from now on."""
-        self.copy(survivals[: len(self.survivals)], self.survivals)
+    def set_acceptance_table(self, table: NDArray[np.float32]) -> None:
+        """(C,): how likely nodes of each acceptance bin are accepted, for proposals that are stored from now on."""
+        self.copy(table[: len(self.acceptance_table)], self.acceptance_table)
 
     def sampling(self, requests: Tensor, mode: SamplingMode) -> Sampling:
         temperature = None if mode == "greedy" else self.temperature
@@ -264,8 +264,8 @@ class RequestState:
         stored.tokens.copy_(torch.randint(vocab_size, stored.tokens.shape, generator=generator, dtype=torch.int32))
         stored.roots.copy_(stored.tokens[:, 0])
         stored.parents.copy_(torch.arange(-1, stored.parents.shape[1] - 1, dtype=torch.int32))
-        stored.survivals.fill_(1.0)
-        stored.survivals[self.padding] = 0.0
+        stored.probabilities.fill_(1.0)
+        stored.probabilities[self.padding] = 0.0
         for column, value in ((self.temperature, 0.6), (self.top_k, 20), (self.top_p, 0.95)):
             column.fill_(value)
         try:

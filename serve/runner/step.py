@@ -56,7 +56,7 @@ class ForwardPass(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
+class StepPasses:
     """Everything a step needs on the device."""
 
     target: Target
@@ -83,7 +83,7 @@ class Runner:
         stored = state.stored
         budget, requests, chunks, passes = target_pass.inputs
         target_pass.write_changes(state)
-        counts = admit(stored.survivals, requests, budget, state.proposals.shape[2], stored.lengths, passes)
+        counts = admit(stored.probabilities, requests, budget, state.proposals.shape[2], stored.lengths, passes)
         sizes = target_pass.sizes(counts)
         layout = lay_out(
             stored,
@@ -162,7 +162,7 @@ class Runner:
             proposal.tokens,
             proposal.parents,
             proposal.scores,
-            state.survivals,
+            state.acceptance_table,
             state.padding,
         )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention.ragged import _part, places_of_parts
 from slipstream.kernels.speculation.ragged import (
-    CELLS,
+    BINS,
     Chunks,
     Heads,
     Layout,
@@ -27,7 +27,7 @@ from slipstream.tests.kernels.triton_runs import SLOW, each_device, poisoned, re
 from slipstream.tests.pairwise import grouped, rotating
 
 PAGES = 8  # of a request
-UNUSED = {"tokens": -1, "parents": -1, "survivals": 0, "cells": -1}
+UNUSED = {"tokens": -1, "parents": -1, "probabilities": 0, "bins": -1}
 
 
 def equal(actual: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...]) -> None:
@@ -86,19 +86,19 @@ class Scene:
 def random_stored(rng: random.Random, slots: int, width: int, branches: bool) -> Stored:
     """The last slot is padding."""
     trees = [random_tree(rng, width, chain=not branches) for _ in range(slots - 1)]
-    survivals = []
-    cells = []
+    probabilities = []
+    bins = []
     for tokens, _ in trees:
         num_used = sum(token >= 0 for token in tokens)
         falling = sorted((rng.choice((rng.random(), 0.25)) for _ in range(num_used - 1)), reverse=True)
-        survivals.append([1.0, *falling] + [0.0] * (width - num_used))
-        cells.append(padded([-1, *(rng.randrange(CELLS) for _ in range(num_used - 1))], width))
+        probabilities.append([1.0, *falling] + [0.0] * (width - num_used))
+        bins.append(padded([-1, *(rng.randrange(BINS) for _ in range(num_used - 1))], width))
     none = [-1] * width
     return Stored(
         torch.tensor([*(tokens for tokens, _ in trees), none], dtype=torch.int32),
         torch.tensor([*(parents for _, parents in trees), none], dtype=torch.int32),
-        torch.tensor([*survivals, [0.0] * width]),
-        torch.tensor([*cells, none], dtype=torch.int32),
+        torch.tensor([*probabilities, [0.0] * width]),
+        torch.tensor([*bins, none], dtype=torch.int32),
         torch.tensor([*(rng.randrange(1, 20) for _ in trees), 0], dtype=torch.int32),
         torch.tensor([*(max(tokens[0], 0) for tokens, _ in trees), 0]),
     )
@@ -231,12 +231,12 @@ def expected_end(scene: Scene) -> tuple[Verified, Stored, Tensor]:
         slot = segment["slot"]
         tokens = []
         path = []
-        cells = []
+        bins = []
         if index < B and rows:
             after = sampled[first : first + len(rows)]
             path = walk([row["tokens"] for row in rows], [row["parents"] for row in rows], after)
             tokens = [after[node] for node in path]
-            cells = stored.cells[slot]
+            bins = stored.bins[slot]
             for rank, node in enumerate(path):
                 following[first + rank] = after[node]
                 order[first + rank] = first + node
@@ -248,7 +248,7 @@ def expected_end(scene: Scene) -> tuple[Verified, Stored, Tensor]:
             following[first : first + len(rows)] = after
         advance = len(path) if index < B else len(rows)
         admitted = len(rows) if index < B else 0
-        results.append([len(tokens), admitted, *padded(tokens, W), *padded(cells, W)])
+        results.append([len(tokens), admitted, *padded(tokens, W), *padded(bins, W)])
         if scene.branches:
             results[-1] += padded(path, W)
         paths.append(padded(path, W))
@@ -262,8 +262,8 @@ def expected_end(scene: Scene) -> tuple[Verified, Stored, Tensor]:
                 stored.roots[slot] = root
                 stored.tokens[slot] = padded([root], W)
                 stored.parents[slot] = [-1] * W
-                stored.cells[slot] = [-1] * W
-                stored.survivals[slot] = [1.0] + [0.0] * (W - 1)
+                stored.bins[slot] = [-1] * W
+                stored.probabilities[slot] = [1.0] + [0.0] * (W - 1)
         first += len(rows)
     numbers = (paths[:B], emitted, lengths, following)
     nodes, emitted, lengths, following = (torch.tensor(x, dtype=torch.int32) for x in numbers)
@@ -341,7 +341,7 @@ def test_results_of_passes_take_turns(branches: bool, device: str) -> None:
         turns.fill_(-7)
         for number in range(1, 6):
             stored = on(device, scene.stored)
-            run_admit(stored.survivals, scene.requests.to(device), budget, 8, passes=passes)
+            run_admit(stored.probabilities, scene.requests.to(device), budget, 8, passes=passes)
             sampled = scene.sampled.to(device)
             chunks = on(device, scene.chunks)
             run_verify(layout, sampled, stored, chunks, B, turns, scene.padding, passes)
@@ -361,14 +361,14 @@ def last_of(number: int, turn: int) -> int:
     return last if last > 0 else 7
 
 
-def likeliest(survivals: list[list[float]], budget: int, max_nodes: int) -> list[int]:
+def likeliest(probabilities: list[list[float]], budget: int, max_nodes: int) -> list[int]:
     """Roots, and the best of all other nodes, one by one."""
-    counts = [int(row[0] > 0) for row in survivals]
+    counts = [int(row[0] > 0) for row in probabilities]
     drafted = [
-        (-math.ceil(survival * 255), request, node)
-        for request, row in enumerate(survivals)
-        for node, survival in enumerate(row[:max_nodes])
-        if node > 0 and survival > 0
+        (-math.ceil(probability * 255), request, node)
+        for request, row in enumerate(probabilities)
+        for node, probability in enumerate(row[:max_nodes])
+        if node > 0 and probability > 0
     ]
     for _, request, node in sorted(drafted)[: max(budget - sum(counts), 0)]:
         assert node == counts[request], "what is admitted is a prefix"
@@ -385,20 +385,20 @@ def test_admission_takes_the_likeliest(requests: int, width: int, device: str) -
     rng = random.Random(requests * width)
     stored = random_stored(rng, requests + 1, width, branches=False)
     slots = [requests if rng.random() < 0.1 else slot for slot in rng.sample(range(requests), requests)]
-    rows_of_survivals = [stored.survivals[slot].tolist() for slot in slots]
-    survivals = stored.survivals.to(device)
+    rows_of_probabilities = [stored.probabilities[slot].tolist() for slot in slots]
+    probabilities = stored.probabilities.to(device)
     rows = torch.tensor(slots, device=device)
-    total = int((stored.survivals[rows.cpu()] > 0).sum())
+    total = int((stored.probabilities[rows.cpu()] > 0).sum())
     budgets = {0, 1, requests, (requests + total) // 2, total - 1, total, total + 1, 10 * total + 7}
     for budget in budgets:
         for max_nodes in {1, max(width // 2, 1), width, width + 3}:
             limit = torch.tensor([budget], dtype=torch.int32, device=device)
             with poisoned():
-                counts = admit.triton(survivals, rows, limit, max_nodes)
-            expected = admit.reference(survivals, rows, limit, max_nodes)
+                counts = admit.triton(probabilities, rows, limit, max_nodes)
+            expected = admit.reference(probabilities, rows, limit, max_nodes)
             assert counts.dtype == expected.dtype == torch.int32
             assert torch.equal(counts, expected)
-            assert expected.tolist() == likeliest(rows_of_survivals, budget, max_nodes)
+            assert expected.tolist() == likeliest(rows_of_probabilities, budget, max_nodes)
 
 
 @each_device
@@ -406,14 +406,14 @@ def test_nodes_beyond_a_longer_part_wait(device: str) -> None:
     """Parts of the context get longer at 3,072 tokens, and wherever they have doubled."""
     lengths = [0, 3060, 3070, 3071, 3072, 6140, 6144, 12_287, 100_000]
     room = [8, 8, 2, 1, 8, 4, 8, 1, 8]
-    survivals = torch.ones(len(lengths), 8, device=device)
+    probabilities = torch.ones(len(lengths), 8, device=device)
     rows = torch.arange(len(lengths), device=device)
     budget = torch.tensor([1000], device=device)
     contexts = torch.tensor(lengths, dtype=torch.int32, device=device)
     for run in (admit.reference, admit.triton):
-        assert run(survivals, rows, budget, 8, contexts).tolist() == room
+        assert run(probabilities, rows, budget, 8, contexts).tolist() == room
     spare = sum(room) - 3
-    counts = admit.triton(survivals, rows, torch.tensor([spare], device=device), 8, contexts)
+    counts = admit.triton(probabilities, rows, torch.tensor([spare], device=device), 8, contexts)
     assert counts.sum() == spare, "others get what these may not take"
     for length in lengths:
         parts = {_part(place, None) for place in range(length, int(places_of_parts(torch.tensor(length))))}
@@ -426,14 +426,14 @@ def test_nodes_beyond_a_longer_part_wait(device: str) -> None:
 )
 @each_device
 def test_among_equals_the_first_requests_win(run, device: str) -> None:
-    """Also 0.5 and 0.4999, which lie in one step of 1/255; a tiny survival is not none."""
-    survivals = torch.tensor(
+    """Also 0.5 and 0.4999, which lie in one step of 1/255; a tiny probability is not none."""
+    probabilities = torch.tensor(
         [[1, 0.4999, 0.4999, 1e-9], [1, 0.5, 0.5, 0], [1, 0.9, 0.5, 0.5], [0, 0, 0, 0]], device=device
     )
     rows = torch.tensor([3, 0, 3, 1, 2], device=device)
     expected = {3: [1, 1, 1], 4: [1, 1, 2], 5: [2, 1, 2], 6: [3, 1, 2], 7: [3, 2, 2], 8: [3, 3, 2], 10: [3, 3, 4]}
     for budget, expected_counts in (expected | {11: [4, 3, 4], 99: [4, 3, 4], 0: [1, 1, 1]}).items():
-        counts = run(survivals, rows, torch.tensor([budget], dtype=torch.int32, device=device), 4).tolist()
+        counts = run(probabilities, rows, torch.tensor([budget], dtype=torch.int32, device=device), 4).tolist()
         assert [counts[index] for index in (1, 3, 4)] == expected_counts
         assert counts[0] == counts[2] == 0
 
@@ -450,16 +450,16 @@ def expected_store(before: Stored, slots, tokens, parents, scores, table, paddin
                 continue
             if node == 0:
                 after.tokens[slot][0] = token
-                after.survivals[slot][0] = 1.0
+                after.probabilities[slot][0] = 1.0
             elif token < 0 or score == -math.inf:
                 lowest = 0.0
             else:
-                cell = (min(node, 16) - 1) * 16 + min(int(16 * math.exp(score)), 15)
-                lowest = min(lowest, table[cell])
+                acceptance_bin = (min(node, 16) - 1) * 16 + min(int(16 * math.exp(score)), 15)
+                lowest = min(lowest, table[acceptance_bin])
                 after.tokens[slot][node] = token
                 after.parents[slot][node] = parent
-                after.cells[slot][node] = cell
-                after.survivals[slot][node] = lowest
+                after.bins[slot][node] = acceptance_bin
+                after.probabilities[slot][node] = lowest
     return Stored(*(torch.tensor(x).to(y.dtype) for x, y in zip(after, before, strict=True)))
 
 
@@ -483,7 +483,7 @@ def test_a_proposal_replaces_all_that_its_slot_held(nodes: int, width: int, dtyp
     tokens[3, nodes // 2 + 1 :] = -1
     scores[3, nodes // 2 + 1 :] = -torch.inf
     scores[:, 0] = 0
-    table = torch.rand(2 * CELLS, generator=generator)
+    table = torch.rand(2 * BINS, generator=generator)
     columns = [x.tolist() for x in (tokens, parents, scores, table)]
     expected = expected_store(before, slots, *columns, padding)
     for run in (store.reference, store.triton):
@@ -509,10 +509,10 @@ def test_buckets_begin_at_sixteenths_on_every_device(device: str) -> None:
     results = []
     for run in (store.reference, store.triton):
         stored = on(device, random_stored(random.Random(0), 4, 17, branches=False))
-        run(stored, slots, tokens, tokens, scores, torch.ones(CELLS, device=device), 3)
+        run(stored, slots, tokens, tokens, scores, torch.ones(BINS, device=device), 3)
         results.append(stored)
     equal(results[0], results[1])
-    buckets = results[0].cells[:, 1:].cpu() % 16
+    buckets = results[0].bins[:, 1:].cpu() % 16
     assert buckets[0].tolist() == [*range(1, 16), 15]
     assert buckets[1].tolist() == [*range(15), 15]
     assert results[0].tokens[2].tolist() == [1] * 16 + [-1]
@@ -537,7 +537,7 @@ def test_a_graph_replays_a_step(branches: bool) -> None:
             x.copy_(y)
         results.fill_(-1)
         passes.fill_(3)
-        counts = admit.triton(stored.survivals, args[2], budget, 16, passes=passes)
+        counts = admit.triton(stored.probabilities, args[2], budget, 16, passes=passes)
         layout = lay_out.triton(stored, counts, *args[2:])
         heads = select_heads.triton(layout, B, scene.num_heads, scene.padding)
         verified = verify_rows.triton(layout, sampled, stored, chunks, B, results, scene.padding, passes)

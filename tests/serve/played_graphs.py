@@ -24,7 +24,7 @@ from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.cuda_graphs import Capturer, DraftGraphs, Part, StepGraphs, make_graphs
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.passes import Results
-from slipstream.serve.runner.step import Runner
+from slipstream.serve.runner.step import StepPasses
 
 ATTENTION = "prefill=sdpa,verify=triton,draft=triton"
 
@@ -65,7 +65,7 @@ class EqualTimes(StepCosts):
         pass
 
 
-def play_all(passes: Runner, keys: GraphKeys) -> tuple[StepGraphs, DraftGraphs | None]:
+def play_all(passes: StepPasses, keys: GraphKeys) -> tuple[StepGraphs, DraftGraphs | None]:
     """Makes played passes, as `capture_all` makes captured ones."""
     steps, drafts = make_graphs(passes, keys, Player())
     steps.capture_all()

@@ -5,63 +5,63 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.serve.engine.acceptance import BUCKETS, CELLS, NETWORK_CELLS, PLACES, AcceptanceStats, host_cells
+from slipstream.serve.engine.acceptance import BINS, BUCKETS, NETWORK_BINS, PLACES, AcceptanceStats, host_bins
 from slipstream.serve.engine.proposals import ProposalStats
 
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**31), shares=st.lists(st.floats(0.1, 1.0), min_size=2, max_size=4))
 def test_survivals_do_not_depend_on_what_was_admitted(seed: int, shares: list[float]) -> None:
-    """Budgets change, so that a node is verified or not by its cell: cells are judged by their own nodes."""
+    """Budgets change, so that a node is verified or not by its bin: bins are judged by their own nodes."""
     rng = np.random.default_rng(seed)
     stats = AcceptanceStats()
-    true = rng.uniform(0.1, 0.9, CELLS)
-    order = rng.random(CELLS)
-    cells = rng.choice(NETWORK_CELLS, 12, replace=False)
+    true = rng.uniform(0.1, 0.9, BINS)
+    order = rng.random(BINS)
+    bins = rng.choice(NETWORK_BINS, 12, replace=False)
     wrong = []
     for step in range(300):
-        stored = rng.choice(cells, 120)
+        stored = rng.choice(bins, 120)
         verified = stored[np.argsort(order[stored])[: int(120 * shares[step % len(shares)])]]
         stats.record(verified.astype(np.int32), rng.random(len(verified)) < true[verified])
         if step > 100 and step % 8 == 0:
-            wrong.append(stats.survivals[cells] - true[cells])
-    is_tried = stats.num_tried[cells] > 150  # others are near their prior
+            wrong.append(stats.probabilities[bins] - true[bins])
+    is_tried = stats.num_tried[bins] > 150  # others are near their prior
     assert is_tried.any()
     assert np.abs(np.mean(wrong, axis=0))[is_tried].max() < 0.1
 
 
-def network_cell(place: int, probability: float) -> int:
-    """The cell of a drafted node: its place in the proposal, from 1, and the draft's probability of its path."""
+def network_bin(place: int, probability: float) -> int:
+    """The bin of a drafted node: its place in the proposal, from 1, and the draft's probability of its path."""
     return (min(place, PLACES) - 1) * BUCKETS + min(int(BUCKETS * probability), BUCKETS - 1)
 
 
 def test_a_cell_without_nodes_follows_its_place_and_comes_back_to_its_prior() -> None:
     stats = AcceptanceStats()
-    before = AcceptanceStats().survivals
-    cell = network_cell(1, 0.9)
-    other = network_cell(1, 0.5)
-    later = network_cell(3, 0.5)
+    before = AcceptanceStats().probabilities
+    acceptance_bin = network_bin(1, 0.9)
+    other = network_bin(1, 0.5)
+    later = network_bin(3, 0.5)
     for _ in range(20):
-        stats.record(np.full(8, cell, np.int32), np.zeros(8, bool))
-    assert stats.survivals[cell] < 0.05
-    assert stats.survivals[other] < 0.1 * before[other]
-    assert stats.survivals[later] < 0.1 * before[later]
-    assert stats.survivals[NETWORK_CELLS + 5] == before[NETWORK_CELLS + 5], "the host's are others"
+        stats.record(np.full(8, acceptance_bin, np.int32), np.zeros(8, bool))
+    assert stats.probabilities[acceptance_bin] < 0.05
+    assert stats.probabilities[other] < 0.1 * before[other]
+    assert stats.probabilities[later] < 0.1 * before[later]
+    assert stats.probabilities[NETWORK_BINS + 5] == before[NETWORK_BINS + 5], "the host's are others"
     for _ in range(10):
         stats.record(np.zeros(0, np.int32), np.zeros(0, bool), 1000)
-    assert stats.survivals == pytest.approx(before, abs=0.03)
+    assert stats.probabilities == pytest.approx(before, abs=0.03)
 
 
 def test_survivals_are_counts_with_a_prior() -> None:
     """By hand: 7 of 10 are right where the draft says 31 of 32. Four more count as right as often as its place, and the
     last steps count once more."""
     stats = AcceptanceStats()
-    cell = network_cell(1, 0.99)
-    stats.record(np.full(10, cell, np.int32), np.arange(10) < 7)
+    acceptance_bin = network_bin(1, 0.99)
+    stats.record(np.full(10, acceptance_bin, np.int32), np.arange(10) < 7)
     prior = 15.5 / 16
     ratio = (7 + 4) / (10 * prior + 4)
     learnt = (7 + 4 * prior * ratio) / (10 + 4)
-    assert stats.survivals[cell] == pytest.approx(learnt * ratio)
+    assert stats.probabilities[acceptance_bin] == pytest.approx(learnt * ratio)
 
 
 def test_the_table_changes_seldom_and_follows() -> None:
@@ -82,30 +82,30 @@ def test_the_table_changes_seldom_and_follows() -> None:
     assert len(changes) < 6 + 400 / 32
     assert all(later - earlier >= 32 for earlier, later in zip(changes, changes[1:], strict=False) if earlier > 64)
     assert abs(stats.table[40] - 0.3) < 0.1
-    assert stats.table.shape == (CELLS,)
+    assert stats.table.shape == (BINS,)
     assert stats.table.dtype == np.float32
-    assert ((stats.table > 0) & (stats.table < 1)).all(), "nothing is admitted whose survival is 0"
+    assert ((stats.table > 0) & (stats.table < 1)).all(), "nothing is admitted whose probability is 0"
 
 
-def test_cells() -> None:
-    assert [network_cell(*key) for key in ((1, 0.0), (1, 1.0), (3, 0.5), (16, 0.2), (40, 0.2))] == [0, 15, 40, 243, 243]
-    assert host_cells(4, 2).tolist() == [-1, 288, 289, 290]
-    assert host_cells(20, 99).max() == CELLS - 1
-    surer = [AcceptanceStats().survivals[host_cells(9, kind)[1:]].sum() for kind in (1, 2, 3, 4)]
+def test_bins() -> None:
+    assert [network_bin(*key) for key in ((1, 0.0), (1, 1.0), (3, 0.5), (16, 0.2), (40, 0.2))] == [0, 15, 40, 243, 243]
+    assert host_bins(4, 2).tolist() == [-1, 288, 289, 290]
+    assert host_bins(20, 99).max() == BINS - 1
+    surer = [AcceptanceStats().probabilities[host_bins(9, kind)[1:]].sum() for kind in (1, 2, 3, 4)]
     assert surer == sorted(surer)
 
 
 def test_curves_are_the_mean_proposal_best_nodes_first() -> None:
     proposals = ProposalStats(4)
-    survivals = np.zeros(CELLS)
-    sure = network_cell(1, 0.9)
-    unsure = network_cell(1, 0.1)
-    next_ = network_cell(2, 0.8)
-    survivals[[sure, unsure, next_]] = 0.75, 0.25, 0.5
-    cells = np.array([[-1, sure, next_, -1], [-1, unsure, next_, -1], [-1, NETWORK_CELLS, -1, -1]], np.int32)
+    probabilities = np.zeros(BINS)
+    sure = network_bin(1, 0.9)
+    unsure = network_bin(1, 0.1)
+    next_ = network_bin(2, 0.8)
+    probabilities[[sure, unsure, next_]] = 0.75, 0.25, 0.5
+    bins = np.array([[-1, sure, next_, -1], [-1, unsure, next_, -1], [-1, NETWORK_BINS, -1, -1]], np.int32)
     for _ in range(2000):
-        proposals.record(cells)
-    narrow, wide = proposals.curves([2, 3], survivals)
+        proposals.record(bins)
+    narrow, wide = proposals.curves([2, 3], probabilities)
     assert wide.nodes[:4] == pytest.approx([0, 0.5, 1.5, 2], abs=1e-3)
     assert wide.tokens[:4] == pytest.approx([0, 0.375, 0.875, 1], abs=1e-3)
     assert np.interp([0.5, 1.0], *narrow) == pytest.approx([0.375, 0.5], abs=1e-3)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from slipstream.models.files.cost_tables import CostTables
-from slipstream.serve.engine.acceptance import host_cells
+from slipstream.serve.engine.acceptance import host_bins
 from slipstream.serve.engine.budget import BudgetPolicy, Choice
 from slipstream.serve.engine.step_costs import Costs, FittedCosts, StepCosts
 from slipstream.tests.pairwise import rotating
@@ -56,23 +56,23 @@ class World:
         self.power = power
 
     def propose(self, batch: int, width: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """(B, N) cells, and probabilities that nodes are accepted."""
+        """(B, N) bins, and probabilities that nodes are accepted."""
         drafted = self.rng.beta(3, 1, (batch, width - 1))
         paths = np.cumprod(drafted, axis=1)
-        cells = np.full((batch, width), -1, np.int32)
-        cells[:, 1:] = 16 * np.arange(width - 1) + np.minimum((16 * paths).astype(int), 15)
-        return cells, np.concatenate((np.ones((batch, 1)), paths**self.power), axis=1)
+        bins = np.full((batch, width), -1, np.int32)
+        bins[:, 1:] = 16 * np.arange(width - 1) + np.minimum((16 * paths).astype(int), 15)
+        return bins, np.concatenate((np.ones((batch, 1)), paths**self.power), axis=1)
 
 
-def admit(cells: NDArray[np.int32], table: NDArray[np.float32], budget: int) -> NDArray[np.int32]:
+def admit(bins: NDArray[np.int32], table: NDArray[np.float32], budget: int) -> NDArray[np.int32]:
     """(B,) nodes of each request: the root, and the likeliest of all others."""
-    survivals = np.ones(cells.shape, np.float32)
-    survivals[:, 1:] = np.where(cells[:, 1:] < 0, 0, table[cells[:, 1:]])
-    survivals = np.minimum.accumulate(survivals, axis=1)
-    survivals[:, 0] = 2
-    mask = np.zeros(cells.size, bool)
-    mask[np.argsort(-survivals.ravel(), kind="stable")[: max(budget, len(cells))]] = True
-    return np.minimum.accumulate(mask.reshape(cells.shape), axis=1).sum(axis=1).astype(np.int32)
+    probabilities = np.ones(bins.shape, np.float32)
+    probabilities[:, 1:] = np.where(bins[:, 1:] < 0, 0, table[bins[:, 1:]])
+    probabilities = np.minimum.accumulate(probabilities, axis=1)
+    probabilities[:, 0] = 2
+    mask = np.zeros(bins.size, bool)
+    mask[np.argsort(-probabilities.ravel(), kind="stable")[: max(budget, len(bins))]] = True
+    return np.minimum.accumulate(mask.reshape(bins.shape), axis=1).sum(axis=1).astype(np.int32)
 
 
 class Simulation:
@@ -81,7 +81,7 @@ class Simulation:
         self.world = world
         self.batch = batch
         self.step_ms = step_ms
-        self.cells, self.survivals = world.propose(batch, WIDTHS[-1])
+        self.bins, self.probabilities = world.propose(batch, WIDTHS[-1])
         self.nodes: list[int] = []
         self.widths: list[int] = []
         self.noise = 0.0
@@ -92,17 +92,17 @@ class Simulation:
         for _ in range(num_steps):
             choice = Choice(*choose()) if choose else self.policy.choose(self.batch)
             nodes, width = choice[:2]
-            assert self.batch <= nodes <= self.cells.size
-            admitted = admit(self.cells, self.policy.acceptance.table, nodes)
-            verified = np.arange(self.cells.shape[1]) < admitted[:, None]
-            accepted = verified & (self.world.rng.random((self.batch, 1)) < self.survivals)
-            tokens += self.survivals[verified].sum()
+            assert self.batch <= nodes <= self.bins.size
+            admitted = admit(self.bins, self.policy.acceptance.table, nodes)
+            verified = np.arange(self.bins.shape[1]) < admitted[:, None]
+            accepted = verified & (self.world.rng.random((self.batch, 1)) < self.probabilities)
+            tokens += self.probabilities[verified].sum()
             noise = self.noise * abs(self.world.rng.standard_normal())
             step = self.step_ms(nodes, self.batch, width) * (1 + noise)
             ms += step
-            self.policy.record(self.cells, admitted, accepted)
+            self.policy.record(self.bins, admitted, accepted)
             self.policy.costs.observe(nodes, self.batch, width, step, filtered=False)
-            self.cells, self.survivals = self.world.propose(self.batch, width)
+            self.bins, self.probabilities = self.world.propose(self.batch, width)
             self.nodes.append(nodes)
             self.widths.append(width)
         return tokens / ms
@@ -113,7 +113,7 @@ class Simulation:
         for width in WIDTHS:
             limit = self.batch * width
             for nodes in sorted({min(size, limit) for size in numbers if size >= self.batch}):
-                self.cells, self.survivals = self.world.propose(self.batch, width)
+                self.bins, self.probabilities = self.world.propose(self.batch, width)
                 rates.append(self.run(num_steps, lambda nodes=nodes, width=width: (nodes, width)))  # type: ignore[misc]
         return max(rates)
 
@@ -346,7 +346,7 @@ def test_nothing_is_drafted_where_prompts_leave_no_room() -> None:
 
 def mean_tokens(policy: BudgetPolicy, width: int, drafts: float) -> float:
     """Returns the expected tokens of a mean proposal whose likeliest `drafts` nodes are verified after its root."""
-    (curve,) = policy.proposals.curves([width], policy.acceptance.survivals)
+    (curve,) = policy.proposals.curves([width], policy.acceptance.probabilities)
     return 1 + float(np.interp(drafts, *curve))
 
 
@@ -396,7 +396,7 @@ def test_a_wider_proposal_is_verified_one_step_later() -> None:
     before = settled(policy, 16)
     assert before.nodes == 16
     simulation = Simulation(policy, World(0.3), 16)
-    simulation.cells, simulation.survivals = simulation.world.propose(16, policy.choose(16).width)
+    simulation.bins, simulation.probabilities = simulation.world.propose(16, policy.choose(16).width)
     simulation.run(300)  # checks that no step verifies more than is stored
     assert policy.width == 8
 
@@ -471,12 +471,12 @@ def test_chunks_follow_the_times_of_steps(fixed: int | None, num_drafted: int) -
 def test_proposals_of_the_host_are_judged_one_by_one() -> None:
     """Kind 1 is never accepted, kind 4 always."""
     policy = BudgetPolicy(costs(), (1,), most_nodes=8)
-    cells = np.stack([host_cells(8, 1)] * 8 + [host_cells(8, 4)] * 8)
+    bins = np.stack([host_bins(8, 1)] * 8 + [host_bins(8, 4)] * 8)
     accepted = np.zeros((16, 8), bool)
     accepted[8:] = True
     for _ in range(30):
         policy.choose(16)
-        policy.record(cells, np.full(16, 8, np.int32), accepted)
+        policy.record(bins, np.full(16, 8, np.int32), accepted)
     offers = [(1, 0)] * 48
     assert policy.choose(64, offers=[*offers, *[(8, 4)] * 16]).nodes >= 160, "most of them"
     assert policy.choose(64, offers=[*offers, *[(8, 1)] * 16]).nodes <= 128, "what is free"
@@ -487,14 +487,14 @@ def test_proposals_of_the_host_are_judged_one_by_one() -> None:
 @pytest.mark.parametrize("fixed", [None, 8])
 def test_steps_wait_for_the_host_while_that_pays(fixed: int | None) -> None:
     policy = BudgetPolicy(costs(), (1,), most_nodes=8, fixed=fixed)
-    cells = np.stack([host_cells(8, 1)] * 4)
+    bins = np.stack([host_bins(8, 1)] * 4)
     accepted = np.zeros((4, 8), bool)
     for _ in range(100):
         policy.host_wait.record_wait(0.5)
     assert policy.host_wait.ms == pytest.approx(0.5, abs=0.05)
     for _ in range(40):
         policy.choose(4, offers=[(8, 1)] * 4)
-        policy.record(cells, np.full(4, 8, np.int32), accepted)
+        policy.record(bins, np.full(4, 8, np.int32), accepted)
     assert not policy.host_wait.pays
     policy.look_back([(8, 1)] * 4)
     assert not policy.host_wait.pays
@@ -512,16 +512,16 @@ def test_results_may_be_overwritten_once_they_are_recorded() -> None:
     other = BudgetPolicy(costs(), WIDTHS)
     world = World(1.0)
     for _ in range(100):
-        cells, survivals = world.propose(4, 8)
+        bins, probabilities = world.propose(4, 8)
         admitted = np.full(4, 6, np.int32)
-        accepted = world.rng.random((4, 1)) < survivals
-        other.acceptance.record(cells[:, 1:6].ravel(), accepted[:, 1:6].ravel())
+        accepted = world.rng.random((4, 1)) < probabilities
+        other.acceptance.record(bins[:, 1:6].ravel(), accepted[:, 1:6].ravel())
         policy.choose(4)
-        policy.record(cells, admitted, accepted)
-        cells[:] = 0
+        policy.record(bins, admitted, accepted)
+        bins[:] = 0
         admitted[:] = 0
         accepted[:] = False
-    assert policy.acceptance.survivals == pytest.approx(other.acceptance.survivals, abs=0.02)
+    assert policy.acceptance.probabilities == pytest.approx(other.acceptance.probabilities, abs=0.02)
 
 
 @pytest.mark.parametrize("make", [costs, lambda: FittedCosts(1024)])
@@ -538,9 +538,9 @@ def test_metrics(make: Callable[[], Costs]) -> None:
 def test_rows_that_are_free() -> None:
     """4.032 ms for 16 rows: 2 % more are not reached by 48 rows, but by 64, which useless nodes are not worth."""
     policy = BudgetPolicy(costs(), (1,), most_nodes=8)
-    cells = np.stack([host_cells(8, 1)] * 16)
+    bins = np.stack([host_bins(8, 1)] * 16)
     for _ in range(30):
         policy.choose(16)
-        policy.record(cells, np.full(16, 8, np.int32), np.zeros((16, 8), bool))
+        policy.record(bins, np.full(16, 8, np.int32), np.zeros((16, 8), bool))
     assert policy.choose(16, offers=[(3, 1)] * 16).nodes == 48
     assert policy.choose(16, offers=[(4, 1)] * 16).nodes < 48

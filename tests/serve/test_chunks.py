@@ -11,7 +11,7 @@ from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.passes import HostShape
 from slipstream.serve.runner.request_state import RequestState
-from slipstream.serve.runner.step import Runner
+from slipstream.serve.runner.step import StepPasses
 from slipstream.tests.pairwise import grouped
 
 PAGE_SIZE = 4
@@ -76,7 +76,7 @@ def test_chunks_of_known_lengths(seed: int) -> None:
     lens = [len(chunk.tokens) for chunk in chunks]
     packed = split_chunks(pack_chunks(chunks, len(chunks), sum(lens), state.padding, False), len(chunks), sum(lens))
     layout = check(chunks, packed, state, sum(lens))
-    runner = Runner(None, {}, None, state, ())  # type: ignore[arg-type]
+    runner = StepPasses(None, {}, None, state, ())  # type: ignore[arg-type]
     metadata = runner._prompts(layout, 0, HostShape((), (), tuple(chunks), "prefill"))
     assert isinstance(metadata, AttentionMetadata)
     assert metadata.phase == "prefill"

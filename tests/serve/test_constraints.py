@@ -153,9 +153,9 @@ def test_constrained_requests_do_not_teach_what_others_accept(build: Build, monk
     counted = []
     record = engine.planner.policy.record
 
-    def watch(cells: Any, *arguments: Any) -> None:
-        counted.append(len(cells))
-        record(cells, *arguments)
+    def watch(bins: Any, *arguments: Any) -> None:
+        counted.append(len(bins))
+        record(bins, *arguments)
 
     monkeypatch.setattr(engine.planner.policy, "record", watch)
     free = make_request("free", random_prompt(9, 1), max_tokens=10, ignore_eos=True)

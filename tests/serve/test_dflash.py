@@ -35,7 +35,7 @@ from slipstream.serve.runner.batch import AttentionMetadata, PassRows
 from slipstream.serve.runner.cuda_graphs import capture_all
 from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.request_state import RequestState
-from slipstream.serve.runner.step import Runner
+from slipstream.serve.runner.step import StepPasses
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import load_float64, save_random_dflash
@@ -466,7 +466,7 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
     padding = state.padding
     stored.lengths[0] = 14
     stored.tokens[0] = tokens
-    stored.survivals[0] = 1.0
+    stored.probabilities[0] = 1.0
     stored.parents[0] = torch.tensor([-1, 0, 0, 0, 3, 3, 1, 2, 0, 4, 4])
     chunks = Chunks(*(slots[:0] for _ in Chunks._fields))
     layout = lay_out(stored, torch.tensor([11]), slots, chunks, state.pages[0], 16, 11, True, padding)
@@ -474,7 +474,7 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
     results = torch.empty(1, 2 + 3 * 11, dtype=torch.int32)
     verified = verify_rows(layout, sampled, stored, chunks, 1, results, padding)
     assert verified.nodes[0, :5].tolist() == [*path, -1]
-    runner = Runner(stage.target, {}, stage.drafter, state, (attention.kv,), branches=True)
+    runner = StepPasses(stage.target, {}, stage.drafter, state, (attention.kv,), branches=True)
     runner._extend(layout, verified, stage.aux_states)
     cache = attention.kv.caches[0].flat[:, :, stage.metadata.slots.of(0)[:4]]
     torch.testing.assert_close(cache, expected, atol=1e-5, rtol=1e-5)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from slipstream.serve.engine.acceptance import KINDS, host_cells, is_forced
+from slipstream.serve.engine.acceptance import KINDS, host_bins, is_forced
 from slipstream.serve.engine.constraints import allowed_depth, goes_beyond
 from slipstream.serve.engine.plan import FORCED, NodeMasks, StepPlan
 from slipstream.serve.grammar.grammars import Grammars, tokens_in
@@ -139,10 +139,10 @@ def test_a_proposal_that_knows_more_is_kept() -> None:
     assert allowed_depth(nodes, NodeMasks(0, [0, 1, 2, 3, 4], masks)) == 2
 
 
-def test_forced_tokens_have_cells_of_their_own() -> None:
-    cells = [host_cells(9, kind) for kind in range(1, KINDS)]
-    assert [bool(is_forced(cell[1:]).all()) for cell in cells] == [kind == FORCED for kind in range(1, KINDS)]
-    assert not is_forced(np.concatenate(([-1, 0, 255], *cells[:-1]))).any()
+def test_forced_tokens_have_bins_of_their_own() -> None:
+    bins = [host_bins(9, kind) for kind in range(1, KINDS)]
+    assert [bool(is_forced(nodes[1:]).all()) for nodes in bins] == [kind == FORCED for kind in range(1, KINDS)]
+    assert not is_forced(np.concatenate(([-1, 0, 255], *bins[:-1]))).any()
 
 
 def requests(tokenizer: Any, names: tuple[str, ...], temperature: float) -> list[Request]:
@@ -203,7 +203,7 @@ def test_captured_passes_have_room_for_them(temperature: float, tokenizer: Any, 
 
 
 def test_they_teach_what_forced_tokens_accept(tokenizer: Any) -> None:
-    """Also beside requests without a grammar, whose drafts' cells stay theirs."""
+    """Also beside requests without a grammar, whose drafts' bins stay theirs."""
     engine = build_engine(TARGET, device="cpu", grammar_drafts=True)
     free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=60, ignore_eos=True)
     run(engine, [free, *requests(tokenizer, ("forced text",), 0.0)])

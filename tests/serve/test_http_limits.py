@@ -91,11 +91,11 @@ def test_a_message_stays_short_whatever_it_quotes(client: httpx.Client) -> None:
 
 def test_limits_follow_the_context() -> None:
     tokenizer = byte_level()
-    small, large = (limits.Limits.of(ServeConfig(), context, tokenizer) for context in (2048, 2**20))
+    small, large = (limits.HttpLimits.of(ServeConfig(), context, tokenizer) for context in (2048, 2**20))
     assert (small.body_bytes, small.choices) == (BODY_BYTES, PLACES // 2)
     assert large.body_bytes == 16 * 2**20
     assert large.values > 2**20, "a context full of token ids"
-    assert limits.Limits.of(ServeConfig(max_running=1, max_waiting=0), 2048, tokenizer).choices == 1
+    assert limits.HttpLimits.of(ServeConfig(max_running=1, max_waiting=0), 2048, tokenizer).choices == 1
 
 
 def with_parts(normalizer: Any = None, pre_tokenizer: Any = None, added: list[AddedToken] | None = None) -> Any:

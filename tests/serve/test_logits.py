@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slipstream.kernels.speculation.ragged import CELLS, admit
+from slipstream.kernels.speculation.ragged import BINS, admit
 from slipstream.serve.engine import build as engine_build
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import Admission, Edits, NodeMasks, StepPlan
@@ -190,7 +190,7 @@ def test_a_request_that_cannot_be_sampled_ends_alone(
     for engine in (sound, broken):
         plan = started(engine, params)
         state = engine.runner.state
-        rows = admit(state.stored.survivals, torch.tensor(plan.slots), torch.tensor([plan.nodes]), 64).tolist()
+        rows = admit(state.stored.probabilities, torch.tensor(plan.slots), torch.tensor([plan.nodes]), 64).tolist()
         rows_of_request = slice(rows[0], rows[0] + rows[1])
 
         def poison(
@@ -210,7 +210,7 @@ def test_a_request_that_cannot_be_sampled_ends_alone(
     assert list(ending.errors) == [plan.slots[1]]
     assert not expected.errors
     for emitted, other in ((ending, expected), (after, later)):
-        for name in ("num_emitted", "num_verified", "tokens", "cells"):
+        for name in ("num_emitted", "num_verified", "tokens", "bins"):
             np.testing.assert_equal(getattr(emitted, name)[[0, 2]], getattr(other, name)[[0, 2]])
 
 
@@ -282,4 +282,4 @@ def test_the_state_knows_its_size() -> None:
     assert large - small == 4 * 1000 * 8 + 4 * 12 * words
     a_slot = 4 + 4 * 8 + 4 * 4 * 4 + 8 + 8 + 4 + 8 + 4 + 4 + 4 * 4 + 4 * 4 + 4
     inputs = 2 + 2 * 4 + 2 + 4 * 8 + 2 * MOST_ENTRIES  # a budget, slots twice; a header, requests, entries of pages
-    assert small == 4 * a_slot + 4 * CELLS + 8 * inputs
+    assert small == 4 * a_slot + 4 * BINS + 8 * inputs

@@ -224,9 +224,9 @@ def test_they_teach_what_drafts_are_accepted(build: Build, monkeypatch: pytest.M
     counted = list[int]()
     record = engine.planner.policy.record
 
-    def watch(cells: Any, *arguments: Any) -> None:
-        counted.append(len(cells))
-        record(cells, *arguments)
+    def watch(bins: Any, *arguments: Any) -> None:
+        counted.append(len(bins))
+        record(bins, *arguments)
 
     monkeypatch.setattr(engine.planner.policy, "record", watch)
     params = {"max_tokens": 9, "ignore_eos": True}

@@ -19,7 +19,7 @@ import torch
 
 from slipstream.serve.drafters.options import DRAFTERS as TABLE
 from slipstream.serve.engine import engine_plan
-from slipstream.serve.engine.acceptance import CELLS
+from slipstream.serve.engine.acceptance import BINS
 from slipstream.serve.engine.budget import BudgetPolicy, Choice
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_wait import HostWait
@@ -477,14 +477,14 @@ class AnyPolicy(BudgetPolicy):
         self.rng = rng
         self.limits = planner.limits
         self.host_wait = AnyWait(rng)
-        self.acceptance.table = np.ones(CELLS, np.float32)
+        self.acceptance.table = np.ones(BINS, np.float32)
 
     def choose(self, num_decoding: int, prompt_rows: int = 0, **_: Any) -> Choice:
         rng = self.rng
         max_nodes = num_decoding * self.limits.most_nodes
         if rng.random() < 0.3:
-            survivals = np.random.default_rng(self.acceptance.version).random(CELLS, np.float32)
-            self.acceptance.publish(np.where(survivals < 0.1, np.float32(0), survivals))
+            probabilities = np.random.default_rng(self.acceptance.version).random(BINS, np.float32)
+            self.acceptance.publish(np.where(probabilities < 0.1, np.float32(0), probabilities))
         nodes = rng.choice((num_decoding, rng.randint(num_decoding, max_nodes), max_nodes))
         return Choice(nodes, rng.choice(self.widths))
 

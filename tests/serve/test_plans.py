@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.serve.engine.acceptance import CELLS, NETWORK_CELLS
+from slipstream.serve.engine.acceptance import BINS, NETWORK_BINS
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, HostProposal, StepPlan
@@ -174,16 +174,18 @@ def test_a_replaced_proposal_is_what_the_next_stage_sees() -> None:
 
 @pytest.mark.parametrize("build", [build_engine, build_overlapping])
 def test_the_runner_knows_what_the_policy_has_learned(build: Any, target: Path, draft: Path) -> None:
-    """A plan brings the table of survivals where it has changed."""
+    """A plan brings the table of probabilities where it has changed."""
     engine: Engine = build(target, draft)
     acceptance = engine.planner.policy.acceptance
     changes = list[bool]()
 
     def look(event: str, plan: StepPlan) -> None:
         if event == "ready":
-            changes.append(plan.survivals is not None)
+            changes.append(plan.acceptance_table is not None)
         if event == "launched":
-            assert torch.equal(engine.runner.state.survivals, torch.from_numpy(acceptance.table[:NETWORK_CELLS].copy()))
+            assert torch.equal(
+                engine.runner.state.acceptance_table, torch.from_numpy(acceptance.table[:NETWORK_BINS].copy())
+            )
 
     engine.trace = look
     run(engine, requests_of(temperature=1.0))
@@ -193,26 +195,26 @@ def test_the_runner_knows_what_the_policy_has_learned(build: Any, target: Path, 
 
 
 def test_proposals_of_the_host_are_calibrated(target: Path, draft: Path) -> None:
-    """They are stored with their cells, and with survivals that never rise, as the pass needs them."""
+    """They are stored with their bins, and with probabilities that never rise, as the pass needs them."""
     engine = build_engine(target, draft, drafter={"ngram_first": 1})
     engine.add(make_request("0", [5, 6]))
     plan = engine.planner.plan()
     assert plan is not None
     acceptance = engine.planner.policy.acceptance
-    acceptance.publish(np.random.default_rng(1).random(CELLS, np.float32))
+    acceptance.publish(np.random.default_rng(1).random(BINS, np.float32))
     for slot, (count, kind) in enumerate([(7, 1), (1, 3), (0, 2), (16, 20)]):
         nodes = np.full((4, 1, 16), 5, np.int32)
         edits = Edits((HostProposal([slot], nodes, [count], [kind], "ngram"),))
         engine.planner.choose(replace(plan, edits=edits))
-        cells = nodes[2, 0]
-        survivals = nodes[3, 0].view(np.float32)
-        assert (cells[max(count, 1) :] == -1).all()
-        assert (survivals[count:] == 0).all()
+        bins = nodes[2, 0]
+        probabilities = nodes[3, 0].view(np.float32)
+        assert (bins[max(count, 1) :] == -1).all()
+        assert (probabilities[count:] == 0).all()
         if count:
-            assert (cells[0], survivals[0]) == (-1, 1)
-            table = acceptance.table[cells[1:count]]
-            assert (cells[1:count] >= NETWORK_CELLS).all()
-            assert survivals[1:count].tolist() == np.minimum.accumulate(table).tolist()
-    acceptance.publish(np.full(CELLS, 0.25, np.float32))
+            assert (bins[0], probabilities[0]) == (-1, 1)
+            table = acceptance.table[bins[1:count]]
+            assert (bins[1:count] >= NETWORK_BINS).all()
+            assert probabilities[1:count].tolist() == np.minimum.accumulate(table).tolist()
+    acceptance.publish(np.full(BINS, 0.25, np.float32))
     engine.planner.choose(replace(plan, edits=Edits((HostProposal([0], nodes, [16], [20], "ngram"),))))
     assert (nodes[3, 0, 1:].view(np.float32) == 0.25).all(), "by the table of now"

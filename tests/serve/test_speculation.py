@@ -97,8 +97,8 @@ class Watcher:
         engine = self.engine
         engine.runner.prepare(plan)
         self._owners.update((admission.slot, admission.request.id) for admission in plan.admissions)
-        if plan.survivals is not None:
-            engine.runner.state.set_survivals(plan.survivals)
+        if plan.acceptance_table is not None:
+            engine.runner.state.set_acceptance_table(plan.acceptance_table)
         for proposal in plan.edits.proposals:
             engine.runner._store(proposal)
         stored = engine.runner.state.proposals[:2]

@@ -253,10 +253,10 @@ def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
         (sequence,) = engine.scheduler._running
         stored = engine.runner.state.stored
         assert (stored.tokens[sequence.slot, :width] >= 0).all()
-        assert (stored.survivals[sequence.slot, :width] > 0).all()
-        for unused in (stored.tokens, stored.parents, stored.cells):
+        assert (stored.probabilities[sequence.slot, :width] > 0).all()
+        for unused in (stored.tokens, stored.parents, stored.bins):
             assert (unused[sequence.slot, width:] == -1).all()
-        assert not stored.survivals[sequence.slot, width:].any()
+        assert not stored.probabilities[sequence.slot, width:].any()
 
 
 @pytest.mark.parametrize("accept_length", [1.0, 1.3, 2.99, 4.0])

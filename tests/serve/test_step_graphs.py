@@ -129,13 +129,13 @@ def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
 def check_states(runner: ModelRunner, other: ModelRunner) -> None:
     """Lengths, roots and proposals of all slots; the padding slot is as it was at first."""
     padding = runner.state.padding
-    for field in ("lengths", "roots", "tokens", "parents", "cells", "survivals"):
+    for field in ("lengths", "roots", "tokens", "parents", "bins", "probabilities"):
         stored = getattr(runner.state.stored, field)
         expected = getattr(other.state.stored, field)
         assert torch.equal(stored[:padding], expected[:padding]), field
     for state in (runner.state, other.state):
         assert int(state.lengths[padding]) == 0
-        assert not state.stored.survivals[padding].any()
+        assert not state.stored.probabilities[padding].any()
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_padding_is_written_to_the_dump_page_only(drafter: str, configure: Confi
 def check_untouched(state: RequestState) -> None:
     assert not state.lengths.any()
     assert not state.pages.any()
-    assert not state.stored.survivals.any()
+    assert not state.stored.probabilities.any()
 
 
 class FakeEvent:
