@@ -412,10 +412,9 @@ class DFlash(DraftNetwork):
 
     def write_context(self, context: Tensor, attention: Attention) -> None:
         """Stores every layer's keys and values of context rows (..., H)."""
-        for layer in self.layers:
-            attended = cast(DecoderLayer, layer)
-            rows = attended.input_layernorm(context) if self.config.context_norms else context
-            attended.self_attn.write(rows, attention)
+        for layer, mixer in zip(self.layers, self.attentions, strict=True):
+            rows = cast(DecoderLayer, layer).input_layernorm(context) if self.config.context_norms else context
+            mixer.write(rows, attention)
 
     def stack_context(self, layers: Sequence[int]) -> ContextProjection:
         """Copies of the weights that write_context uses in these layers, for callers that store all of them at once.

@@ -40,6 +40,8 @@ FOREIGN_ARCHITECTURES = {
     "LiLiCorrDraftModel": "dflash",
     "DFlashLagunaForCausalLM": "dflash",
     "MuseGlimmerAssistantModel": "dflash",
+    "Gemma4AssistantForCausalLM": "gemma4_assistant",
+    "Gemma4UnifiedAssistantForCausalLM": "gemma4_assistant",
 }
 UNSUPPORTED_ARCHITECTURES = {
     "DominoDraftModel": "Domino's GRU",

@@ -36,6 +36,7 @@ class DraftPlan:
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
     layers: tuple[AttentionSpec, ...] = ()  # its layers, whose KV is kept beside the target's
     kv_cache_dtype: str = "auto"  # dtype of their KV: auto (the target's) or fp8
+    reads_target: bool = False  # they keep no KV, and read that of the target's layers which their `kv_source` names
     network: DraftConfig | None = None
     name: str = "none"  # of the drafter
     source: DraftSource = DrafterName("none")  # where it comes from
@@ -106,9 +107,11 @@ class NetworkDrafter(Drafter):
     def plan(cls, source: DraftSource, options: Any, target: TargetSpec) -> DraftPlan:
         config = read_draft_config(cls.Network, source.folder(), target, Choices.of(options))
         layers = tuple(layer.attention for layer in config.layers)
+        plan = cls.plan_network(options, config)
+        if plan.reads_target:
+            return replace(plan, layers=layers, network=config)
         if options.window is not None:
             layers = tuple(with_window(layer, options.window) for layer in layers)
-        plan = cls.plan_network(options, config)
         return replace(plan, layers=layers, kv_cache_dtype=options.kv_cache_dtype, network=config)
 
     @classmethod
@@ -122,7 +125,7 @@ class NetworkDrafter(Drafter):
             shared=target.shared,
             choices=Choices.of(options),
         )
-        if options.window is not None:
+        if getattr(options, "window", None) is not None:
             module.limit_window(options.window)
         return cls(module, find_vocabulary(module, target, options), options)
 

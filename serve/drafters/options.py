@@ -195,6 +195,16 @@ class DFlashOptions(TokenMapOptions):
 
 
 @dataclass(frozen=True, slots=True)
+class AssistantOptions:
+    depth: int = 4
+    """Tokens drafted one after the other, at most."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.depth <= MAX_NODES - 1:
+            raise ValueError(f"drafter.depth is {self.depth}; it must be between 1 and {MAX_NODES - 1}")
+
+
+@dataclass(frozen=True, slots=True)
 class NgramOptions:
     nodes: int = 16
     """Most nodes per proposal, root included."""
@@ -313,6 +323,7 @@ DRAFTERS: Mapping[str, type] = {  # files of this folder, each with a class `Dra
     "dflash": DFlashOptions,
     "eagle": EagleOptions,
     "eagle3": Eagle3Options,
+    "gemma4_assistant": AssistantOptions,
     "none": NoOptions,
     NGRAM: NgramOptions,
 }

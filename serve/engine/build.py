@@ -159,10 +159,9 @@ def find_scales(plan: EnginePlan, networks: Networks) -> Scales:
     """Returns the scales of networks whose KV is in FP8, from the target's files, or by calibration."""
     target_scales = networks.target.cache_scales or (None,) * len(plan.spec.attention)
     device = plan.device.device
-    stored: list[Sequence[Tensor | None]] = [
-        [None if scale is None else scale.to(device) for scale in target_scales],
-        [None] * len(plan.draft.layers),
-    ]
+    stored: list[Sequence[Tensor | None]] = [[None if scale is None else scale.to(device) for scale in target_scales]]
+    if not plan.draft.reads_target:
+        stored.append([None] * len(plan.draft.layers))
     is_incomplete = any(
         network.has_codes and any(scale is None for scale in layers)
         for network, layers in zip(plan.networks, stored, strict=False)
@@ -170,10 +169,11 @@ def find_scales(plan: EnginePlan, networks: Networks) -> Scales:
     calibrated: Sequence[Sequence[Tensor | None]]
     calibrated, source = calibrate(plan, networks) if is_incomplete else (stored, "")
     pairs = zip(("target", "draft"), plan.networks, stored, calibrated, strict=False)
-    return [
+    scales = [
         fill_scales(role, file_scales, new_scales, source) if network.has_codes else None
         for role, network, file_scales, new_scales in pairs
     ]
+    return [*scales, *[None] * (len(plan.networks) - len(scales))]
 
 
 def calibrate(plan: EnginePlan, networks: Networks) -> tuple[Sequence[Sequence[Tensor | None]], str]:
@@ -216,7 +216,9 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
     kv = [
         NetworkKV.allocate(network.layers, plan.groups, num_pages, size, plan.dtype, device, scales)
         for network, scales in zip(plan.networks, networks.scales, strict=True)
+        if not network.reads_target
     ]
+    read_kv = [kv[0].read_by(network.layers) for network in plan.networks if network.reads_target]
     states = None
     if recurrent := plan.spec.recurrent:
         group = plan.groups.index("state")
@@ -231,7 +233,7 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
         phase: load_backend(plan.backends[phase])(
             network_kv, [ropes[spec.rope, spec.head_dim] for spec in network_kv.specs]
         )
-        for phase, network_kv in zip(("prefill", "verify", "draft"), (kv[0], *kv), strict=False)
+        for phase, network_kv in zip(("prefill", "verify", "draft"), (kv[0], *kv, *read_kv), strict=False)
     }
     networks.drafter.attach(networks.target, state, attention.get("draft"))
     return StepPasses(

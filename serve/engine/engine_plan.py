@@ -71,6 +71,7 @@ class NetworkPlan:
 
     layers: tuple[AttentionSpec, ...]  # those with attention
     kv_dtype: torch.dtype
+    reads_target: bool = False  # its layers read the target's KV
 
     @property
     def has_codes(self) -> bool:
@@ -233,6 +234,9 @@ def plan_networks(
     config: EngineConfig, spec: TargetSpec, draft: DraftPlan, dtype: torch.dtype, device: DeviceFacts
 ) -> tuple[NetworkPlan, ...]:
     target_layers = spec.attention
+    if draft.reads_target:
+        (target,) = plan_networks(config, spec, DraftPlan(), dtype, device)
+        return target, NetworkPlan(draft.layers, target.kv_dtype, reads_target=True)
     kinds = [(target_layers, config.has_fp8_cache), (draft.layers, draft.kv_cache_dtype == "fp8")]
     networks = []
     for layers, is_fp8 in kinds if draft.layers else kinds[:1]:

@@ -99,6 +99,13 @@ class NetworkKV:
         sources = (layer if spec.kv_source is None else spec.kv_source for layer, spec in enumerate(specs))
         return cls(tuple(caches), tuple(places[source] for source in sources), tuple(specs), dtype)
 
+    def read_by(self, specs: Sequence[AttentionSpec]) -> "NetworkKV":
+        """The KV as layers of another network read it, each that of the layer which its `kv_source` names."""
+        sources = [spec.kv_source for spec in specs]
+        places = tuple(self.places[source] for source in sources if source is not None)
+        assert len(places) == len(specs), "none has KV"
+        return NetworkKV(self.caches, places, tuple(specs), self.dtype)
+
     @property
     def query_dtype(self) -> torch.dtype:
         return self.dtype or self.caches[0].pages.dtype

@@ -1,0 +1,124 @@
+"""Gemma 4's assistants, network and files: a few layers of queries alone, which read keys and values of the target.
+
+A step joins the target's embedding of a token and its state before; the network's output is that state's successor,
+and its own head gives logits. Each layer sees what the target's last layer of its kind has cached, so it keeps no KV
+and reads no prompt. Every step of a round stands at the position of the round's first token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.drafts.base import Choices, DraftConfig, DraftNetwork, Evidence, Tensors, check_target
+from slipstream.models.layers.attention import Attention
+from slipstream.models.layers.decoder_layer import decoder_layer
+from slipstream.models.layers.linear import Head, Linear
+from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.targets.config import AttentionSpec, LayerSpec, RopeConfig, TargetSpec
+
+TEXT_PARTS = {  # architecture of an assistant -> that of its layers
+    "Gemma4AssistantForCausalLM": "Gemma4ForCausalLM",
+    "Gemma4UnifiedAssistantForCausalLM": "Gemma4UnifiedForCausalLM",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4AssistantConfig(DraftConfig):
+    specs: tuple[LayerSpec, ...]
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)  # config.json
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return self.specs
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    @classmethod
+    def settle(
+        cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
+    ) -> Mapping[str, Any]:
+        choices.refuse("Gemma 4 assistant")
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
+        text = values.get("text_config")
+        if not isinstance(text, Mapping):
+            raise ValueError(f"draft config: text_config is {text!r}; it must be an object")
+        if values.get("use_ordered_embeddings"):
+            raise ValueError(
+                "draft config: use_ordered_embeddings is true, as of E2B's and E4B's assistants; heads that choose "
+                "among centroids are not supported"
+            )
+        if not values.get("tie_word_embeddings", True):
+            raise ValueError("draft config: tie_word_embeddings is false; an assistant's head is its embedding")
+        architecture = TEXT_PARTS[values["architectures"][0]]
+        fields = {**text, "architectures": [architecture], "num_kv_shared_layers": 0}  # it has KV of no layer
+        spec = TargetSpec.from_json(fields)
+        sizes = {"backbone_hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        check_target({**values, "vocab_size": spec.vocab_size}, **sizes)
+        return cls(
+            **spec.shape() | {"rope": RopeConfig(spec.rope.theta)},  # each layer has its own
+            target_hidden_size=target.hidden_size,
+            target_num_layers=target.num_layers,
+            specs=tuple(reading(layer, index, target) for index, layer in enumerate(spec.layers)),
+            values=values,
+        )
+
+
+def reading(layer: LayerSpec, index: int, target: TargetSpec) -> LayerSpec:
+    """A layer that reads the KV of the target's last layer of its kind that has KV. Raises ValueError where the target
+    has none that fits."""
+    spec = layer.attention
+    kind = "full_attention" if spec.window is None else "sliding_attention"
+    layers = [
+        (place, other)
+        for place, other in enumerate(target.attention)
+        if other.kv_source is None and (other.window is None) == (spec.window is None)
+    ]
+    if not layers:
+        raise ValueError(f"draft does not fit the target: its layer {index} is {kind}, and the target has no such one")
+    place, source = layers[-1]
+    for name in ("num_kv_heads", "head_dim", "window"):
+        if getattr(spec, name) != getattr(source, name):
+            raise ValueError(
+                f"draft does not fit the target: {name} of {kind} is {getattr(spec, name)} in the draft and "
+                f"{getattr(source, name)} in the target; serve the target it was trained for"
+            )
+    return replace(layer, mixer=replace(spec, kv_source=place, key_is_value=False, value_norm=False))
+
+
+class Gemma4Assistant(DraftNetwork):
+    """Letters: B requests, H the target's hidden size."""
+
+    Config = Gemma4AssistantConfig
+    shared = ()
+    other_names = {"embed_tokens.": "lm_head."}  # tied
+    config: Gemma4AssistantConfig
+
+    def __init__(self, config: Gemma4AssistantConfig) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        eps = config.rms_norm_eps
+        self.pre_projection = Linear(2 * config.target_hidden_size, size)
+        self.layers = nn.ModuleList(decoder_layer(spec, index, size, eps) for index, spec in enumerate(config.specs))
+        self.norm = RMSNorm(size, eps)
+        self.post_projection = Linear(size, config.target_hidden_size)
+        self.lm_head = Head(size, config.vocab_size)
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        return tuple(layer.attention for layer in self.config.specs)
+
+    def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> Tensor:
+        """The target's embeddings (B, H) of tokens, and states (B, H) before them -> the head's input (B, H of the
+        draft)."""
+        x = self.pre_projection(torch.cat((embeds, hidden), dim=-1))
+        delta = None
+        for layer in self.layers:
+            x, delta = layer(x, delta, attention, "causal")
+        return self.norm(x) if delta is None else self.norm.add(x, delta)[0]

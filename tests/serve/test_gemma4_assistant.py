@@ -1,0 +1,228 @@
+"""Gemma 4's assistants in the engine: every proposal is what transformers' network computes from the target's states,
+keys and values of the whole text, and answers are the target's own."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from slipstream.kernels.sampling.sample import gumbel, noise_key
+from slipstream.models.drafts.base import load_draft
+from slipstream.models.drafts.gemma4_assistant import Gemma4Assistant
+from slipstream.models.targets.decoder import load_config
+from slipstream.serve import dry_run
+from slipstream.serve.engine import build as engine_build
+from slipstream.serve.options import EngineConfig, ServeConfig
+from slipstream.serve.request import Request
+from slipstream.tests.random_drafts import fit, load_float64
+from slipstream.tests.random_targets import RELATIVES, MakeTarget, change_json, roughen
+from slipstream.tests.serve.engine_runs import (
+    Nodes,
+    build_engine,
+    plain_answers,
+    run,
+    run_checked,
+    sized_requests,
+    texts_of,
+    tokens_of,
+)
+from slipstream.tests.serve.played_graphs import build_played
+
+pytestmark = pytest.mark.skipif(
+    "gemma4" not in RELATIVES or not hasattr(transformers, "Gemma4AssistantConfig"), reason="an older transformers"
+)
+CPU = torch.device("cpu")
+DEPTH = 3
+FAMILIES = ("gemma4", "gemma4-shared")  # whose last layers read those before them
+requests_of = partial(sized_requests, temperature=0.7)
+MakeAssistant = Callable[[str], Path]
+
+
+class Oracle:
+    """The chain that transformers' network drafts behind any text."""
+
+    def __init__(self, target: Path, draft: Path) -> None:
+        self.target = load_float64(target)
+        self.draft = transformers.Gemma4AssistantForCausalLM.from_pretrained(draft, dtype=torch.float64)
+        self.window = self.draft.config.text_config.sliding_window
+
+    @torch.no_grad()
+    def __call__(self, tokens: list[int], request: Request) -> Nodes:
+        key = noise_key(request.seed, request.choice)
+        chain = [tokens[-1]]
+        scores = [0.0]
+        hidden, shared = self.read(tokens[:-1])
+        for step in range(DEPTH):
+            logits, _, hidden = self.step(chain[-1], hidden, shared, len(tokens) - 1)
+            place = torch.tensor([len(tokens) + step])
+            noise = gumbel(torch.tensor([key]), place, torch.arange(len(logits)))[0].double()
+            best = (logits + request.params.temperature * noise).log_softmax(-1).max(-1)
+            chain.append(int(best.indices))
+            scores.append(scores[-1] + float(best.values))
+        return chain, list(range(-1, DEPTH)), scores
+
+    def read(self, tokens: list[int]) -> tuple[Tensor, dict[str, Any]]:
+        """The state behind `tokens` (1, 1, H), and the keys and values that a step sees."""
+        options = {"output_hidden_states": True, "return_shared_kv_states": True, "use_cache": True}
+        outputs = self.target(torch.tensor([tokens]), **options)
+        shared = dict(outputs.shared_kv_states)
+        kind = "sliding_attention"
+        shared[kind] = tuple(x[:, :, -self.window :] for x in shared[kind])
+        return outputs.hidden_states[-1][:, -1:], shared
+
+    def step(self, token: int, hidden: Tensor, shared: dict[str, Any], position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (V,), what the head reads (1, H of the draft), and the next state (1, 1, H)."""
+        embeds = self.target.get_input_embeddings()(torch.tensor([[token]]))
+        read = []
+        hook = self.draft.model.norm.register_forward_hook(lambda _module, _inputs, output: read.append(output[0]))
+        outputs = self.draft(
+            inputs_embeds=torch.cat((embeds, hidden), dim=-1),
+            position_ids=torch.tensor([[position]]),
+            shared_kv_states=shared,
+        )
+        hook.remove()
+        return outputs.logits[0, 0], read[0], outputs.last_hidden_state
+
+
+def assistant_config(target: Path) -> transformers.PretrainedConfig:
+    """Two layers of each of the target's kinds, with its heads."""
+    text = json.loads((target / "config.json").read_text())
+    full = text["layer_types"].index("full_attention")
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": len(kinds), "layer_types": kinds}
+    heads = (text.get("per_layer_config") or {}).get(str(full))
+    by_layer = {str(index): heads for index, kind in enumerate(kinds) if kind == "full_attention"}
+    none = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "use_double_wide_mlp": False}
+    fields = text | sizes | none | {"num_kv_shared_layers": len(kinds), "per_layer_config": by_layer if heads else None}
+    for name in ("architectures", "model_type", "dtype", "transformers_version"):
+        fields.pop(name, None)
+    return transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(**fields), backbone_hidden_size=text["hidden_size"]
+    )
+
+
+@torch.no_grad()
+def save_assistant(target: Path, folder: Path) -> None:
+    """A random assistant whose head is fitted to the first two answers to `requests_of`."""
+    torch.manual_seed(7)
+    model = transformers.Gemma4AssistantForCausalLM(assistant_config(target))
+    roughen(model)
+    model.save_pretrained(folder)
+    oracle = Oracle(target, folder)
+    inputs = []
+    labels = []
+    for start, tokens in texts_of(target, requests_of()[:2]):
+        for end in range(start, len(tokens) - 1):
+            inputs.append(oracle.step(tokens[end], *oracle.read(tokens[:end]), end)[1])
+            labels.append(tokens[end + 1])
+    outputs = torch.nn.functional.one_hot(torch.tensor(labels), len(model.lm_head.weight)).double() * 10
+    fit(model.lm_head, torch.cat(inputs), outputs)
+    model.model.embed_tokens.weight.data = model.lm_head.weight.data
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def make_assistant(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> MakeAssistant:
+    folders: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp("assistants") / family
+            save_assistant(make_target(family), folders[family])
+        return folders[family]
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_proposals_equal_transformers(family: str, make_target: MakeTarget, make_assistant: MakeAssistant) -> None:
+    target = make_target(family)
+    draft = make_assistant(family)
+    engine = build_engine(target, draft, drafter={"depth": DEPTH})
+    answers = run_checked(engine, Oracle(target, draft), requests_of())
+    assert tokens_of(answers) == plain_answers(target, requests_of())
+    counts = [answer.counts for answer in answers.values()]
+    assert 0 < sum(count.accepted_tokens for count in counts) < sum(count.drafted_tokens for count in counts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 1, "prefill_budget": 7, "kv_cache_tokens": 110, "max_running": 6},  # requests are preempted
+        {"attention": "prefill=sdpa,verify=triton,draft=triton", "page_size": 64},
+        {"drafter": {"depth": 2, "ngram_first": 2}},  # trees, whose accepted KV moves
+    ],
+)
+def test_answers_are_those_without_a_draft(
+    options: dict[str, Any], make_target: MakeTarget, make_assistant: MakeAssistant
+) -> None:
+    target = make_target("gemma4")
+    answers = run(build_engine(target, make_assistant("gemma4"), **options), requests_of())
+    assert tokens_of(answers) == plain_answers(target, requests_of())
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_captured_passes_answer_alike(
+    kv_cache_dtype: str, make_target: MakeTarget, make_assistant: MakeAssistant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the target's codes, too."""
+    monkeypatch.setattr(engine_build, "tokens_of", lambda *_: list(range(120)))  # the target has no tokenizer
+    target = str(make_target("gemma4"))
+    sizes: dict[str, Any] = {"target": target, "max_running": 5, "kv_cache_tokens": 400, "grammar_drafts": False}
+    config = EngineConfig(**sizes, kv_cache_dtype=kv_cache_dtype)
+    answers = [
+        run(build_played(replace(config, draft=draft)), requests_of())
+        for draft in ("none", str(make_assistant("gemma4")))
+    ]
+    assert tokens_of(answers[0]) == tokens_of(answers[1])
+    assert sum(answer.counts.accepted_tokens for answer in answers[1].values())
+
+
+def test_a_dry_run_shows_its_weights(make_target: MakeTarget, make_assistant: MakeAssistant) -> None:
+    config = ServeConfig(target=str(make_target("gemma4")), draft=str(make_assistant("gemma4")), device="cpu")
+    assert f"draft: {config.draft}" in dry_run.report(config)
+
+
+def test_it_takes_no_memory_for_kv(make_target: MakeTarget, make_assistant: MakeAssistant) -> None:
+    target = make_target("gemma4")
+    plans = [build_engine(target, draft).engine_plan for draft in ("none", make_assistant("gemma4"))]
+    assert plans[0].page_bytes == plans[1].page_bytes
+    assert plans[0].groups == plans[1].groups
+
+
+@pytest.mark.parametrize(
+    ("values", "text", "message"),
+    [
+        ({"use_ordered_embeddings": True}, {}, "use_ordered_embeddings is true, as of E2B's and E4B's assistants"),
+        ({"tie_word_embeddings": False}, {}, "tie_word_embeddings is false; an assistant's head is its embedding"),
+        ({"backbone_hidden_size": 48}, {}, "backbone_hidden_size is 48 in the draft and 32 in the target"),
+        ({}, {"vocab_size": 130}, "vocab_size is 130 in the draft and 120 in the target"),
+        ({}, {"sliding_window": 5}, "window of sliding_attention is 5 in the draft and 9 in the target"),
+        ({}, {"head_dim": 16}, "head_dim of sliding_attention is 16 in the draft and 8 in the target"),
+        ({}, {"intermediate_size": 48}, "layers.0.mlp.gate_proj.weight is .*, the config says"),
+        ({"text_config": None}, {}, "text_config is None; it must be an object"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    values: dict[str, Any],
+    text: dict[str, Any],
+    message: str,
+    make_target: MakeTarget,
+    make_assistant: MakeAssistant,
+    tmp_path: Path,
+) -> None:
+    target = make_target("gemma4")
+    draft = make_assistant("gemma4")
+    config = json.loads((draft / "config.json").read_text())
+    for file in draft.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    change_json(tmp_path / "config.json", **{"text_config": config["text_config"] | text} | values)
+    with pytest.raises(ValueError, match=message):
+        load_draft(Gemma4Assistant, tmp_path, load_config(target), torch.float32, CPU)
