@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Ernie4_5Config, GraniteConfig
 
+from slipstream.kernels.gemm.choose import Device, choose
+from slipstream.kernels.gemm.fixed_order import FixedOrder
+from slipstream.kernels.gemm.tiling import part_inputs
 from slipstream.models.layers.formats.fp8 import FP8Format, FP8Linear
 from slipstream.models.layers.formats.int4 import Int4Format, Int4Linear
 from slipstream.models.layers.formats.table import read_quantization
@@ -288,6 +291,22 @@ def test_parts_fill_blocks_and_words() -> None:
             FP8Linear(Linear(256, {"q_proj": 192, "k_proj": 64}), FP8Format("block"))
         with pytest.raises(ValueError, match="weights of 12 x 256 do not fill words of 8"):
             Int4Linear(Linear(256, {"q_proj": 16, "k_proj": 12}), Int4Format("awq", 128), False)
+
+
+@pytest.mark.parametrize("shape", [(2816, 2048), (28672, 4096)])
+def test_a_gated_product_has_one_order_for_any_number_of_rows(shape: tuple[int, int]) -> None:
+    """Also where the activation's kernel quantises. The first one's plain product has two parts."""
+    with torch.device("meta"):
+        layer = FP8Linear(
+            Linear(shape[1], {"gate_proj": shape[0] // 2, "up_proj": shape[0] // 2}), FP8Format("channel")
+        )
+    layer.quantize = layer.scales_of_inputs
+    layer.order = FixedOrder()
+    sizes = set()
+    for rows in (1, 64, 65, 128, 129, 2000):
+        product = layer.product(rows, layer.gated_kind(rows, "silu"), torch.bfloat16)
+        sizes.add(part_inputs(shape[1], choose(product, Device()).tiling))
+    assert sizes == {shape[1]}
 
 
 def test_quantised_weights_need_a_config(plain: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm import fp8, streamed_fp8
-from slipstream.kernels.gemm.activation import Activation, activation_mul, silu_mul
+from slipstream.kernels.gemm.activation import Activation, activation_mul
 from slipstream.kernels.gemm.choose import Format as ProductFormat
 from slipstream.kernels.gemm.choose import Kernel, Kind, Product, choose, device_of
 from slipstream.kernels.gemm.expert_weights import FP8Weight
@@ -198,13 +198,13 @@ class FP8Linear(QuantizedLinear):
         return self._multiply(input, gated=False)
 
     def gated(self, x: Tensor | fp8.QuantizedRows, activation: Activation = "silu") -> Tensor:
-        if activation != "silu":  # for which there is no fused kernel
-            return activation_mul(self(x), activation)
         rows = x.codes if isinstance(x, fp8.QuantizedRows) else x
-        quantize = self.quantize
-        if quantize is not None and rows.dim() == 2 and len(rows) > fp8.FEW_GATED_ROWS:  # few: gated by the product
-            return cast(Tensor, fp8.quantized_silu_mul(self(x), quantize()))
-        return silu_mul(self(x)) if self.bias is not None else self._multiply(x, gated=True)
+        num_rows = len(rows) if rows.dim() == 2 else 0
+        if self.gated_kind(num_rows, activation) == "gated":
+            return self._multiply(x, gated=True)
+        if activation == "silu" and self.quantize is not None and num_rows > fp8.FEW_GATED_ROWS:
+            return cast(Tensor, fp8.quantized_silu_mul(self(x), self.quantize()))
+        return activation_mul(self(x), activation)
 
     def gated_mlp(self, x: Tensor | fp8.QuantizedRows, down: Linear, activation: Activation = "silu") -> Tensor | None:
         rows = x.codes if isinstance(x, fp8.QuantizedRows) else x
@@ -222,7 +222,10 @@ class FP8Linear(QuantizedLinear):
         return product._replace(num_outputs=down.out_features, size=down.in_features)
 
     def gated_kind(self, num_rows: int, activation: Activation) -> Kind:
-        if self.quantize is not None and num_rows > fp8.FEW_GATED_ROWS:  # which quantises what it gates
+        """Above few rows the activation's kernel quantises for the next layer. In an order it may only where the plain
+        product has one part, as the gated one."""
+        has_one_part = self.order is None or choose_tiling(self.out_features, self.in_features).split == 1
+        if self.quantize is not None and num_rows > fp8.FEW_GATED_ROWS and has_one_part:
             return "plain"
         return super().gated_kind(num_rows, activation)
 
