@@ -162,10 +162,22 @@ MOE = {"num_local_experts": 5, "num_experts_per_tok": 2}
 TYPED = {**BY_LAYER, **EXPERTS, "rope_parameters": TWO_ROPES, "head_dim": 16}
 GROWTH = {**YARN_ROPE, "original_max_position_embeddings": 8, "factor": 32.0, "llama_4_scaling_beta": 0.4}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+MROPE = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
 # Name of transformers' class, which older releases may lack, and fields.
 ROUTED = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
 DEEPSEEK_MOE = {**ROUTED, "n_routed_experts": 12, "n_shared_experts": 1, "routed_scaling_factor": 1.7}
 IN_GROUPS = {"n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+DELTA_NETS = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12},
+    **{"head_dim": 16, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+}
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", {}),
     "arcee-bias": ("ArceeConfig", {"head_dim": 16, "mlp_bias": True, "attention_bias": True}),
@@ -196,6 +208,24 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2Config",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
     ),
+    "qwen3-next": ("Qwen3NextConfig", {**DELTA_NETS, **SHARED, "rope_parameters": PARTIAL_ROPE}),
+    "qwen3-next-dense": (
+        "Qwen3NextConfig",
+        {
+            **DELTA_NETS,
+            **SHARED,
+            **{
+                "linear_num_key_heads": 4,
+                "linear_conv_kernel_dim": 2,
+                "attention_bias": True,
+                "mlp_only_layers": [1, 3],
+            },
+            **{"layer_types": ["full_attention", "linear_attention"] * 2, "norm_topk_prob": False},
+        },
+    ),
+    "qwen3-5": ("Qwen3_5TextConfig", {**DELTA_NETS, "rope_parameters": {**MROPE, **PARTIAL_ROPE}}),
+    "qwen3-5-tied": ("Qwen3_5TextConfig", {**DELTA_NETS, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}),
+    "qwen3-5-moe": ("Qwen3_5MoeTextConfig", {**DELTA_NETS, **SHARED}),
     "solar-open": ("SolarOpenConfig", {**DEEPSEEK_MOE, "head_dim": 16}),
     "solar-open-groups": ("SolarOpenConfig", {**DEEPSEEK_MOE, **IN_GROUPS, "attention_bias": True}),
     "exaone": ("ExaoneConfig", {"rope_parameters": dict(LLAMA3_ROPE)}),

@@ -38,12 +38,12 @@ class Average(RecurrentMixer):
         super().__init__(spec, id)
         names = ("value_proj", "gate_proj", "query_proj")
         self.in_proj = Linear(hidden_size, dict.fromkeys(names, spec.size))
-        self.o_proj = Linear(spec.size, hidden_size)
+        self.out_proj = Linear(spec.size, hidden_size)
         self.taps = nn.Parameter(torch.zeros(TAPS, spec.size))
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
         value, gate, query = self.in_proj(x).chunk(3, dim=-1)
-        return self.o_proj(attention.recur({"value": value, "gate": gate.float(), "query": query}, self.layer))
+        return self.out_proj(attention.recur({"value": value, "gate": gate.float(), "query": query}, self.layer))
 
     def step(self, state: State, record: Record) -> State:
         inputs = torch.cat((state["inputs"], record["value"].float()[:, None]), dim=1)  # (n, TAPS, size)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.kv.fp8 import decode, encode
 from slipstream.kernels.kv.rope import rotate_halves
+from slipstream.kernels.norm import norm_heads
 from slipstream.kernels.sampling.sample import Sampling, noise_key, sample
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
@@ -42,7 +43,7 @@ NOMINAL = DecoderShape(
 
 
 def spec_of(layers: Sequence[LayerSpec]) -> TargetSpec:
-    return TargetSpec(**NOMINAL.shape(), architecture="LlamaForCausalLM", layers=tuple(layers))
+    return TargetSpec(**NOMINAL.shape(), architecture="Qwen3ForCausalLM", layers=tuple(layers))
 
 
 def save_spec(spec: TargetSpec, folder: Path, seed: int = 0, **tensors: Tensor) -> None:
@@ -113,6 +114,7 @@ class NaiveAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         spec = layer.spec
         length = len(q)
+        q, k = norm_heads(q, k, layer.norms)
         cos, sin = RotaryEmbedding(spec.rope, spec.head_dim, length).cos_sin(torch.arange(length))
         q = rotate_halves(q, cos, sin)
         k = rotate_halves(k, cos, sin)

@@ -72,6 +72,7 @@ NOT_LOADED = {
 OWNERS = {
     "models/drafts/heads/confidence.py",
     "models/drafts/heads/markov.py",
+    "models/layers/delta_net.py",
     "models/layers/attention.py",
     "models/layers/linear.py",
     "models/layers/moe.py",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.models.layers.formats.base import FLOATS, FileTensor, QuantizedExperts, QuantizedLinear
 from slipstream.models.layers.linear import Linear, copy_converted, remake_derived
-from slipstream.models.layers.moe import Experts, Router
+from slipstream.models.layers.moe import Experts
 from slipstream.models.layers.norm import RMSNorm
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -102,7 +102,7 @@ def allocate(module: nn.Module, dtype: torch.dtype | Callable[[str], torch.dtype
         if tensor.is_meta:
             path, _, name = key.rpartition(".")
             owner = module.get_submodule(path)
-            tensor_dtype = owner.dtypes.get(name) if isinstance(owner, Linear | RMSNorm | Experts | Router) else None
+            tensor_dtype = getattr(owner, "dtypes", {}).get(name)
             if not tensor.is_floating_point():
                 tensor_dtype = tensor.dtype
             elif tensor_dtype is None:

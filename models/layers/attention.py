@@ -87,7 +87,7 @@ class SelfAttention(nn.Module):
         self.gate_proj = None
         if spec.gate is not None:
             gates = spec.num_heads if spec.gate.by_head else spec.num_heads * spec.head_dim
-            self.gate_proj = Linear(input_size or hidden_size, gates)
+            self.gate_proj = Linear(input_size or hidden_size, gates, bias=spec.gate.bias)
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
         layer = self.layer

@@ -6,14 +6,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
+from slipstream.models.layers.delta_net import DeltaNet
 from slipstream.models.layers.linear import Embedding, Linear
 from slipstream.models.layers.moe import Experts, MixtureOfExperts, ScaledRouter, feed_forward
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.targets.config import AttentionSpec, LayerSpec, MLPSpec, RecurrentSpec
+from slipstream.models.targets.config import AttentionSpec, DeltaNetSpec, LayerSpec, MLPSpec, RecurrentSpec
 from slipstream.models.targets.families import Norms, PerLayerSpec
 
 # Modules that mix tokens, by the kind of spec: MODULE(spec, place among those of its kind, hidden size, eps).
-MIXERS: dict[type[AttentionSpec | RecurrentSpec], Callable[..., Any]] = {AttentionSpec: SelfAttention}
+MIXERS: dict[type[AttentionSpec | RecurrentSpec], Callable[..., Any]] = {
+    AttentionSpec: SelfAttention,
+    DeltaNetSpec: DeltaNet,
+}
 
 
 class MixingLayer(nn.Module):

@@ -5,14 +5,14 @@ Letters: E experts, I their intermediate size, H hidden, D head dim, R rotated d
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from slipstream.models.layers.formats.table import FORMATS
-from slipstream.models.targets.config import AttentionSpec, TargetSpec
-from slipstream.models.targets.families import INTERLEAVED
+from slipstream.models.targets.config import AttentionSpec, DeltaNetSpec, TargetSpec
+from slipstream.models.targets.families import DELTA_NETS, INTERLEAVED
 
 logger = logging.getLogger(__name__)
 NORM = "norm.weight"  # the final one
@@ -116,6 +116,8 @@ def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Ten
     tensors = {scale_name(key, tensor): tensor for key, tensor in tensors.items()}
     if config.architecture == "Qwen3MoeForCausalLM":
         tensors = {key: oriented(key, tensor, config.hidden_size) for key, tensor in tensors.items()}
+    if config.architecture in DELTA_NETS:
+        tensors = delta_net_tensors(tensors, config)
     names = NAMES.get(config.architecture)
     if names is not None and (names is not HYPERCLOVAX or config.layers[0].norms == "sandwich"):
         tensors = {key: flat(key, tensor) for key, tensor in renamed(tensors, names).items()}
@@ -138,6 +140,48 @@ def adapt_values(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Te
     if config.logit_divisor != 1 and NORM in tensors:
         tensors[NORM] = (tensors[NORM].float() / config.logit_divisor).to(tensors[NORM].dtype)
     return tensors
+
+
+def delta_net_tensors(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
+    """Tensors of Qwen3-Next's and Qwen3.5's projections in parts: of queries and of the gate of attention, which stand
+    together head by head, and of Qwen3-Next's delta nets, whose heads have queries, keys, values and gates together.
+
+    Raises ValueError for a format of weights whose rows cannot be taken apart."""
+    parts: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        path, _, name = key.rpartition(".")
+        layer, _, projection = path.rpartition(".")
+        index = layer.split(".")[1] if layer.startswith("layers.") else ""
+        mixer = config.layers[int(index)].mixer if index.isdigit() and int(index) < config.num_layers else None
+        if projection == "q_proj" and isinstance(mixer, AttentionSpec):
+            q, gate = heads_apart(key, tensor, mixer.num_heads, [mixer.head_dim] * 2)
+            parts |= {key: q, f"{layer}.gate_proj.{name}": gate}
+        elif projection == "in_proj_qkvz" and isinstance(mixer, DeltaNetSpec):
+            values = mixer.group * mixer.value_dim
+            q, k, v, z = heads_apart(key, tensor, mixer.num_key_heads, [mixer.key_dim] * 2 + [values] * 2)
+            parts |= {f"{layer}.in_proj_qkv.{name}": torch.cat((q, k, v)), f"{layer}.in_proj_z.{name}": z}
+        elif projection == "in_proj_ba" and isinstance(mixer, DeltaNetSpec):
+            b, a = heads_apart(key, tensor, mixer.num_key_heads, [mixer.group] * 2)
+            parts |= {f"{layer}.in_proj_b.{name}": b, f"{layer}.in_proj_a.{name}": a}
+        else:
+            parts[key] = tensor
+    return parts
+
+
+def heads_apart(key: str, tensor: Tensor, heads: int, sizes: Sequence[int]) -> list[Tensor]:
+    """The parts of a projection's rows, or of their scales, of which each head has `sizes` together. Raises ValueError
+    where that is not so, as with blocks that two parts share."""
+    name = key.rpartition(".")[2]
+    if name in SCALES and tensor.numel() == 1:
+        return [tensor] * len(sizes)
+    if name in SCALES and not any(size % BLOCK for size in sizes) and tensor.shape[0] * BLOCK == heads * sum(sizes):
+        sizes = [size // BLOCK for size in sizes]
+    if name in ACROSS_OUTPUTS or tensor.dim() == 0 or tensor.shape[0] != heads * sum(sizes):
+        raise ValueError(
+            f"{key} is {list(tensor.shape)}: its rows are taken apart by heads when they are loaded, which this format "
+            "of weights does not allow; use a checkpoint in 16 bits or FP8"
+        )
+    return [part.flatten(0, 1) for part in tensor.unflatten(0, (heads, -1)).split(list(sizes), dim=1)]
 
 
 def flat(key: str, tensor: Tensor) -> Tensor:

@@ -281,6 +281,47 @@ class RecurrentSpec(ABC):
         raise ValueError(f"layers with recurrent state run on 1 rank, not on {world}; use 1 rank")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetSpec(RecurrentSpec):
+    """A gated delta net (models/layers/delta_net.py)."""
+
+    module_name = "linear_attn"
+
+    num_key_heads: int  # of queries, too
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int  # tokens that the convolution sees
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"config.json: linear_num_key_heads is {self.num_key_heads}; it must divide linear_num_value_heads, "
+                f"{self.num_value_heads}"
+            )
+
+    @property
+    def group(self) -> int:
+        """Consecutive value heads that share a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Channels of queries, keys and values."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+    @property
+    def state_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        memory = (self.num_value_heads, self.key_dim, self.value_dim)
+        return {"inputs": (self.taps - 1, sum(self.sizes)), "memory": memory}
+
+    @property
+    def record_shapes(self) -> Mapping[str, RecordShape]:
+        gate = RecordShape((self.num_value_heads,), is_fp32=True)
+        return {"inputs": RecordShape((sum(self.sizes),)), "decay": gate, "beta": gate}
+
+
 def quotient(name: str, size: int, world: int) -> int:
     """size / world. Raises ValueError where that is no integer."""
     if size % world:
@@ -610,6 +651,8 @@ def layers_of(
                 "whole heads; delete it"
             )
     growth = query_growth(values, ropes[False]) if traits.query_growth else None
+    delta_net = None if traits.delta_net is None else DeltaNetSpec(**traits.delta_net)
+    recurrent = recurrent_layers(values) if delta_net is not None else set()
     layers = []
     for index, window in enumerate(windows_of(values, traits)):
         rope = replace(ropes[window is not None], rotates=index not in traits.unrotated, query_growth=growth)
@@ -619,8 +662,22 @@ def layers_of(
         layer.attention.check()
         if traits.mlp_sizes:
             layer = replace(layer, mlp=replace(layer.mlp, intermediate_size=traits.mlp_sizes[index]))
+        if delta_net is not None and index in recurrent:
+            layer = replace(layer, mixer=delta_net)
         layers.append(replace(layer, **traits.layer))
     return layers
+
+
+def recurrent_layers(values: Mapping[str, Any]) -> set[int]:
+    """The layers that `layer_types` calls linear_attention. Raises ValueError for other kinds of layers."""
+    count = families.count_of(values, "num_hidden_layers")
+    kinds = values.get("layer_types")
+    if not isinstance(kinds, Sequence) or len(kinds) != count or set(kinds) - {"full_attention", "linear_attention"}:
+        raise ValueError(
+            f"config.json: layer_types is {kinds!r}; it must be full_attention or linear_attention for each of {count} "
+            "layers"
+        )
+    return {index for index, kind in enumerate(kinds) if kind == "linear_attention"}
 
 
 def windows_of(values: Mapping[str, Any], traits: families.Traits) -> list[int | None]:

@@ -29,6 +29,8 @@ TEXT_PARTS = {
     "MuseGlimmerForConditionalGeneration": "MuseGlimmerForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
 }
 # The same for text parts of another kind, which their `model_type` tells.
@@ -42,7 +44,7 @@ UNGATED: dict[str, "MLPActivation"] = {"relu2": "relu2"}  # of MLPs without a ga
 ACTIVATIONS: dict[str, "MLPActivation"] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # `refusal` appends this to its reason; README's table and docs/families.md list the same.
 NOT_SERVED = (
-    "Slipstream does not serve hybrid and recurrent targets (gated delta nets, Mamba, RWKV), multi-head latent "
+    "Slipstream does not serve hybrid and recurrent targets but for gated delta nets (Mamba, RWKV), multi-head latent "
     "attention (MLA), encoder-decoders, image inputs, LoRA adapters on targets, or a target over several GPUs"
 )
 # Fields that only such models have.
@@ -51,6 +53,7 @@ MAMBA_FIELDS = (
     *("mamba_d_state", "mamba_d_conv", "ssm_cfg", "ssm_state_size", "state_size", "linear_num_key_heads"),
     "conv_L_cache",
 )
+DELTA_NETS = {"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}  # families that have them
 RECURRENT_KINDS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid"}
 
 
@@ -62,6 +65,7 @@ class OutputGate:
     """Softplus is computed in fp32."""
     by_head: bool = False
     """One factor for all dims of a head, else one for each."""
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +111,8 @@ class Traits:
     """`partial_rotary_factor` decides how much of a head is rotated."""
     unrotated: Collection[int] = ()
     """Layers without positions (NoPE)."""
+    delta_net: Mapping[str, int] | None = None
+    """Fields of DeltaNetSpec, of the layers that `layer_types` calls linear_attention."""
     rope_thetas: Mapping[int, float] = field(default_factory=dict)
     """Bases of layers that have one of their own."""
     norm_offset: bool = False
@@ -190,6 +196,27 @@ def qwen3(_values: Mapping[str, Any]) -> Traits:
 
 def qwen3_moe(values: Mapping[str, Any]) -> Traits:
     return replace(qwen3(values), windows="alike")
+
+
+def qwen3_next(values: Mapping[str, Any]) -> Traits:
+    """Qwen3-Next and Qwen3.5: gated delta nets, and full attention with a gate of its output. Configs of Qwen3.5-MoE
+    have no size of MLPs, since all layers have experts."""
+    fields = {
+        "num_key_heads": "linear_num_key_heads",
+        "num_value_heads": "linear_num_value_heads",
+        "key_dim": "linear_key_head_dim",
+        "value_dim": "linear_value_head_dim",
+        "taps": "linear_conv_kernel_dim",
+    }
+    gate = OutputGate(activation="sigmoid", bias=bool(values.get("attention_bias")))
+    return Traits(
+        attention={"qk_norm": True, "gate": gate},
+        delta_net={name: count_of(values, key) for name, key in fields.items()},
+        windows="none",
+        fields={} if values.get("intermediate_size") else {"intermediate_size": values.get("moe_intermediate_size")},
+        partial_rotary=True,
+        norm_offset=True,
+    )
 
 
 def gemma(values: Mapping[str, Any]) -> Traits:
@@ -575,6 +602,9 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_next,
+    "Qwen3_5MoeForCausalLM": qwen3_next,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
     "SolarOpenForCausalLM": solar_open,
@@ -656,6 +686,16 @@ MIXTURES: dict[str, Mixture] = {
         layers="by_step",
     ),
     "Qwen3MoeForCausalLM": Mixture(size="moe_intermediate_size", normalise="norm_topk_prob", layers="by_step"),
+    "Qwen3NextForCausalLM": Mixture(
+        size="moe_intermediate_size",
+        normalise="norm_topk_prob",
+        shared="shared_expert_intermediate_size",
+        shared_gate=True,
+        layers="by_step",
+    ),
+    "Qwen3_5MoeForCausalLM": Mixture(
+        size="moe_intermediate_size", shared="shared_expert_intermediate_size", shared_gate=True
+    ),
     "SolarOpenForCausalLM": replace(DEEPSEEK_MOE, layers="all"),
 }
 
@@ -748,7 +788,8 @@ def _reason(values: Mapping[str, Any]) -> str:
     if fields.get("kv_lora_rank"):
         return "it has multi-head latent attention (MLA)"
     kinds = {kind for key in ("layer_types", "layers_block_type", "block_types") for kind in fields.get(key) or ()}
-    if kinds & RECURRENT_KINDS or any(fields.get(key) for key in MAMBA_FIELDS):
+    has_delta_nets = architecture_of(values) in DELTA_NETS
+    if not has_delta_nets and (kinds & RECURRENT_KINDS or any(fields.get(key) for key in MAMBA_FIELDS)):
         return "it has recurrent layers (a hybrid, as with gated delta nets or Mamba)"
     if name.lower().startswith("rwkv"):  # its configs have no field that tells
         return "its layers are recurrent (RWKV)"

@@ -162,6 +162,8 @@ def plan_engine(
     prompt_tokens = pick_prompt_tokens(config, spec, device.type)
     enough_tokens = enough_prompt_tokens(config, prompt_tokens)
     config = replace(config, prefill_budget=prompt_tokens)
+    if spec.recurrent and config.prefill_graph_tokens is None:  # a graph would hold each token's kernels apart
+        config = replace(config, prefill_graph_tokens=0)
     offered = pick_widths(config.width, tuple(sorted({*draft.widths, *draft.host_widths})))
     usual_nodes = max(offered)
     network_nodes = min(usual_nodes, draft.widths[-1])

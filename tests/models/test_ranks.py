@@ -48,6 +48,7 @@ NORMED_TOGETHER = (
     "flex-olmo-norm",
     "minimax-m2",
 )  # all heads
+RECURRENT = ("qwen3-next", "qwen3-next-dense", "qwen3-5", "qwen3-5-tied", "qwen3-5-moe")
 
 
 class Sum(nn.Module):
@@ -159,7 +160,9 @@ def check_sums(path: Path, worlds: Sequence[int]) -> None:
 
 
 @grouped("family")
-@pytest.mark.parametrize("family", [name for name in FAMILIES | CAPPED | RELATIVES if name not in NORMED_TOGETHER])
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES | CAPPED | RELATIVES if name not in NORMED_TOGETHER + RECURRENT]
+)
 def test_ranks_add_up_to_the_target(family: str, make_target: MakeTarget) -> None:
     """4 ranks share 2 KV heads."""
     check_sums(make_target(family), (2, 4))
@@ -335,6 +338,7 @@ def test_a_rank_has_local_sizes(make_target: MakeTarget) -> None:
         ("llama", 0, 2, {"intermediate_size": 47}, "intermediate_size is 47, and 2 ranks"),
         ("llama", 2, 2, {}, "rank is 2 of 2 ranks; it must be at least 0 and below 2"),
         ("llama", 0, 0, {}, "rank is 0 of 0 ranks"),
+        ("qwen3-next", 0, 2, {}, "layers with recurrent state run on 1 rank, not on 2; use 1 rank"),
         ("olmo2", 0, 2, {}, r"over all heads of a token \(projection_norm\), .*; use 1 rank in place of 2"),
     ],
 )

@@ -35,7 +35,6 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLTextConfig,
     Qwen2VLConfig,
-    Qwen3NextConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeForConditionalGeneration,
     Qwen3VLMoeTextConfig,
@@ -50,6 +49,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
 from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.adapt import heads_apart
 from slipstream.models.targets.config import (
     ARCHITECTURES,
     NEEDED,
@@ -173,6 +173,26 @@ for wrapper, name in (("Gemma4", "gemma4-shared"), ("Gemma4Unified", "gemma4-uni
     if name in RELATIVES:
         kind = getattr(transformers, f"{wrapper}ForConditionalGeneration")
         WRAPPERS[name] = (kind, RELATIVES[name], None)
+for wrapper, name in (("Qwen3_5", "qwen3-5"), ("Qwen3_5Moe", "qwen3-5-moe")):
+    if name in RELATIVES:
+        kind = getattr(transformers, f"{wrapper}ForConditionalGeneration")
+        WRAPPERS[name] = (kind, RELATIVES[name], getattr(transformers, f"{wrapper}VisionConfig")(**TOWER))
+
+
+@pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale", "qweight"])
+def test_queries_and_their_gates_are_taken_apart_with_their_scales(name: str) -> None:
+    """Heads of 256: two blocks of 128 rows of queries, two of gates."""
+    rows = torch.arange(4 * 512).view(-1, 1)
+    tensors = {"weight_scale_inv": rows[::128], "weight_scale": rows, "qweight": rows[::2]}
+    key = f"layers.3.self_attn.q_proj.{name}"
+    if name == "qweight":
+        with pytest.raises(ValueError, match="taken apart by heads .*; use a checkpoint in 16 bits or FP8"):
+            heads_apart(key, tensors[name], 4, [256, 256])
+        return
+    q, gate = heads_apart(key, tensors[name], 4, [256, 256])
+    heads = rows.view(4, 2, 256)
+    assert torch.equal(q, heads[:, 0].reshape(-1, 1)[:: len(rows) // len(tensors[name])])
+    assert torch.equal(gate, heads[:, 1].reshape(-1, 1)[:: len(rows) // len(tensors[name])])
 
 
 def test_clipped_projections_are_refused(make_target: MakeTarget, tmp_path: Path) -> None:
@@ -231,7 +251,10 @@ def test_the_text_part_of_a_wrapper_equals_transformers(name: str, tied: bool, l
     if layout != "transformers":
         tensors = {key: x for key, x in model.state_dict().items() if not (tied and key == "lm_head.weight")}
         if layout == "hub":
-            tensors = {hub_name(key, name): x.mT if ".experts." in key else x for key, x in tensors.items()}
+            tensors = {
+                hub_name(key, name): x.mT if ".experts." in key and name == "qwen3-vl-moe" else x
+                for key, x in tensors.items()
+            }
         save_file({key: x.contiguous() for key, x in tensors.items()}, tmp_path / "model.safetensors")
     config = load_config(tmp_path)
     assert config.tie_word_embeddings == tied
@@ -304,7 +327,6 @@ def test_foreign_architecture_is_refused_with_the_list() -> None:
     [
         (T5Config(architectures=["T5ForConditionalGeneration"]), "encoder-decoder"),
         (DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"]), "MLA"),
-        (Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), "hybrid"),
         (JambaConfig(architectures=["JambaForCausalLM"]), "hybrid"),
         (NemotronHConfig(architectures=["NemotronHForCausalLM"]), "hybrid"),
         (FalconH1Config(architectures=["FalconH1ForCausalLM"]), "hybrid"),

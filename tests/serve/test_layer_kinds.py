@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.models.targets.config import TargetSpec
+from slipstream.models.targets.config import AttentionSpec, DeltaNetSpec, TargetSpec
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.serve.engine import engine_plan
 from slipstream.serve.engine.build import build
@@ -43,8 +43,12 @@ from slipstream.tests.spec_targets import (
 FULL = NOMINAL.layer(num_kv_heads=1, head_dim=32)
 WINDOWED = NOMINAL.layer(window=9)
 AVERAGE = replace(NOMINAL.layer(), mixer=AverageSpec(size=24))
+DELTA_NET = replace(
+    NOMINAL.layer(), mixer=DeltaNetSpec(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=12, taps=4)
+)
 SPECS = {
     "two head sizes": spec_of([FULL, WINDOWED, FULL, WINDOWED]),
+    "delta nets": spec_of([DELTA_NET, NOMINAL.layer(), DELTA_NET, NOMINAL.layer()]),
     "recurrent": spec_of([AVERAGE, NOMINAL.layer(), AVERAGE, WINDOWED]),
 }
 SCALE = 0.03
@@ -64,7 +68,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {}
     for name, spec in SPECS.items():
         folder = folders[name] = tmp_path_factory.mktemp("specs")
-        scales = {f"layers.{i}.self_attn.{x}_scale": torch.tensor([SCALE]) for i in range(4) for x in "kv"}
+        layers = [index for index, layer in enumerate(spec.layers) if isinstance(layer.mixer, AttentionSpec)]
+        scales = {f"layers.{i}.self_attn.{x}_scale": torch.tensor([SCALE]) for i in layers for x in "kv"}
         save_spec(spec, folder / "target", **scales)
         for kind in ("eagle3", "dflash"):
             save_spec_draft(kind, spec, folder / "target", folder / kind)
@@ -129,7 +134,7 @@ def test_passes_as_a_gpu_has_them_change_no_answer(
     name: str, drafter: str, folders: dict[str, Path], expected: dict[str, Tokens]
 ) -> None:
     """Ragged passes of fixed size, two steps in flight; the kernels are planned for each shape."""
-    sizes: dict[str, Any] = {"max_running": 4, "prefill_budget": 32, "page_size": 1}
+    sizes: dict[str, Any] = {"max_running": 4, "prefill_budget": 32, "prefill_graph_tokens": 32, "page_size": 1}
     engine = build_drafted(SPECS[name], folders[name], drafter, captured=True, **sizes)
     for temperature, tokens in expected[name].items():
         assert tokens_of(run(engine, requests_of(temperature))) == tokens

@@ -1,0 +1,84 @@
+"""Gated delta nets (Yang et al., arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have them.
+
+A head's memory S (K, V) forgets by a factor and is then corrected towards what the token's key should recall:
+
+    S <- exp(decay) S;   S <- S + k u^T with u = beta (v - S^T k);   o = S^T q
+
+q, k and v come out of a causal convolution over the last few tokens, so a state holds its inputs, too.
+Letters: n tokens, C channels of the convolution (q, k, v), A and B key and value heads, K and V their dims.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from slipstream.models.layers.attention import Attention, Mask
+from slipstream.models.layers.linear import Linear
+from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.layers.recurrence import Record, RecurrentMixer, State
+from slipstream.models.targets.config import DeltaNetSpec
+
+NORM_EPS = 1e-6  # of queries and keys, whatever the model's is
+
+
+class Convolution(nn.Module):
+    """The weight of a depthwise convolution, one kernel per channel."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+
+
+class DeltaNet(RecurrentMixer):
+    dtypes = {"A_log": torch.float32, "dt_bias": torch.float32}
+
+    def __init__(self, spec: DeltaNetSpec, id: int, hidden_size: int, eps: float) -> None:
+        super().__init__(spec, id)
+        self.sizes = spec.sizes
+        self.num_heads = spec.num_value_heads
+        self.group = spec.group
+        self.key_dim = spec.key_dim
+        values = spec.num_value_heads * spec.value_dim
+        self.in_proj = Linear(hidden_size, {"in_proj_qkv": sum(spec.sizes), "in_proj_z": values})
+        self.gate_proj = Linear(hidden_size, {"in_proj_b": self.num_heads, "in_proj_a": self.num_heads})
+        self.conv1d = Convolution(sum(spec.sizes), spec.taps)
+        self.A_log = nn.Parameter(torch.zeros(self.num_heads))
+        self.dt_bias = nn.Parameter(torch.ones(self.num_heads))
+        self.norm = RMSNorm(spec.value_dim, eps)
+        self.out_proj = Linear(values, hidden_size)
+
+    def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:  # noqa: ARG002
+        """Its tokens are in the order of the text, or along a tree's paths: who keeps the states knows."""
+        projected = self.in_proj(x)
+        channels = sum(self.sizes)
+        beta, steps = self.gate_proj(x).chunk(2, dim=-1)
+        decay = -self.A_log.exp() * softplus(steps.float() + self.dt_bias)
+        record = {"inputs": projected[..., :channels], "decay": decay, "beta": beta.sigmoid().float()}
+        out = self.norm(attention.recur(record, self.layer))  # (..., B, V)
+        gate = projected[..., channels:].unflatten(-1, (self.num_heads, -1))
+        return self.out_proj((out * silu(gate.float())).to(x.dtype).flatten(-2))
+
+    def step(self, state: State, record: Record) -> State:
+        inputs = torch.cat((state["inputs"], record["inputs"].float()[:, None]), dim=1)  # (n, taps, C)
+        keys, values = self._convolve(inputs, self.sizes[0], sum(self.sizes)).split(self.sizes[1:], dim=-1)
+        k = self._heads(keys)  # (n, B, K)
+        memory = state["memory"] * record["decay"].exp()[..., None, None]
+        recalled = (memory * k[..., None]).sum(-2)
+        update = record["beta"][..., None] * (values.unflatten(-1, (self.num_heads, -1)) - recalled)
+        return {"inputs": inputs[:, 1:], "memory": memory + k[..., None] * update[..., None, :]}
+
+    def read(self, before: State, after: State, record: Record) -> Tensor:
+        inputs = torch.cat((before["inputs"], record["inputs"].float()[:, None]), dim=1)
+        q = self._heads(self._convolve(inputs, 0, self.sizes[0])) * self.key_dim**-0.5
+        return (after["memory"] * q[..., None]).sum(-2).to(record["inputs"].dtype)
+
+    def _convolve(self, inputs: Tensor, start: int, end: int) -> Tensor:
+        """inputs (n, taps, C) -> (n, end - start) of these channels."""
+        weight = self.conv1d.weight[start:end, 0].float().t()  # (taps, channels)
+        return silu((inputs[..., start:end] * weight).sum(1))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(n, A * K) -> (n, B, K) of length 1: consecutive value heads share a key head."""
+        heads = x.unflatten(-1, (-1, self.key_dim))
+        heads = heads * (heads.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
+        return heads.repeat_interleave(self.group, dim=1)
