@@ -3,6 +3,9 @@
 A step joins the target's embedding of a token and its state before; the network's output is that state's successor,
 and its own head gives logits. Each layer sees what the target's last layer of its kind has cached, so it keeps no KV
 and reads no prompt. Every step of a round stands at the position of the round's first token.
+
+The small ones (E2B, E4B) have their vocabulary in clusters: a step proposes tokens of the few whose centroids score
+best.
 """
 
 from collections.abc import Mapping
@@ -18,6 +21,7 @@ from slipstream.models.layers.decoder_layer import decoder_layer
 from slipstream.models.layers.linear import Head, Linear
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import AttentionSpec, LayerSpec, RopeConfig, TargetSpec
+from slipstream.models.targets.families import count_of
 
 TEXT_PARTS = {  # architecture of an assistant -> that of its layers
     "Gemma4AssistantForCausalLM": "Gemma4ForCausalLM",
@@ -28,6 +32,8 @@ TEXT_PARTS = {  # architecture of an assistant -> that of its layers
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4AssistantConfig(DraftConfig):
     specs: tuple[LayerSpec, ...]
+    num_centroids: int | None = None  # clusters of the vocabulary; None: it has none
+    num_open: int = 0  # clusters whose tokens a step may propose
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)  # config.json
 
     @property
@@ -49,11 +55,6 @@ class Gemma4AssistantConfig(DraftConfig):
         text = values.get("text_config")
         if not isinstance(text, Mapping):
             raise ValueError(f"draft config: text_config is {text!r}; it must be an object")
-        if values.get("use_ordered_embeddings"):
-            raise ValueError(
-                "draft config: use_ordered_embeddings is true, as of E2B's and E4B's assistants; heads that choose "
-                "among centroids are not supported"
-            )
         if not values.get("tie_word_embeddings", True):
             raise ValueError("draft config: tie_word_embeddings is false; an assistant's head is its embedding")
         architecture = TEXT_PARTS[values["architectures"][0]]
@@ -66,8 +67,23 @@ class Gemma4AssistantConfig(DraftConfig):
             target_hidden_size=target.hidden_size,
             target_num_layers=target.num_layers,
             specs=tuple(reading(layer, index, target) for index, layer in enumerate(spec.layers)),
+            **clusters_of(values, spec.vocab_size),
             values=values,
         )
+
+
+def clusters_of(values: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
+    """Fields of the config about clusters. Raises ValueError for numbers that cannot be."""
+    if not values.get("use_ordered_embeddings"):
+        return {}
+    count = count_of(values, "num_centroids")
+    num_open = count_of(values, "centroid_intermediate_top_k")
+    if vocab_size % count or num_open > count:
+        raise ValueError(
+            f"draft config: num_centroids is {count} and centroid_intermediate_top_k {num_open}; the former must "
+            f"divide the {vocab_size} tokens, and the latter be no larger"
+        )
+    return {"num_centroids": count, "num_open": num_open}
 
 
 def reading(layer: LayerSpec, index: int, target: TargetSpec) -> LayerSpec:
@@ -92,6 +108,29 @@ def reading(layer: LayerSpec, index: int, target: TargetSpec) -> LayerSpec:
     return replace(layer, mixer=replace(spec, kv_source=place, key_is_value=False, value_norm=False))
 
 
+class Clusters(nn.Module):
+    """Which tokens of the vocabulary a state may propose."""
+
+    def __init__(self, size: int, num_centroids: int, num_open: int, vocab_size: int) -> None:
+        super().__init__()
+        self.num_open = num_open
+        self.centroids = Linear(size, num_centroids)
+        self.register_buffer("token_ordering", torch.arange(vocab_size))  # cluster after cluster
+        self.token_ordering: Tensor
+
+    def cluster_ids(self) -> Tensor:
+        """Computes the cluster of each token (V,)."""
+        places = torch.empty_like(self.token_ordering)
+        places[self.token_ordering] = torch.arange(len(places), device=places.device)
+        return places // (len(places) // self.centroids.out_features)
+
+    def forward(self, states: Tensor, cluster_ids: Tensor) -> Tensor:
+        """states (B, H of the draft) -> (B, V) bool."""
+        scores = self.centroids(states)
+        best = scores.topk(self.num_open, dim=-1).indices
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)[:, cluster_ids]
+
+
 class Gemma4Assistant(DraftNetwork):
     """Letters: B requests, H the target's hidden size."""
 
@@ -109,6 +148,9 @@ class Gemma4Assistant(DraftNetwork):
         self.norm = RMSNorm(size, eps)
         self.post_projection = Linear(size, config.target_hidden_size)
         self.lm_head = Head(size, config.vocab_size)
+        self.masked_embedding = None
+        if config.num_centroids is not None:
+            self.masked_embedding = Clusters(size, config.num_centroids, config.num_open, config.vocab_size)
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:

@@ -8,7 +8,8 @@ Letters: B requests, H hidden size, R request slots.
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm.gathered_head import head_topk
+from slipstream.kernels.gemm.gathered_head import head_logits, head_topk
+from slipstream.kernels.sampling.sample import Sampling, perturbed_topk
 from slipstream.models.drafts.gemma4_assistant import Gemma4Assistant, Gemma4AssistantConfig
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
@@ -27,6 +28,8 @@ class Drafter(base.NetworkDrafter):
         self.vocabulary = vocabulary
         self.options = options
         self.aux_layers = (module.config.target_num_layers,)
+        self.clusters = module.masked_embedding
+        self.cluster_ids = None if self.clusters is None else self.clusters.cluster_ids()
 
     @classmethod
     def plan_network(cls, options: AssistantOptions, config: Gemma4AssistantConfig) -> base.DraftPlan:  # noqa: ARG003
@@ -54,10 +57,19 @@ class Drafter(base.NetworkDrafter):
         log_probs = [base.root_scores(len(batch.roots), batch.roots.device)]
         for step in range(1, width):
             states = self.module(self.target.embed(chain[-1].clamp(min=0)), hidden, self.attention)
-            values, columns = head_topk(self.vocabulary.head, states, 1, batch.lengths + step, batch.sampling)
+            values, columns = self._find(states, batch.lengths + step, batch.sampling)
             log_probs.append(values)
             chain.append(self.vocabulary.target_ids(columns[:, 0]))
             if step < width - 1:
                 hidden = self.module.post_projection(states)
         parents = base.chain_parents(len(batch.roots), width, batch.roots.device)
         return Proposal(torch.stack(chain, dim=1), parents, torch.cat(log_probs, dim=1).cumsum(dim=1))
+
+    def _find(self, states: Tensor, positions: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """The best token after each state: log-probability and column (B, 1)."""
+        head = self.vocabulary.head
+        if self.clusters is None or self.cluster_ids is None:
+            return head_topk(head, states, 1, positions, sampling)
+        logits = head_logits(head, states)
+        is_open = self.clusters(states, self.cluster_ids)
+        return perturbed_topk(logits.masked_fill(~is_open, -torch.inf), 1, positions, sampling, head.ids)

@@ -40,7 +40,8 @@ pytestmark = pytest.mark.skipif(
 )
 CPU = torch.device("cpu")
 DEPTH = 3
-FAMILIES = ("gemma4", "gemma4-shared")  # whose last layers read those before them
+FAMILIES = ("gemma4", "gemma4-shared", "gemma4 in clusters")  # the second's last layers read those before them
+CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 6}
 requests_of = partial(sized_requests, temperature=0.7)
 MakeAssistant = Callable[[str], Path]
 
@@ -61,6 +62,8 @@ class Oracle:
         hidden, shared = self.read(tokens[:-1])
         for step in range(DEPTH):
             logits, _, hidden = self.step(chain[-1], hidden, shared, len(tokens) - 1)
+            if self.draft.config.use_ordered_embeddings:  # the network gives others one less than the worst of these
+                logits = logits.masked_fill(logits == logits.min(), -torch.inf)
             place = torch.tensor([len(tokens) + step])
             noise = gumbel(torch.tensor([key]), place, torch.arange(len(logits)))[0].double()
             best = (logits + request.params.temperature * noise).log_softmax(-1).max(-1)
@@ -91,7 +94,7 @@ class Oracle:
         return outputs.logits[0, 0], read[0], outputs.last_hidden_state
 
 
-def assistant_config(target: Path) -> transformers.PretrainedConfig:
+def assistant_config(target: Path, **options: Any) -> transformers.PretrainedConfig:
     """Two layers of each of the target's kinds, with its heads."""
     text = json.loads((target / "config.json").read_text())
     full = text["layer_types"].index("full_attention")
@@ -104,16 +107,18 @@ def assistant_config(target: Path) -> transformers.PretrainedConfig:
     for name in ("architectures", "model_type", "dtype", "transformers_version"):
         fields.pop(name, None)
     return transformers.Gemma4AssistantConfig(
-        text_config=transformers.Gemma4TextConfig(**fields), backbone_hidden_size=text["hidden_size"]
+        text_config=transformers.Gemma4TextConfig(**fields), backbone_hidden_size=text["hidden_size"], **options
     )
 
 
 @torch.no_grad()
-def save_assistant(target: Path, folder: Path) -> None:
+def save_assistant(target: Path, folder: Path, **options: Any) -> None:
     """A random assistant whose head is fitted to the first two answers to `requests_of`."""
     torch.manual_seed(7)
-    model = transformers.Gemma4AssistantForCausalLM(assistant_config(target))
+    model = transformers.Gemma4AssistantForCausalLM(assistant_config(target, **options))
     roughen(model)
+    if model.masked_embedding is not None:
+        model.masked_embedding.token_ordering.copy_(torch.randperm(120))
     model.save_pretrained(folder)
     oracle = Oracle(target, folder)
     inputs = []
@@ -135,7 +140,8 @@ def make_assistant(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFac
     def make(family: str) -> Path:
         if family not in folders:
             folders[family] = tmp_path_factory.mktemp("assistants") / family
-            save_assistant(make_target(family), folders[family])
+            name, _, clusters = family.partition(" ")
+            save_assistant(make_target(name), folders[family], **CLUSTERS if clusters else {})
         return folders[family]
 
     return make
@@ -143,7 +149,7 @@ def make_assistant(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_proposals_equal_transformers(family: str, make_target: MakeTarget, make_assistant: MakeAssistant) -> None:
-    target = make_target(family)
+    target = make_target(family.split()[0])
     draft = make_assistant(family)
     engine = build_engine(target, draft, drafter={"depth": DEPTH})
     answers = run_checked(engine, Oracle(target, draft), requests_of())
@@ -200,7 +206,8 @@ def test_it_takes_no_memory_for_kv(make_target: MakeTarget, make_assistant: Make
 @pytest.mark.parametrize(
     ("values", "text", "message"),
     [
-        ({"use_ordered_embeddings": True}, {}, "use_ordered_embeddings is true, as of E2B's and E4B's assistants"),
+        (CLUSTERS | {"num_centroids": 7}, {}, "num_centroids is 7 and centroid_intermediate_top_k 6; the former must"),
+        (CLUSTERS, {}, "missing masked_embedding.centroids.weight; missing masked_embedding.token_ordering"),
         ({"tie_word_embeddings": False}, {}, "tie_word_embeddings is false; an assistant's head is its embedding"),
         ({"backbone_hidden_size": 48}, {}, "backbone_hidden_size is 48 in the draft and 32 in the target"),
         ({}, {"vocab_size": 130}, "vocab_size is 130 in the draft and 120 in the target"),
