@@ -283,9 +283,10 @@ MUSE_VISION = {
 
 
 def muse_glimmer(tied: bool = False, **fields: Any) -> PretrainedConfig:
+    """The top level says nothing of the head where it is not tied, as in published files."""
     text = transformers.MuseGlimmerTextConfig(**SHAPE | MUSE | fields)
     tower = {"vision_config": dict(MUSE_VISION), "out_hidden_size": 32, "projector_hidden_size": 8}
-    return transformers.MuseGlimmerConfig(text_config=text, tie_word_embeddings=tied, **tower)
+    return transformers.MuseGlimmerConfig(text_config=text, **tower, **{"tie_word_embeddings": True} if tied else {})
 
 
 if hasattr(transformers, "MuseGlimmerConfig"):  # later than the oldest release that the package allows

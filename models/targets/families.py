@@ -47,6 +47,14 @@ NOT_SERVED = (
     "Slipstream does not serve hybrid and recurrent targets but for gated delta nets (Mamba, RWKV), multi-head latent "
     "attention (MLA), encoder-decoders, image inputs, LoRA adapters on targets, or a target over several GPUs"
 )
+# Fields of the code of Laguna's makers -> what they are in transformers' code, which has none of them.
+LAGUNA_FIELDS: dict[str, Any] = {
+    "swa_attention_sink_enabled": False,
+    "swa_rope_parameters": None,
+    "moe_router_use_sigmoid": True,
+    "moe_router_score_func": "sigmoid",
+    "rope_style": "rotate-half",
+}
 # Fields that only such models have.
 IMAGE_FIELDS = ("img_processor", "embd_layer", "vision_lora")  # Phi-3-vision and Phi-4-multimodal, with code of theirs
 MAMBA_FIELDS = (
@@ -248,6 +256,7 @@ def gemma3(values: Mapping[str, Any]) -> Traits:
 def gemma4(values: Mapping[str, Any]) -> Traits:
     """Gemma 4: full layers have heads of their own size, and may have no values but their keys; the last layers may
     read keys and values of earlier ones. Scores are not scaled. Experts are beside the MLPs."""
+    check_rotations(values)
     hidden = count_of(values, "hidden_size")
     per_layer = None
     if values.get("hidden_size_per_layer_input"):
@@ -346,7 +355,12 @@ def muse_glimmer(values: Mapping[str, Any]) -> Traits:
 
 
 def laguna(values: Mapping[str, Any]) -> Traits:
-    """Numbers of query heads differ by layer. Raises ValueError for gates that its code takes for others."""
+    """Numbers of query heads differ by layer. Raises ValueError for gates that its code takes for others, and for
+    fields of its makers' code that transformers does not read."""
+    check_rotations(values)
+    for name, plain in LAGUNA_FIELDS.items():
+        if values.get(name) not in (None, plain):
+            raise ValueError(f"config.json: {name} is {values[name]!r}, which is not supported; only {plain!r} is")
     gating = values.get("gating")
     if gating not in (True, "per-head", "per-element"):
         raise ValueError(f"config.json: gating is {gating!r}; it must be true, 'per-head' or 'per-element'")
@@ -359,6 +373,16 @@ def laguna(values: Mapping[str, Any]) -> Traits:
         )
     by_layer = [{"num_heads": count_of({name: number}, name)} for number in heads]
     return Traits(attention={"qk_norm": True, "gate": gate}, attention_by_layer=by_layer, partial_rotary=True)
+
+
+def check_rotations(values: Mapping[str, Any]) -> None:
+    """Raises ValueError unless there are rotary parameters for each kind of layer."""
+    rotations = values.get("rope_parameters") or {}
+    lacking = {kind for kind in values.get("layer_types") or () if not isinstance(rotations.get(kind), Mapping)}
+    if lacking:
+        raise ValueError(
+            f"config.json: rope_parameters is {rotations!r}; it must have an object for {' and '.join(sorted(lacking))}"
+        )
 
 
 def gpt_oss(_values: Mapping[str, Any]) -> Traits:
@@ -708,11 +732,11 @@ def architecture_of(values: Mapping[str, Any]) -> str:
 
 def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The decoder's fields of a config, which a multimodal checkpoint has in `text_config`. Whether the head is tied
-    the top level says, as in transformers."""
+    the top level says, as in transformers; Muse-Glimmer's files do not, and have a head."""
     name = (values.get("architectures") or [""])[0]
     if name not in TEXT_PARTS:
         return values
-    tied = values.get("tie_word_embeddings", True)
+    tied = values.get("tie_word_embeddings", False)
     same = {"architectures": [architecture_of(values)], "tie_word_embeddings": tied}
     return {**(values.get("text_config") or {}), **same, **FIXED.get(name, {})}
 

@@ -386,7 +386,7 @@ def load_frozen_target(
 
 def ties_head(config: PretrainedConfig) -> bool:
     """Whether a model's head is its embedding: the top level says, of multimodal ones, too."""
-    return bool(getattr(config, "tie_word_embeddings", True))
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def is_served(values: Mapping[str, Any]) -> bool:

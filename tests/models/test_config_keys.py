@@ -251,6 +251,10 @@ LATER: dict[str, list[Changes]] = {
         },
         {"rope_parameters": {kind: {**YARN, "rope_theta": 1e4, "partial_rotary_factor": 0.25} for kind in MIXED}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        *({"swa_attention_sink_enabled": value} for value in (True, False)),
+        *({"moe_router_use_sigmoid": value} for value in (True, False)),
+        *({"moe_router_score_func": "sqrtsoftplus"}, {"swa_rope_parameters": {"rope_theta": 1e4}}),
+        {"mlp_only_layers": [0, 1], "decoder_sparse_step": 2, "qkv_bias": True},
     ],
     "gemma4": [
         *({"sliding_window": 5}, {"attention_bias": True}, {"final_logit_softcapping": None}, {"rms_norm_eps": 0.1}),
