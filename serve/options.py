@@ -34,7 +34,8 @@ class EngineConfig:
     target: str = ""
     """Target model: a local folder or a hub id. Default: the target that the draft checkpoint names."""
     draft: str = "none"
-    """Draft checkpoint (folder or hub id), or a drafter without a checkpoint: none or ngram."""
+    """Draft checkpoint (folder or hub id), or a drafter without a checkpoint: none, ngram, or mtp, which reads the
+    target's own files."""
     drafter: dict[str, Any] = field(default_factory=dict)
     """Options of the drafter, by name."""
     revision: str | None = None

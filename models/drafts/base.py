@@ -140,11 +140,34 @@ def target_fields(model: TargetSpec) -> dict[str, Any]:
     return model.shape() | {"rope": model.rope.of_draft} | sizes
 
 
-class DraftNetwork(nn.Module):
-    """Has the buffers d2t and t2d if its vocabulary is reduced, initially to the first target ids.
+class DraftModule(nn.Module):
+    """A network that drafts. `embed_tokens` is its own embedding (V, H); None: it uses the target's."""
 
-    `embed_tokens` is the draft's own embedding (V, H); None: it uses the target's.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens: Embedding | None = None
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """Specs of the layers' attention, in their order."""
+        layers = [module for module in self.modules() if isinstance(module, SelfAttention)]
+        return tuple(layer.spec for layer in sorted(layers, key=lambda layer: layer.id))
+
+    def limit_window(self, window: int) -> None:
+        """Lets layers that were trained to see all of a text see only its last `window` tokens. A block's slots and a
+        tree's nodes see each other as before. Raises ValueError for a draft whose layers have windows."""
+        for layer in (layer for layer in self.modules() if isinstance(layer, SelfAttention)):
+            layer.spec = with_window(layer.spec, window)
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """(Vd,) int64 target id of each draft id; None if they are equal."""
+        return None
+
+
+class DraftNetwork(DraftModule):
+    """A network with files of its own. Has the buffers d2t and t2d if its vocabulary is reduced, initially to the first
+    target ids."""
 
     Config: ClassVar[type[DraftConfig]]
     shared: ClassVar[tuple[str, ...]] = (EMBEDDING, HEAD)
@@ -166,7 +189,6 @@ class DraftNetwork(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens: Embedding | None = None
         if config.draft_vocab_size is not None:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
@@ -185,20 +207,7 @@ class DraftNetwork(nn.Module):
         t2d.zero_()[ids.to(t2d.device)] = True
 
     @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """Specs of the layers' attention, in their order."""
-        layers = [module for module in self.modules() if isinstance(module, SelfAttention)]
-        return tuple(layer.spec for layer in sorted(layers, key=lambda layer: layer.id))
-
-    def limit_window(self, window: int) -> None:
-        """Lets layers that were trained to see all of a text see only its last `window` tokens. A block's slots and a
-        tree's nodes see each other as before. Raises ValueError for a draft whose layers have windows."""
-        for layer in (layer for layer in self.modules() if isinstance(layer, SelfAttention)):
-            layer.spec = with_window(layer.spec, window)
-
-    @property
     def target_ids(self) -> Tensor | None:
-        """(Vd,) int64 target id of each draft id; None if they are equal."""
         return None if self.config.draft_vocab_size is None else ids_of(self.d2t)
 
 

@@ -1,4 +1,4 @@
-"""Sources of drafts, which `--draft` names: a checkpoint, or a drafter without files.
+"""Sources of drafts, which `--draft` names: a checkpoint, the target's own files, or a drafter without files.
 
 A kind of source is a class here and its place in KINDS. Imports no torch, so that programs can check options at once.
 """
@@ -59,6 +59,8 @@ class DraftSource(ABC):
 
     has_network: ClassVar[bool] = False
     """Whether weights draft."""
+    is_in_target: ClassVar[bool] = False
+    """Whether these weights are in the target's files."""
 
     @classmethod
     @abstractmethod
@@ -115,6 +117,24 @@ class DrafterName(DraftSource):
         return self.name
 
 
+class TargetHead(DraftSource):
+    """A module in the target's own files that predicts a token more (models/drafts/mtp.py)."""
+
+    has_network = True
+    is_in_target = True
+
+    @classmethod
+    def is_kind_of(cls, name: str) -> bool:
+        return name == "mtp"
+
+    @property
+    def drafter(self) -> str:
+        return self.name
+
+    def folder(self) -> Path:
+        return resolve(self.target)
+
+
 class DraftCheckpoint(DraftSource):
     """A folder or a hub id (owner/name), from any trainer, the target's maker among them."""
 
@@ -159,7 +179,11 @@ class DraftCheckpoint(DraftSource):
         return checkpoint_fingerprint(self.folder())
 
 
-KINDS: tuple[type[DraftSource], ...] = (DraftCheckpoint, DrafterName)  # a name is of the first kind that it fits
+KINDS: tuple[type[DraftSource], ...] = (
+    DraftCheckpoint,
+    TargetHead,
+    DrafterName,
+)  # a name is of the first kind that it fits
 
 
 def source_of(draft: str, target: str = "") -> DraftSource:

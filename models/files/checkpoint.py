@@ -105,11 +105,27 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
+def tensor_names(path: Path) -> set[str]:
+    """Returns the names of the tensors in a folder's weight files: by the index, which may be there before them, else
+    by the files, none without any."""
+    if (path / INDEX).exists():
+        return set(_weight_map(path / INDEX))
+    return {name for file in weight_files(path) for name in read_header(file)[0] if name != "__metadata__"}
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    """The file of each tensor. Raises ValueError for a file that is not an index."""
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is damaged: it has no weight_map; download the checkpoint again") from error
+
+
 def indexed_names(index: Path) -> list[str]:
     """The distinct file names in an index, sorted. Raises ValueError for a file that is not an index."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(_weight_map(index).values()))
+    except TypeError as error:
         raise ValueError(f"{index} is damaged: it has no weight_map; download the checkpoint again") from error
     if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
         raise ValueError(f"{index}: weight_map must name files in the same folder; download the checkpoint again")

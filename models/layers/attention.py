@@ -143,7 +143,10 @@ class SelfAttention(nn.Module):
 
     def write(self, x: Tensor, attention: Attention) -> None:
         """Stores keys and values of rows without computing their attention."""
-        kv = linear(x, *self.kv_projection)
         assert not self.spec.projection_norm, "rows without queries are those of drafts, which have none"
-        k, v = kv.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)  # (..., G, D) each
+        if self.qkv_proj.is_plain:
+            kv = linear(x, *self.kv_projection)
+            k, v = kv.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)  # (..., G, D) each
+        else:
+            _, k, v = self._heads(x)
         attention.write(k if self.k_norm is None else self.k_norm(k), v, self.layer)

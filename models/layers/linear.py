@@ -60,6 +60,7 @@ class Linear(nn.Linear):
     sums_fast = False  # without an order: sums of many rows may be less exact than fp32, where a format gains by it
     units = (1, 1)  # of outputs and of inputs, which a slice of the weights does not cut
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of parameters that are not stored in the network's dtype
+    is_plain: ClassVar[bool] = True  # its weights are stored as one matrix (O, I) of floats
 
     def __init__(self, in_features: int, out_features: int | Mapping[str, int], bias: bool = False) -> None:
         sizes = {} if isinstance(out_features, int) else out_features

@@ -3,18 +3,17 @@
 Letters: E experts, I their intermediate size, H hidden, D head dim, R rotated dims of a head.
 """
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from slipstream.models.layers.formats.table import FORMATS
 from slipstream.models.targets.config import AttentionSpec, DeltaNetSpec, TargetSpec
-from slipstream.models.targets.families import DELTA_NETS, INTERLEAVED
+from slipstream.models.targets.families import DELTA_NETS, INTERLEAVED, MTP
 
-logger = logging.getLogger(__name__)
 NORM = "norm.weight"  # the final one
 SCALES = {name for format in FORMATS for name in format.scale_tensors}
 ACROSS_OUTPUTS = {name for format in FORMATS for name in format.across_outputs}
@@ -103,7 +102,6 @@ NAMES: dict[str, dict[str, str]] = {
     "SolarOpenForCausalLM": DEEPSEEK_MOE,
     "VaultGemmaForCausalLM": {"pre_feedforward_layernorm": "post_attention_layernorm"},
 }
-WITH_LATER_LAYERS = frozenset({"Glm4MoeForCausalLM", "HYV3ForCausalLM"})
 FUSED_EXPERTS = re.compile(r"\.experts\.down_proj(?=_scale_inv$|$)")
 OUTPUTS = (".o_proj", ".down_proj")
 OUTPUT_NORMS = (".post_attention_layernorm", ".post_feedforward_layernorm")
@@ -113,6 +111,30 @@ BLOCK = 128  # rows that share a scale of FP8 weights in blocks
 
 def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
     """Returns a target's tensors by their names in `Target`, with the axes in the order of its layers: views."""
+    tensors = without_later_layers(named(tensors, config), config)
+    unread = tuple(f"layers.{index}.self_attn.{name}" for index in readers(config) for name in UNREAD)
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(unread)} if unread else tensors
+    return tensors | ones_of(config)
+
+
+def mtp_tensors(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
+    """Returns the tensors of the module that predicts a token more by their names in `MTP` (models/drafts/mtp.py);
+    `tensors` are all of the files, without a leading "model." in their names."""
+    form = MTP.get(config.architecture)
+    if form is None:
+        return {}
+    fill = partial(str.format, last=config.num_layers)
+    names = {fill(file_name): fill(name) for file_name, name in form.names.items()}
+    of_module = {}
+    for key, tensor in tensors.items():
+        begin = next((begin for begin in names if key.startswith(begin)), "")
+        if begin and names[begin]:
+            of_module[names[begin] + key.removeprefix(begin)] = tensor
+    return named(of_module, config)
+
+
+def named(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
+    """Returns tensors of layers by our names, with the axes in our order."""
     tensors = {scale_name(key, tensor): tensor for key, tensor in tensors.items()}
     if config.architecture == "Qwen3MoeForCausalLM":
         tensors = {key: oriented(key, tensor, config.hidden_size) for key, tensor in tensors.items()}
@@ -121,10 +143,7 @@ def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Ten
     names = NAMES.get(config.architecture)
     if names is not None and (names is not HYPERCLOVAX or config.layers[0].norms == "sandwich"):
         tensors = {key: flat(key, tensor) for key, tensor in renamed(tensors, names).items()}
-    tensors = without_later_layers(tensors, config)
-    unread = tuple(f"layers.{index}.self_attn.{name}" for index in readers(config) for name in UNREAD)
-    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(unread)} if unread else tensors
-    return tensors | ones_of(config)
+    return tensors
 
 
 def adapt_values(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
@@ -190,13 +209,11 @@ def flat(key: str, tensor: Tensor) -> Tensor:
 
 
 def without_later_layers(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
-    """Leaves out the layers after the last one, in which some mixtures have heads that predict more tokens (MTP)."""
-    if config.architecture not in WITH_LATER_LAYERS:
+    """Leaves out the layers after the last one, where they are modules that predict more tokens."""
+    form = MTP.get(config.architecture)
+    if form is None or not form.has_later_layers:
         return tensors
     layers = tuple(f"layers.{index}." for index in range(config.num_layers))
-    later = {key.split(".")[1] for key in tensors if key.startswith("layers.") and not key.startswith(layers)}
-    if later:
-        logger.info("layers %s of the files predict more tokens (MTP); they are not used", ", ".join(sorted(later)))
     return {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or key.startswith(layers)}
 
 

@@ -526,6 +526,8 @@ class TargetSpec(DecoderShape):
     """Divisor of the logits; folded into the final norm's weight when that is loaded."""
     wrapper: str = ""
     """Architecture of the multimodal model that this is the text part of."""
+    mtp: LayerSpec | None = None
+    """The layer of the module that predicts a token more (families.MTP), where the config has one."""
 
     @property
     def num_layers(self) -> int:
@@ -607,7 +609,23 @@ class TargetSpec(DecoderShape):
             residual_scale=traits.residual_scale,
             logit_divisor=traits.logit_divisor,
             wrapper="" if name == architecture else name,
+            mtp=mtp_layer(values),
         )
+
+
+def mtp_layer(values: Mapping[str, Any]) -> LayerSpec | None:
+    """Returns the layer of the first module that predicts a token more: the only one of a model of one layer."""
+    form = families.MTP.get(families.architecture_of(values))
+    if form is None or not values.get(families.MTP_COUNT):
+        return None
+    one_layer = {
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "layer_types": (values.get("mtp_layer_types") or [form.kind])[:1],
+        "mlp_layer_types": (values.get("mtp_mlp_layer_types") or ["sparse" if form.experts else "dense"])[:1],
+        families.MTP_COUNT: 0,
+    }
+    return TargetSpec.from_json({**values, **one_layer}).layers[0]
 
 
 def query_growth(values: Mapping[str, Any], rope: RopeConfig) -> QueryGrowth:

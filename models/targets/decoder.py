@@ -24,7 +24,7 @@ from slipstream.models.layers.linear import Embedding, Head
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize
 from slipstream.models.targets import families
-from slipstream.models.targets.adapt import adapt_names, adapt_values
+from slipstream.models.targets.adapt import adapt_names, adapt_values, mtp_tensors
 from slipstream.models.targets.cache_scales import read_cache_scales
 from slipstream.models.targets.config import RecurrentSpec, TargetSpec, check_supported, is_complete, rope_fields
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
@@ -40,12 +40,14 @@ MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 class Target(nn.Module):
     """Attributes: `config`; `path`, its folder; `quantization`, how weights are stored; `cache_scales`, those of an FP8
-    KV cache that its files have, by layer with attention; `embed_tokens` and `lm_head`, which drafters share."""
+    KV cache that its files have, by layer with attention; `has_mtp`, whether its files predict a token more;
+    `embed_tokens` and `lm_head`, which drafters share."""
 
     path: Path | None = None
     quantization: Quantization | None = None
     cache_scales: tuple[Tensor | None, ...] = ()
     trust_remote_code = False
+    has_mtp = False
 
     def __init__(self, config: TargetSpec) -> None:
         super().__init__()
@@ -186,6 +188,11 @@ def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
+def by_target_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns all tensors of files by `target_name`."""
+    return {target_name(key): tensor for key, tensor in tensors.items()}
+
+
 def target_name(key: str) -> str:
     """A file's name of a tensor -> ours, which are those of Qwen's files."""
     key = key.removeprefix("model.").replace("mlp.router.", "mlp.gate.")  # gpt-oss
@@ -240,7 +247,10 @@ def load_target(
         logger.info("%s: the text part runs, as %s; it reads no images", config.wrapper, config.architecture)
     with torch.device("meta"):
         target = Target(config)
-    tensors = adapt_names(decoder_tensors(read_tensors(path)), config)
+    file_tensors = read_tensors(path)
+    has_mtp = bool(mtp_tensors(by_target_name(file_tensors), config))
+    tensors = adapt_names(decoder_tensors(file_tensors), config)
+    del file_tensors  # released as they are loaded
     scales = {key: tensors.pop(key) for key in list(tensors) if key.endswith(CACHE_SCALES)}
     head = HEAD.removesuffix(".weight")
     if config.tie_word_embeddings:
@@ -263,6 +273,7 @@ def load_target(
             for scale, layer in zip(cache_scales, spec.attention, strict=True)
         )
     target.quantization = formats
+    target.has_mtp = has_mtp
     target.path = path
     target.trust_remote_code = trust_remote_code
     return load_weights(target, tensors, dtype, device, path)

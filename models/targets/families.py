@@ -174,6 +174,26 @@ class Mixture:
     `moe_layer_start_index` to `moe_layer_end_index`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPForm:
+    """The module of a family's files that predicts a token more (multi-token prediction)."""
+
+    names: Mapping[str, str]
+    """How names of its tensors begin in files -> here (models/drafts/mtp.py), where {last} is the number of layers. The
+    first that fits counts; an empty one leaves tensors out."""
+    experts: bool = True
+    """Its layer has the family's experts, unless `mtp_mlp_layer_types` says otherwise; else an MLP."""
+    kind: str = "full_attention"
+    """Of its layer, where the family has windows by layer and `mtp_layer_types` does not say."""
+    zero_first: bool = False
+    """Row 0 reads zeros in place of an embedding."""
+
+    @property
+    def has_later_layers(self) -> bool:
+        """Whether the module is a layer after the last one."""
+        return any(name.startswith("layers.") for name in self.names)
+
+
 def llama(_values: Mapping[str, Any]) -> Traits:
     return Traits(windows="none", mlp_bias="mlp_bias")
 
@@ -722,6 +742,34 @@ MIXTURES: dict[str, Mixture] = {
     ),
     "SolarOpenForCausalLM": replace(DEEPSEEK_MOE, layers="all"),
 }
+
+LATER_LAYER = {  # as in files of DeepSeek-V3
+    "layers.{last}.enorm.": "enorm.",
+    "layers.{last}.hnorm.": "hnorm.",
+    "layers.{last}.eh_proj.": "eh_proj.",
+    "layers.{last}.shared_head.norm.": "norm.",
+    "layers.{last}.shared_head.head.": "lm_head.",
+    "layers.{last}.embed_tokens.": "embed_tokens.",
+    "layers.{last}.": "layers.{last}.",
+}
+BESIDE_LAYERS = {  # as in files of Qwen3-Next
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.fc.": "eh_proj.",
+    "mtp.norm.": "norm.",
+    "mtp.layers.0.": "layers.{last}.",
+}
+# The families with heads that `--draft mtp` serves.
+MTP: dict[str, MTPForm] = {
+    "ExaoneMoeForCausalLM": MTPForm(names=BESIDE_LAYERS, experts=False, kind="sliding_attention"),
+    "Glm4MoeForCausalLM": MTPForm(names=LATER_LAYER),
+    "HYV3ForCausalLM": MTPForm(
+        names={"layers.{last}.final_layernorm.": "norm.", "layers.{last}.shared_head.": "", **LATER_LAYER},
+        zero_first=True,
+    ),
+    "MellumForCausalLM": MTPForm(names=BESIDE_LAYERS, kind="sliding_attention"),
+}
+MTP_COUNT = "num_nextn_predict_layers"
 
 
 def architecture_of(values: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Plac
 from slipstream.models.drafts.base import DraftConfig
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.mtp import MTP
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class AutoregressiveDrafter(base.NetworkDrafter):
-    def __init__(self, module: Eagle | Eagle3, vocabulary: DraftVocabulary, options: TreeOptions) -> None:
+    def __init__(self, module: Eagle | Eagle3 | MTP, vocabulary: DraftVocabulary, options: TreeOptions) -> None:
         if options.topk > vocabulary.num_tokens:
             raise ValueError(
                 f"drafter.topk is {options.topk}; the draft has {vocabulary.num_tokens} tokens to choose from"
@@ -65,12 +66,16 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         size = self.module.config.hidden_size
         self.fused = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
 
+    def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002
+        """The embeddings (n, H) of tokens (n,), -1 where there are none, that the draft reads at positions (n,)."""
+        return self.embed(tokens.clamp(min=0))
+
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         if rows.attention is not None:
             self.attention.plan(rows.attention)
         else:
             self.attention.plan_writes(rows.positions, rows.slots)
-        embeds = self.embed(rows.next_tokens.clamp(min=0))
+        embeds = self.embeds(rows.next_tokens, rows.positions)
         fused = self.module.fuse(aux_states)
         self.module.write_context(embeds, fused, self.attention)
         self.fused[rows.requests] = fused[rows.last]
@@ -84,7 +89,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         """The draft's states (B, H) at the last committed tokens."""
         last = (batch.lengths - 1).clamp(min=0)  # padding has no tokens
         self.attention.plan(batch.uniform(last, 1))
-        return self.module(self.embed(batch.roots.clamp(min=0)), self.fused[batch.requests], self.attention)
+        return self.module(self.embeds(batch.roots, last), self.fused[batch.requests], self.attention)
 
     def _propose_chain(self, batch: DraftBatch, width: int) -> Proposal:
         sampling = batch.sampling

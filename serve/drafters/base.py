@@ -10,14 +10,12 @@ from torch import Tensor
 
 from slipstream.models.drafts.base import (
     Choices,
-    DraftConfig,
-    DraftNetwork,
     load_draft,
     read_draft_config,
     with_window,
 )
 from slipstream.models.drafts.source import DrafterName, DraftSource
-from slipstream.models.targets.config import AttentionSpec, TargetSpec
+from slipstream.models.targets.config import AttentionSpec, DecoderShape, TargetSpec
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, find_vocabulary
@@ -37,7 +35,7 @@ class DraftPlan:
     layers: tuple[AttentionSpec, ...] = ()  # its layers, whose KV is kept beside the target's
     kv_cache_dtype: str = "auto"  # dtype of their KV: auto (the target's) or fp8
     reads_target: bool = False  # they keep no KV, and read that of the target's layers which their `kv_source` names
-    network: DraftConfig | None = None
+    network: DecoderShape | None = None  # its config
     name: str = "none"  # of the drafter
     source: DraftSource = DrafterName("none")  # where it comes from
     host_widths: tuple[int, ...] = (1,)  # likewise, of host stages that draft
@@ -92,7 +90,7 @@ class Drafter(ABC):
 class NetworkDrafter(Drafter):
     """A drafter with a network from a checkpoint."""
 
-    Network: ClassVar[type[DraftNetwork]]
+    Network: ClassVar[type[Any]]
     vocabulary: DraftVocabulary
 
     @abstractmethod
@@ -105,7 +103,7 @@ class NetworkDrafter(Drafter):
 
     @classmethod
     def plan(cls, source: DraftSource, options: Any, target: TargetSpec) -> DraftPlan:
-        config = read_draft_config(cls.Network, source.folder(), target, Choices.of(options))
+        config = cls.read_config(source, options, target)
         layers = tuple(layer.attention for layer in config.layers)
         plan = cls.plan_network(options, config)
         if plan.reads_target:
@@ -116,7 +114,20 @@ class NetworkDrafter(Drafter):
 
     @classmethod
     def load(cls, source: DraftSource, options: Any, target: Target) -> Self:
-        module = load_draft(
+        module = cls.read_network(source, options, target)
+        if getattr(options, "window", None) is not None:
+            module.limit_window(options.window)
+        return cls(module, find_vocabulary(module, target, options), options)
+
+    @classmethod
+    def read_config(cls, source: DraftSource, options: Any, target: TargetSpec) -> Any:
+        """Returns the network's config. Raises ValueError if it does not fit the target or the options."""
+        return read_draft_config(cls.Network, source.folder(), target, Choices.of(options))
+
+    @classmethod
+    def read_network(cls, source: DraftSource, options: Any, target: Target) -> Any:
+        """Returns the network with its weights, on the target's device and in its dtype."""
+        return load_draft(
             cls.Network,
             source.folder(),
             target=target.config,
@@ -125,9 +136,6 @@ class NetworkDrafter(Drafter):
             shared=target.shared,
             choices=Choices.of(options),
         )
-        if getattr(options, "window", None) is not None:
-            module.limit_window(options.window)
-        return cls(module, find_vocabulary(module, target, options), options)
 
     @property
     def fixed_tokens(self) -> frozenset[int] | None:

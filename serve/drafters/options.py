@@ -324,6 +324,7 @@ DRAFTERS: Mapping[str, type] = {  # files of this folder, each with a class `Dra
     "eagle": EagleOptions,
     "eagle3": Eagle3Options,
     "gemma4_assistant": AssistantOptions,
+    "mtp": EagleOptions,
     "none": NoOptions,
     NGRAM: NgramOptions,
 }

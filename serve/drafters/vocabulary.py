@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm.gathered_head import DraftHead
-from slipstream.models.drafts.base import DraftNetwork
+from slipstream.models.drafts.base import DraftModule
 from slipstream.models.drafts.token_map import check_tokenizer, read_token_map
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.models.targets.decoder import Target
@@ -79,7 +79,7 @@ class DraftVocabulary:
             self.recent.add(rows.next_tokens.long(), rows.next_tokens >= 0)
 
 
-def find_vocabulary(module: DraftNetwork, target: Target, options: Any) -> DraftVocabulary:
+def find_vocabulary(module: DraftModule, target: Target, options: Any) -> DraftVocabulary:
     """The draft's own head, or the rows of the target's that it uses: those of its trained vocabulary, or by the
     options (TokenMapOptions).
 
@@ -88,6 +88,11 @@ def find_vocabulary(module: DraftNetwork, target: Target, options: Any) -> Draft
     ids = module.target_ids
     lm_head = getattr(module, "lm_head", None)
     if lm_head is not None:
+        if getattr(options, "token_map", None) is not None:
+            raise ValueError(
+                f"drafter.token_map is {options.token_map}, but this draft has an output head of its own; leave the "
+                "option out"
+            )
         return DraftVocabulary(lm_head.whole(ids))
     if options.token_map is None:
         return DraftVocabulary(target.lm_head.whole() if ids is None else target.lm_head.cut(ids))

@@ -132,6 +132,8 @@ def load_networks(plan: EnginePlan) -> Networks:
         logger.info("the checkpoint has scales for a KV cache in FP8, which --kv-cache-dtype fp8 would use")
     if plan.spec.recurrent:
         logger.warning("layers with recurrent state compute prompts token by token: long ones take long")
+    if target.has_mtp and not plan.draft.source.is_in_target:
+        logger.info("the checkpoint has a module that predicts a token more (MTP), which --draft mtp would use")
     load_backend(plan.backends["prefill"]).prepare(kv_formats(plan.networks, plan.device, plan.dtype)["prefill"])
     order = fix_order(plan, target)
     networks = Networks(target, drafter, stages, order, [None for _ in plan.networks])

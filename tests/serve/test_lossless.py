@@ -103,8 +103,9 @@ BLOCKS = [
     *("dflash tree", "dflash2", "dflash2 tree", "dspark", "dspark tree", "lilicorr"),
     "lilicorr tree",
 ]
-ONE_FAMILY = {"gemma4_assistant"}  # drafters that fit targets of one family: tests/serve/test_gemma4_assistant.py
-DRAFTERS = ["eagle tree", "ngram first", *(name for name in TABLE if name not in ONE_FAMILY)]
+# Drafters that fit targets of few families: test_gemma4_assistant.py, test_mtp.py.
+FEW_FAMILIES = {"gemma4_assistant", "mtp"}
+DRAFTERS = ["eagle tree", "ngram first", *(name for name in TABLE if name not in FEW_FAMILIES)]
 LATER_FAMILIES = (
     "gemma4",
     "gemma4-experts",

@@ -34,6 +34,7 @@ OPTIONS = (
 )
 TREE = ["drafter", "drafter.depth", "drafter.kv_cache_dtype", "drafter.nodes", "drafter.token_map", "drafter.topk"]
 TREE += ["drafter.window"]
+NGRAM_FIRST = [f"drafter.ngram_{name}" for name in ("breadth", "capacity", "first", "nodes", "share_between_keys")]
 
 
 def draft_folder(path: Path) -> str:
@@ -48,6 +49,7 @@ def draft_folder(path: Path) -> str:
         ("none", []),
         ("eagle3", ["drafter.aux_layers", "drafter.norm_output", *TREE]),
         ("eagle", [*TREE, "drafter.token_map_dynamic", "drafter.token_map_size"]),
+        ("mtp", [*TREE, *NGRAM_FIRST, "drafter.token_map_dynamic", "drafter.token_map_size"]),
     ],
 )
 def test_the_options_are_frozen(draft: str, extra: list[str]) -> None:

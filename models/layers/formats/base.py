@@ -43,6 +43,7 @@ class FilePiece(NamedTuple):
 class QuantizedLinear(Linear, ABC):
     """A Linear whose files hold other tensors than it stores."""
 
+    is_plain = False
     storage: ClassVar[Mapping[str, torch.dtype]] = {}
     """Buffers and their dtypes."""
     format: "Format"

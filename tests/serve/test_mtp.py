@@ -1,0 +1,230 @@
+"""MTP heads as drafters. The oracle is transformers' module (modeling_layers.MtpModel) over whole texts."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
+
+from slipstream.models.drafts.source import source_of
+from slipstream.models.targets.decoder import load_config, load_target
+from slipstream.serve.drafters.options import TreeOptions
+from slipstream.serve.drafters.registry import load_drafter
+from slipstream.serve.dry_run import DryRun, report
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.mtp_targets import MTPTarget, Oracle, add_tensors, module_tensors, save_mtp_target
+from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
+from slipstream.tests.random_targets import MakeTarget, change_json, load_model
+from slipstream.tests.serve.engine_runs import (
+    build_engine,
+    check_prefix_hits,
+    make_request,
+    plain_answers,
+    random_prompt,
+    run,
+    run_checked,
+    sized_requests,
+    tokens_of,
+)
+
+
+def bytes_of(module: torch.nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
+
+
+MakeMTP = Callable[[str], MTPTarget]
+CHAIN = {"depth": 3}
+TREE = {"depth": 3, "topk": 3, "nodes": 9}
+
+
+@pytest.fixture(scope="module")
+def make_mtp(tmp_path_factory: pytest.TempPathFactory) -> MakeMTP:
+    """kind of KINDS -> a target with its module, saved once."""
+
+    @cache
+    def make(kind: str) -> MTPTarget:
+        return save_mtp_target(kind, tmp_path_factory.mktemp("mtp") / kind)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "temperature", "engine_options"),
+    [
+        ("glm4-moe", CHAIN, 0.0, {"page_size": 16}),
+        ("glm4-moe", TREE, 0.8, {"page_size": 1, "prefill_budget": 7}),
+        ("glm4-moe-bias", {"depth": 5}, 0.8, {"page_size": 1, "prefill_budget": 7}),
+        ("hy-v3", TREE, 0.8, {"page_size": 16, "prefill_budget": 7}),
+        ("mellum", {"depth": 4}, 0.0, {"page_size": 1, "prefill_budget": 7}),
+        ("exaone-moe", TREE, 0.8, {"page_size": 16}),
+    ],
+)
+def test_proposals_equal_those_of_transformers(
+    kind: str, options: dict[str, int], temperature: float, engine_options: dict[str, int], make_mtp: MakeMTP
+) -> None:
+    target = make_mtp(kind)
+    engine = build_engine(target.folder, "mtp", drafter=options, **engine_options)
+    requests = sized_requests(temperature=temperature)
+    answers = run_checked(engine, Oracle(target, TreeOptions(**options)), requests)
+    assert tokens_of(answers) == plain_answers(target.folder, requests)
+    assert sum(answer.counts.drafted_tokens for answer in answers.values()) > 0
+
+
+def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transformers(make_mtp: MakeMTP) -> None:
+    target = make_mtp("glm4-moe")
+    oracle = Oracle(target, TreeOptions())
+    check_prefix_hits(build_engine(target.folder, "mtp"), oracle, (39, 31, 49))
+    engine = build_engine(target.folder, "mtp", kv_cache_tokens=96, prefill_budget=16)
+    run_checked(
+        engine,
+        oracle,
+        [make_request(str(seed), random_prompt(15, seed), max_tokens=40, seed=seed) for seed in range(3)],
+    )
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize(("kind", "pattern"), [("glm4-moe", r"model\.layers\.4\..*"), ("mellum", r"^mtp\.")])
+def test_transformers_reads_the_same_files(
+    kind: str, pattern: str, make_mtp: MakeMTP, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_mtp(kind)
+    monkeypatch.setattr(type(target.model), "_keys_to_ignore_on_load_unexpected", [pattern])
+    loaded = MtpModel.from_pretrained(load_model(target.folder, dtype=torch.float32))
+    expected = module_tensors(kind, target.module)
+    tensors = module_tensors(kind, loaded)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def save_copying_target(target: MTPTarget, folder: Path) -> None:
+    """Saves a target that says of a text what its last token says, and a module that knows it."""
+    shutil.copytree(target.folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]:
+        tensors[name] = torch.zeros_like(tensors[name])
+    size = len(tensors["model.norm.weight"])
+    tensors["model.layers.4.enorm.weight"] = torch.ones(size)
+    tensors["model.layers.4.eh_proj.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), dim=1)
+    tensors["model.layers.4.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    change_json(folder / "config.json", rms_norm_eps=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_module_that_is_right_is_accepted_whole(temperature: float, make_mtp: MakeMTP, tmp_path: Path) -> None:
+    """Also after prefix hits, of prompts in chunks."""
+    save_copying_target(make_mtp("glm4-moe"), tmp_path / "target")
+    requests = sized_requests((1, 9, 50), max_tokens=21, ignore_eos=True, temperature=temperature)
+    engine = build_engine(tmp_path / "target", "mtp", drafter={"depth": 4}, width=5, prefill_budget=16)
+    for _ in range(2):
+        answers = run(engine, requests)
+        assert [answer.counts.rounds for answer in answers.values()] == [4] * 3  # 1 token, then 5 in each
+        assert tokens_of(answers) == plain_answers(tmp_path / "target", requests)
+    assert answers["50"].counts.cached_tokens == 48
+
+
+def test_copies_of_embedding_and_head_are_dropped_and_others_used(
+    make_mtp: MakeMTP, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = make_mtp("glm4-moe")
+    folder = tmp_path / "target"
+    shutil.copytree(target.folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    head = tensors["lm_head.weight"]
+    names = [f"model.layers.4.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
+    add_tensors(folder, dict(zip(names, (embedding, head), strict=True)))
+    engine: Any = build_engine(folder, "mtp")
+    assert engine.runner.drafter.embed is engine.runner.target.embed_tokens
+    assert engine.runner.drafter.head.weight is engine.runner.target.lm_head.weight
+    torch.manual_seed(0)
+    changed = [weight + 0.1 * torch.randn_like(weight) for weight in (embedding, head)]
+    add_tensors(folder, dict(zip(names, changed, strict=True)))
+    oracle = Oracle(target, TreeOptions())
+    oracle.naive.embeddings, oracle.naive.head = (weight.double() for weight in changed)
+    caplog.set_level(logging.INFO)
+    run_checked(build_engine(folder, "mtp"), oracle, sized_requests(temperature=0.8))
+    assert "its own output head" in caplog.text
+    assert "its own embedding" in caplog.text
+    (tmp_path / "map").write_text("")
+    with pytest.raises(ValueError, match="token_map is .*, but this draft has an output head of its own"):
+        build_engine(folder, "mtp", drafter={"token_map": str(tmp_path / "map")})
+
+
+@pytest.mark.parametrize("layers", ["none", "target", "all"])
+def test_weights_in_fp8_draft_as_well(layers: str, make_mtp: MakeMTP, tmp_path: Path) -> None:
+    """All of a file's layers, or those of the target alone; and 16 bits that are quantised when they are loaded."""
+    target = make_mtp("glm4-moe")
+    folder = tmp_path / "target"
+    options: dict[str, Any] = {"quantization": "fp8"}
+    if layers == "none":
+        folder = target.folder
+    else:
+        save_quantized(LAYOUTS["compressed-channel"], target.folder, folder)
+        options = {}
+    if layers == "target":
+        tensors = load_file(folder / "model.safetensors")
+        rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.4.")}
+        save_file(rest | module_tensors("glm4-moe", target.module), folder / "model.safetensors", {"format": "pt"})
+    requests = sized_requests(temperature=0.8)
+    engine: Any = build_engine(folder, "mtp", **options)
+    plain = build_engine(folder, **options)
+    assert tokens_of(run(engine, requests)) == tokens_of(run(plain, requests))
+    module = engine.runner.drafter.module
+    assert module.eh_proj.is_plain == module.layer.mixer.qkv_proj.is_plain == (layers == "target")
+    run_config = ServeConfig(target=str(folder), draft="mtp", dtype="float32", device="cpu", **options)
+    sizes = [network.size for network in DryRun(run_config).networks]
+    assert sizes == [bytes_of(engine.runner.target), bytes_of(module)] or layers == "target"
+
+
+def test_its_memory_is_counted(make_mtp: MakeMTP) -> None:
+    folder = make_mtp("mellum").folder
+    config = ServeConfig(target=str(folder), draft="mtp", dtype="bfloat16", device="cpu")
+    target = load_target(folder, load_config(folder), torch.bfloat16, torch.device("cpu"))
+    drafter: Any = load_drafter(source_of("mtp", str(folder)), {}, target)[0]
+    run_ = DryRun(config)
+    assert run_.networks[1].size == bytes_of(drafter.module)
+    assert run_.plan.draft.layers == drafter.module.attention_specs
+    assert "draft: mtp (mtp, 1 layer, bfloat16)" in report(config)
+
+
+def test_targets_without_such_a_module_are_refused(make_target: MakeTarget, tmp_path: Path) -> None:
+    llama = make_target("llama")
+    with pytest.raises(ValueError, match=f"no MTP head of LlamaForCausalLM, the architecture of {llama}, is served"):
+        build_engine(llama, "mtp")
+    folder = tmp_path / "target"
+    shutil.copytree(make_target("glm4-moe"), folder)
+    with pytest.raises(ValueError, match=r"files have none \(such as layers.4.enorm.weight\); fetch a checkpoint that"):
+        build_engine(folder, "mtp")
+    change_json(folder / "config.json", num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match=f"config.json of {folder} has no MTP layers .num_nextn_predict_layers"):
+        build_engine(folder, "mtp")
+    add_tensors(folder, {"model.layers.4.enorm.weight": torch.ones(32)})
+    change_json(folder / "config.json", num_nextn_predict_layers=1)
+    with pytest.raises(ValueError, match="does not fit its config: missing eh_proj.weight"):
+        build_engine(folder, "mtp")
+    with pytest.raises(ValueError, match="draft 'mtp' is not a checkpoint that names one; add --target"):
+        source_of("mtp").check()
+
+
+def test_only_where_it_is_unused_a_line_tells_of_it(
+    make_mtp: MakeMTP, make_target: MakeTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    line = "which --draft mtp would use"
+    for target in (make_mtp("glm4-moe").folder, make_mtp("mellum").folder):
+        caplog.clear()
+        build_engine(target)
+        assert line in caplog.text
+        caplog.clear()
+        build_engine(target, "mtp")
+        assert line not in caplog.text
+    build_engine(make_target("glm4-moe"))
+    assert line not in caplog.text
