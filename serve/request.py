@@ -160,6 +160,29 @@ class SamplingParams:
         return bool(self.has_penalties or self.logit_bias or self.min_tokens or self.bad_words or self.grammar)
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingTraits:
+    """Properties of SamplingParams that every step asks for, computed once."""
+
+    is_greedy: bool
+    has_filters: bool
+    has_processors: bool  # penalties or biases
+    changes_logits: bool
+    wants_drafts: bool
+    wants_trace: bool
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "SamplingTraits":
+        return cls(
+            is_greedy=params.temperature == 0,
+            has_filters=params.has_filters,
+            has_processors=params.has_penalties or bool(params.biases),
+            changes_logits=params.changes_logits,
+            wants_drafts=params.wants_drafts,
+            wants_trace=params.wants_trace,
+        )
+
+
 def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:
     """Reads the token ids of a field. Raises ValueError for a value that cannot be one."""
     try:

@@ -43,7 +43,6 @@ HTTP = ("starlette", "uvicorn", "httpx")
 HOST_SIDE = (
     "acceptance",
     "budget",
-    "chunk_size",
     "cost_files",
     "counts",
     "graph_keys",
@@ -56,11 +55,10 @@ HOST_SIDE = (
     "plan",
     "planner",
     "probing",
-    "proposals",
     "scheduler",
     "step_costs",
-    "step_values",
     "traces",
+    "yields",
 )
 # Modules (in one process) -> packages that none of them may load, not even through another module.
 NOT_LOADED = {

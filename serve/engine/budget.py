@@ -4,7 +4,7 @@ A pass over few rows costs as much as reading the weights, so drafts are free; a
 refused drafts slow every request down. The policy takes the numbers with the most expected tokens per millisecond. It
 decides for the batch, the device for the request: a kernel fills the pass with the likeliest nodes (`admit` in
 kernels/speculation/ragged.py). It decides by measurements: how often nodes were accepted (acceptance.py), what
-proposals look like (proposals.py), and how long steps took (step_costs.py). Imports no torch.
+proposals look like (yields.py), and how long steps took (step_costs.py). Imports no torch.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.engine.acceptance import AcceptanceStats
-from slipstream.serve.engine.chunk_size import LEAST_CHUNK, chunk_rows
 from slipstream.serve.engine.host_wait import HostWait
 from slipstream.serve.engine.probing import Prober
-from slipstream.serve.engine.proposals import Offer, ProposalStats, Yields, has_host_nodes
 from slipstream.serve.engine.step_costs import Costs
-from slipstream.serve.engine.step_values import Batch, StepValues, within
+from slipstream.serve.engine.yields import Batch, Offer, ProposalStats, StepValues, Yields, has_host_nodes, within
 
 RECOMPUTE = 8  # steps for which values are used again
 HYSTERESIS = 0.01  # another width proposes for the next step only: require at least 1 % gain
 AGAIN_DECAY = 0.9  # EMA decay of how often a step with prompts follows another
 NODES_DECAY = 0.98  # EMA decay of the nodes of a step
+LEAST_CHUNK = 64  # rows of prompts that a step takes, however slow that is
+LEAST_CHUNK_MS = 30.0  # shorter steps need no limit
+STRIDE = 16  # between numbers of rows that are looked at, where a pass may have any
 
 
 class Choice(NamedTuple):
@@ -336,3 +337,23 @@ class BudgetPolicy:
         if self.itl_ms is not None:
             values[~within(target + steps.draft_ms[self._best_width.index], self._max_ms)] = -np.inf
         return int(values.argmax()), tokens
+
+
+def chunk_rows(
+    costs: Costs,
+    *,
+    nodes: int,
+    step_ms: float,
+    draft_ms: float,
+    max_chunk_ms: float | None,
+    max_ms: float,
+    filtered: bool,
+) -> int:
+    """Returns the most rows of prompts beside `nodes`, where a step without prompts takes `step_ms`, its draft pass
+    `draft_ms` of it: as many as a step of `max_chunk_ms`, by default twice as long, may have; none takes more than
+    `max_ms`."""
+    limit_ms = min(max(2 * step_ms, LEAST_CHUNK_MS) if max_chunk_ms is None else max_chunk_ms, max_ms)
+    rows = costs.passes(nodes, costs.most_rows, stride=STRIDE)
+    fitting = rows[costs.targets(rows, filtered=filtered) + draft_ms <= limit_ms]
+    min_rows = costs.round_up(nodes + LEAST_CHUNK)
+    return max(min(max(int(fitting.max(initial=0)), min_rows), costs.most_rows) - nodes, 0)

@@ -338,7 +338,9 @@ def make_planner(
         max_chunk_ms=config.max_chunk_ms,
     )
     prefill_backend = runner.passes.attention["prefill"]
-    graphs = GraphTable(plan.graphs, lambda: plan.limits.prompts_by == "prefill" and prefill_backend.is_ready)
+    graphs = None
+    if plan.captures:
+        graphs = GraphTable(plan.graphs, lambda: plan.limits.prompts_by == "prefill" and prefill_backend.is_ready)
     return Planner(
         scheduler,
         policy,

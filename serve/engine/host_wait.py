@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.engine.step_values import StepValues
+from slipstream.serve.engine.yields import StepValues
 
 PATIENCE = 2  # steps without a node of the host that paid, after which steps stop waiting for the host
 WAIT_DECAY = 0.95  # EMA decay of the time in which steps wait for the host

@@ -28,9 +28,9 @@ from slipstream.serve.engine.plan import (
     slots_of,
     variant_of,
 )
-from slipstream.serve.engine.proposals import Offer
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
 from slipstream.serve.engine.traces import Tracer
+from slipstream.serve.engine.yields import Offer
 from slipstream.serve.request import Logprobs, Output
 
 
@@ -70,7 +70,7 @@ class Planner:
         scheduler: Scheduler,
         policy: BudgetPolicy,
         limits: PassLimits,
-        graphs: GraphTable,
+        graphs: GraphTable | None,
         drafter: str,
         *,
         host_drafts: bool = False,
@@ -116,9 +116,7 @@ class Planner:
             slots=tuple(sequence.slot for sequence in sequences),
             bounds=tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences),
             mode=sampling_mode(launched.everyone),
-            undrafted=frozenset(
-                sequence.slot for sequence in launched.everyone if not sequence.request.params.wants_drafts
-            ),
+            undrafted=frozenset(sequence.slot for sequence in launched.everyone if not sequence.traits.wants_drafts),
             returns_proposals=bool(launched.traced),
             logprobs=most_logprobs([*sequences, *(chunk.sequence for chunk in chunks if chunk.is_last)]),
             prompts_by=self.limits.prompts_by,
@@ -146,6 +144,8 @@ class Planner:
             self._sent_version = acceptance.version
             acceptance_table = acceptance.table.copy()
         plan = replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, acceptance_table=acceptance_table)
+        if self.graphs is None:
+            return plan
         return replace(plan, graph=self.graphs.step(plan), draft_graph=self.graphs.draft(plan))
 
     @property
@@ -254,10 +254,10 @@ class Planner:
         logits if there are others, whose drafts may be accepted more often, except for tokens forced by grammars."""
         count = len(plan.slots)
         sequences = self._launched[plan.number].sequences
-        drafted = [i for i, sequence in enumerate(sequences) if sequence.request.params.wants_drafts]
+        drafted = [i for i, sequence in enumerate(sequences) if sequence.traits.wants_drafts]
         if drafted and self.limits.most_nodes > 1:
-            free = {i for i in drafted if not sequences[i].request.params.changes_logits}
-            if free:
+            free = {i for i in drafted if not sequences[i].traits.changes_logits}
+            if free and len(free) < len(drafted):
                 forced: NDArray[np.bool_] = np.any(is_forced(output.bins[:count]), axis=1)
                 drafted = [i for i in drafted if i in free or forced[i]]
             counted = drafted if len(drafted) < count else slice(count)
@@ -377,18 +377,17 @@ def most_logprobs(emitting: list[Sequence]) -> int | None:
 def traced_of(sequences: list[Sequence], chunks: list[Chunk]) -> dict[str, int]:
     """Returns the places in a step of the requests that gain tokens and want a trace, by id."""
     gaining = [*sequences, *(chunk.sequence if chunk.is_last else None for chunk in chunks)]
-    requests = [sequence.request if sequence is not None else None for sequence in gaining]
     return {
-        request.id: place
-        for place, request in enumerate(requests)
-        if request is not None and request.params.wants_trace
+        sequence.request.id: place
+        for place, sequence in enumerate(gaining)
+        if sequence is not None and sequence.traits.wants_trace
     }
 
 
 def sampling_mode(sequences: Iterable[Sequence]) -> SamplingMode:
-    params = [sequence.request.params for sequence in sequences]
-    if any(p.has_penalties or p.biases for p in params):
+    traits = [sequence.traits for sequence in sequences]
+    if any(x.has_processors for x in traits):
         return "all"
-    if all(p.temperature == 0 for p in params):
+    if all(x.is_greedy for x in traits):
         return "greedy"
-    return "all" if any(p.has_filters for p in params) else "plain"
+    return "all" if any(x.has_filters for x in traits) else "plain"

@@ -1,6 +1,6 @@
 """Decides which steps try more nodes than pay, and other widths, to notice changes. Imports no torch."""
 
-from slipstream.serve.engine.step_values import StepValues
+from slipstream.serve.engine.yields import StepValues
 
 PROBE_SHARE = 0.005  # share of the time that goes to more nodes than pay
 FITTED_PROBE_SHARE = 0.003  # likewise where times are fitted: a probe's time tells of other sizes, too

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from slipstream.serve.engine.kv_cache import PageCache, PageTable
 from slipstream.serve.engine.plan import Refusal
-from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats
+from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats, SamplingTraits
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -36,6 +36,7 @@ class Sequence:
     stop_ids: frozenset[int]
     table: PageTable
     stats: RequestStats
+    traits: SamplingTraits
     slot: int = -1  # -1: not running
     num_computed: int = 0  # tokens whose KV is there: committed, or of chunks that are launched
     decoding: bool = False  # its prefill is launched
@@ -54,6 +55,7 @@ class Sequence:
             stop_ids=end_ids.union(params.stop_token_ids),
             table=PageTable(request.namespace, lookahead),
             stats=RequestStats(prompt_tokens=len(request.prompt)),
+            traits=SamplingTraits.of(params),
         )
 
     @property
@@ -98,7 +100,7 @@ class Sequence:
     def count_round(self, drafted: int, num_accepted: int) -> None:
         """Counts one step that verified `drafted` tokens, `num_accepted` of which are part of the answer."""
         self.num_rounds += 1
-        if not self.request.params.wants_drafts:
+        if not self.traits.wants_drafts:
             return
         self.stats.rounds += 1
         self.stats.drafted_tokens += drafted

@@ -34,8 +34,14 @@ from slipstream.serve.engine.plan import (
     StepPlan,
     drafting_slots,
 )
-from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
-from slipstream.serve.runner.passes import CapturedPass, Results, StepInputs
+from slipstream.serve.runner.passes import (
+    CapturedPass,
+    Results,
+    StepInputs,
+    pack_chunks,
+    padding_prompts,
+    split_chunks,
+)
 from slipstream.serve.runner.step import StepPasses
 
 logger = logging.getLogger(__name__)

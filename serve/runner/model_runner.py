@@ -1,5 +1,6 @@
 """Executes plans on the device. Only `InFlight.read` waits for it."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,12 +11,11 @@ from torch import Tensor
 
 from slipstream.serve.engine.graph_keys import GraphKeys
 from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan, drafting_slots, slots_of
-from slipstream.serve.runner.chunks import pack_chunks, split_chunks
-from slipstream.serve.runner.cpu_clock import CpuClock
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
-from slipstream.serve.runner.passes import EagerPass, Results, StepInputs
+from slipstream.serve.runner.passes import EagerPass, Results, StepInputs, pack_chunks, split_chunks
 from slipstream.serve.runner.step import StepPasses
 
+CLOCK_DECAY = 0.95  # weight of a CPU's step among the last ones, after one more
 NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"
 
 
@@ -86,6 +86,33 @@ class InFlight:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed; torch has no class of errors for those of a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+class CpuClock:
+    """Times steps on a CPU, where other programs take their share of the cores.
+
+    A step's time is what the calling thread has computed since the last step, the scheduler's work included, times
+    wall-clock over computing time of recent passes. So a program that takes a core for a while slows all steps down
+    alike, and none seems expensive for its size."""
+
+    def __init__(self) -> None:
+        self._ended = time.thread_time()
+        self._began = (0.0, 0.0)
+        self._wall = self._cpu = 0.0  # seconds of recent passes, decayed
+
+    def start(self) -> None:
+        """Begins the passes of a step."""
+        self._began = time.perf_counter(), time.thread_time()
+
+    def stop(self) -> float:
+        """Ends the passes of a step. Returns the step's time in milliseconds."""
+        wall = time.perf_counter()
+        cpu = time.thread_time()
+        self._wall = CLOCK_DECAY * self._wall + wall - self._began[0]
+        self._cpu = CLOCK_DECAY * self._cpu + cpu - self._began[1]
+        computed = cpu - self._ended
+        self._ended = cpu
+        return 1000 * computed * self._wall / max(self._cpu, 1e-9)
 
 
 class ModelRunner:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.serve.engine.acceptance import BINS, BUCKETS, NETWORK_BINS, PLACES, AcceptanceStats, host_bins
-from slipstream.serve.engine.proposals import ProposalStats
+from slipstream.serve.engine.yields import ProposalStats
 
 
 @settings(max_examples=10, deadline=None)

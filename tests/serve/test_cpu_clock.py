@@ -2,8 +2,8 @@
 
 import pytest
 
-from slipstream.serve.runner import cpu_clock
-from slipstream.serve.runner.cpu_clock import CpuClock
+from slipstream.serve.runner import model_runner
+from slipstream.serve.runner.model_runner import CpuClock
 
 
 class Clocks:
@@ -26,7 +26,7 @@ class Clocks:
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     clocks = Clocks()
-    monkeypatch.setattr(cpu_clock, "time", clocks)
+    monkeypatch.setattr(model_runner, "time", clocks)
     return clocks
 
 

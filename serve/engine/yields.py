@@ -1,5 +1,6 @@
-"""Tells how many tokens proposals of drafts will yield. Imports no torch."""
+"""Tells how many tokens proposals of drafts, and steps over a batch, will yield. Imports no torch."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from slipstream.serve.engine.acceptance import BUCKETS, NETWORK_BINS, PLACES, AcceptanceStats, host_bins
 
+FREE = 1.02  # a pass that takes so much longer than one of the roots alone takes no longer
 SEEN = 100.0  # proposals that the shares of a place remember
 
 # A request's proposal: its nodes, root included, and its kind. 0: drafted by a network; others: see HostProposal.
@@ -107,9 +109,51 @@ class Yields:
         return self._nodes[offer]
 
 
+class Batch(NamedTuple):
+    decoding: int  # requests
+    drafted: int  # requests with drafts among them
+
+    def nodes(self, width: int) -> int:
+        """Returns the nodes of the batch if every drafted request has `width`."""
+        return self.decoding + self.drafted * (width - 1)
+
+
+class StepValues(NamedTuple):
+    """Values of steps by `k`, the index of a possible pass, and by `j`, the index of a width, which the verified
+    proposals have or the next ones get."""
+
+    rows: list[int]  # [k] ascending
+    target_ms: list[float]  # [k] time of the target's pass
+    arrays: tuple[NDArray[np.int64], NDArray[np.float64]]  # `rows` and `target_ms`
+    draft_ms: list[float]  # [j] time of the draft pass
+    tokens: NDArray[np.float64]  # [j, k] expected
+    best: list[int]  # [j] the best k
+    values: list[float]  # [j] its tokens, less those that other steps would yield in the time
+    rate: float  # tokens per ms of the best step without prompts
+
+    def ms(self, k: int, j: int) -> float:
+        return self.target_ms[k] + self.draft_ms[j]
+
+    def find(self, rows: int) -> int:
+        """Returns the index of the smallest pass that takes so many rows, or of the largest."""
+        return min(bisect_left(self.rows, rows), len(self.rows) - 1)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows up to which a pass takes no longer than over the roots alone."""
+        k = bisect_left(self.target_ms, FREE * self.target_ms[0])
+        return self.rows[max(k - 1, 0)]
+
+
 def has_host_nodes(offers: Sequence[Offer] | None) -> bool:
     """Whether the host proposed something."""
     return offers is not None and any(kind for _, kind in offers)
+
+
+def within(ms: NDArray[np.float64], max_ms: float) -> NDArray[np.bool_]:
+    """Returns which steps take at most `max_ms`; if none, the fastest."""
+    mask = ms <= max_ms
+    return mask if mask.any() else ms == ms.min()
 
 
 def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
