@@ -50,6 +50,11 @@ from slipstream.train.text_noise import NOISE_COST
 from slipstream.train.training import DraftTraining, Metrics, add
 
 EVALUATED_AT_ONCE = 256  # blocks
+# Fields that no option names: those of the draft that training starts from, if there is one.
+INHERITED = (
+    *("tap_norms", "context_norms", "gate", "attention_bias", "num_heads", "num_kv_heads", "head_dim", "rope"),
+    *("output_multiplier", "final_logit_softcapping", "input_embedding_scale"),
+)
 
 
 class DFlashTraining(DraftTraining):
@@ -87,6 +92,7 @@ class DFlashTraining(DraftTraining):
         files.accelerator.print(f"mask token {mask_token}, {source}")
         has_window = options.sliding_window is not None
         layers = options.aux_layers or default_block_aux_layers(files.config.num_layers, options.num_layers)
+        inherited = {} if files.start is None else {name: getattr(files.start.config, name) for name in INHERITED}
         return files.new_draft(
             DFlash,
             options,
@@ -100,6 +106,7 @@ class DFlashTraining(DraftTraining):
             conv_kernel_size=2 if options.conv else 0,
             sample_from_anchor=options.sample_from_anchor,
             heads=heads_of(vars(options)),
+            **inherited,
         )
 
     def start(self, *, continues: bool = False) -> str:

@@ -72,7 +72,7 @@ class Gemma4AssistantConfig(DraftConfig):
         )
 
 
-def clusters_of(values: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
+def clusters_of(values: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """Fields of the config about clusters. Raises ValueError for numbers that cannot be."""
     if not values.get("use_ordered_embeddings"):
         return {}

@@ -88,6 +88,12 @@ CONFIDENCE = requires(
 CONVOLUTIONS = requires(
     "conv", False, "has convolutions only beside a selector or LiLiCorr", unless=["selector_rank", "lilicorr"]
 )
+LAGUNA = "has them only in files of Laguna's maker, which name another architecture"
+LAGUNA_PARTS = (
+    requires("tap_norms", False, LAGUNA),
+    requires("context_norms", False, LAGUNA),
+    requires("gate", None, LAGUNA),
+)
 RULES: dict[tuple[Server, str], tuple[Rule, ...]] = {
     ("sglang", "eagle3"): (
         excludes_norm("norm_before_residual", "adds to the hidden state before its norm, whatever the file says"),
@@ -112,6 +118,7 @@ RULES: dict[tuple[Server, str], tuple[Rule, ...]] = {
         ANCHOR,
         CONFIDENCE,
         CONVOLUTIONS,
+        *LAGUNA_PARTS,
         ASCENDING,
         SGLANG_STATES,
     ),
@@ -119,6 +126,7 @@ RULES: dict[tuple[Server, str], tuple[Rule, ...]] = {
         ANCHOR,
         CONFIDENCE,
         CONVOLUTIONS,
+        *LAGUNA_PARTS,
         Rule(
             "conv",
             lambda values: bool(values.get("conv")) or not values.get("selector_rank"),
@@ -226,6 +234,9 @@ def values_of_json(values: Mapping[str, Any], drafter: str) -> dict[str, Any]:
         "conv": bool(fields.get("conv_kernel_size")),
         "confidence_head": bool(fields.get("enable_confidence_head")),
         "lilicorr": fields.get("lilicorr_candidate_topk"),
+        "tap_norms": fields.get("tap_norms", False),
+        "context_norms": fields.get("context_norms", False),
+        "gate": fields.get("output_gate"),
         "sliding_window": values.get("sliding_window"),
         "aux_layers": fields.get("target_layer_ids"),
     }

@@ -22,6 +22,7 @@ from slipstream.models.drafts.heads.markov import MarkovHead
 from slipstream.models.drafts.heads.selector import CandidateSelector
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.families import OutputGate
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.random_targets import shared_weights
 from slipstream.tests.train.block_cases import BLOCK_SIZE, MAX_LENGTH, make_training, packed
@@ -282,8 +283,10 @@ def test_losses_follow_from_the_heads(
 def test_a_run_continues_a_draft(
     tmp_path: Path, target_path: Path, target_model: PreTrainedModel, run_flags: Callable[..., list[str]], capsys: Any
 ) -> None:
-    """With a confidence head, whose calibration the checkpoint holds."""
-    source = make_training(target_model, sample_from_anchor=True).draft
+    """With a confidence head, whose calibration the checkpoint holds; gates and norms, which no option names, come
+    along."""
+    parts: dict[str, Any] = {"tap_norms": True, "context_norms": True, "gate": OutputGate(activation="sigmoid")}
+    source = make_training(target_model, sample_from_anchor=True, **parts).draft
     (tmp_path / "draft").mkdir()
     write_draft(source, source.state_dict(), tmp_path / "draft", {})
     sizes = {"draft__num_layers": 2, "draft__block_size": BLOCK_SIZE, "draft__anchors": 6, "optim__steps": 2}
@@ -301,7 +304,8 @@ def test_a_run_continues_a_draft(
     output = capsys.readouterr().out
     assert output.count("exact: its first tokens are those of that draft") == 1
     config = load_draft(DFlash, tmp_path / "run" / "best", load_config(target_path), None, torch.device("cpu")).config
-    assert (config.mask_token_id, config.aux_layers) == (source.config.mask_token_id, source.config.aux_layers)
+    for name in ("mask_token_id", "aux_layers", *parts):
+        assert getattr(config, name) == getattr(source.config, name)
     head = config.head(ConfidenceConfig)
     assert head is not None
     assert len(head.confidence_temperatures) == len(head.confidence_biases) == BLOCK_SIZE

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.layers.attention import AttentionLayer
+from slipstream.models.targets.families import OutputGate
 from slipstream.models.targets.frozen import TransformersTarget
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.random_targets import shared_weights, target_aux_states
@@ -29,6 +30,7 @@ VARIANTS = {
     "windowed": {"sliding_window": 3, "windowed_layers": (0, 1)},
     "mixed": {"sliding_window": 4, "windowed_layers": (1,)},
     "deep": {"num_layers": 3, "block_size": 8},
+    "gated": {"tap_norms": True, "context_norms": True, "gate": OutputGate(activation="softplus", by_head=True)},
 }
 
 

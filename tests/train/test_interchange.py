@@ -15,7 +15,19 @@ from accelerate import Accelerator
 from slipstream.config import parse
 from slipstream.data_tools.convert import convert
 from slipstream.data_tools.verb_options import ConvertConfig
-from slipstream.models.drafts.interchange import RULES, Rule, broken_rules, draft_values, layout_for, values_of_json
+from slipstream.models.drafts.dflash import DFlashConfig
+from slipstream.models.drafts.interchange import (
+    RULES,
+    SERVERS,
+    Rule,
+    Server,
+    broken_rules,
+    draft_values,
+    layout_for,
+    values_of_json,
+)
+from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.families import OutputGate
 from slipstream.tests import server_loaders
 from slipstream.train.dflash import DFlashTraining
 from slipstream.train.dflash_options import DFlashOptions
@@ -187,7 +199,7 @@ def test_the_defaults_that_interchange_chooses_load_there(server: str, drafter: 
 
 
 def test_every_rule_is_tried() -> None:
-    from_files = ("attention_bias", "qkv_bias", "markov_head_type")  # no options of training
+    from_files = ("attention_bias", "qkv_bias", "markov_head_type", *LAGUNA_PARTS)  # no options of training
     pairs = [(server, drafter) for server, drafter in RULES]
     tried = {
         rule.reason
@@ -197,6 +209,21 @@ def test_every_rule_is_tried() -> None:
     }
     rules = [rule for rules in RULES.values() for rule in rules if rule.option not in from_files]
     assert not {rule.reason for rule in rules} - tried
+
+
+LAGUNA_PARTS: dict[str, Any] = {"tap_norms": True, "context_norms": True, "gate": OutputGate(activation="sigmoid")}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("part", LAGUNA_PARTS)
+def test_parts_of_lagunas_drafts_load_in_its_makers_files_alone(
+    part: str, server: Server, make_target: Callable[[str], Path]
+) -> None:
+    target = load_config(make_target("qwen3"))
+    fields: dict[str, Any] = {"num_layers": 2, "mask_token_id": 7, "aux_layers": (0, 2), part: LAGUNA_PARTS[part]}
+    config = DFlashConfig.from_target(target, **fields)
+    for values in (draft_values(config), values_of_json(config.to_json(), "dflash")):
+        assert [rule.option for rule in broken_rules(server, "dflash", values)] == [part]
 
 
 ALL_NORMS = ("fc_norm", "norm_before_residual", "norm_output", "qk_norm")
