@@ -21,6 +21,7 @@ from slipstream.serve import dry_run
 from slipstream.serve.engine import build as engine_build
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import Request
+from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import fit, load_float64
 from slipstream.tests.random_targets import RELATIVES, MakeTarget, change_json, roughen
 from slipstream.tests.serve.engine_runs import (
@@ -147,11 +148,14 @@ def make_assistant(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFac
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_proposals_equal_transformers(family: str, make_target: MakeTarget, make_assistant: MakeAssistant) -> None:
+@pytest.mark.parametrize(("family", "page_size"), rotating(FAMILIES, [1, 16]))
+def test_proposals_equal_transformers(
+    family: str, page_size: int, make_target: MakeTarget, make_assistant: MakeAssistant
+) -> None:
+    """Pages of one token are given back as soon as they are behind the window."""
     target = make_target(family.split()[0])
     draft = make_assistant(family)
-    engine = build_engine(target, draft, drafter={"depth": DEPTH})
+    engine = build_engine(target, draft, drafter={"depth": DEPTH}, page_size=page_size)
     answers = run_checked(engine, Oracle(target, draft), requests_of())
     assert tokens_of(answers) == plain_answers(target, requests_of())
     counts = [answer.counts for answer in answers.values()]
