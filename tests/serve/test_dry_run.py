@@ -120,6 +120,20 @@ def test_quantised_weights_are_counted_as_they_are_kept(name: str, plain: Path, 
     [
         ({"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn"]}, "qkv o"),
         ({"quant_method": "fp8", "ignored_layers": ["down_proj"]}, "down"),
+        (
+            {"quant_method": "fp8"} | {"modules_to_not_convert": ["model.language_model.layers.0.mlp", "model.visual"]},
+            "gate_up down",
+        ),
+        (
+            {"quant_method": "fp8"}
+            | {"modules_to_not_convert": ["language_model.model.layers.0.mlp.down_proj", "visual.blocks.0"]},
+            "down",
+        ),
+        (
+            {"quant_method": "fp8"}
+            | {"modules_to_not_convert": ["model.language_model.layers.1", "mlp.gate", "lm_head"]},
+            "",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["*.mlp*", "lm_head"]}, "gate_up down"),
         (compressed("pack-quantized", w4(32, True)) | {"ignore": ["re:.*self_attn.*", "lm_head"]}, "qkv o"),
         (GPTQ | {"group_size": 32, "dynamic": {"-:.*o_proj": {}}}, "o"),
