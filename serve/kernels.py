@@ -32,7 +32,6 @@ GPUS = {
     "h200": Device(),
     "b200": Device(is_hopper=False, programs=148, library=frozenset()),
 }
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 EXACT_INPUTS = 64  # products in a fixed order need a multiple of so many
 NOTE = """With a fixed order torch's library takes products of many rows where start-up sees that it adds alike and is
 faster. docs/internals/quantisation.md explains the kernels."""
@@ -95,12 +94,11 @@ def print_kernels(config: KernelsConfig) -> None:
 
 def report(config: KernelsConfig) -> str:
     """Returns the lines to print. Raises ValueError for a target that is not served, and options that do not fit it."""
-    path = resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code, weights=False)
+    path = resolve(config.target, trust_remote_code=config.trust_remote_code, weights=False)
     spec = load_config(path, config.trust_remote_code)
     formats = read_quantization(path, config.quantization)
     values = read_json(path / "config.json")
-    name = config.dtype if config.dtype != "auto" else str(values.get("dtype") or values.get("torch_dtype"))
-    dtype = DTYPES.get(name, torch.bfloat16)
+    dtype = torch.float16 if values.get("dtype", values.get("torch_dtype")) == "float16" else torch.bfloat16
     with torch.device("meta"):
         target = Target(spec)
     quantize_by_config(target, formats)

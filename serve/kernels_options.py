@@ -15,16 +15,12 @@ class KernelsConfig:
 
     target: str = ""
     """Target checkpoint, as a folder or a hub id, whose weights are not fetched."""
-    revision: str | None = None
-    """Hub revision of the target."""
     gpu: Literal["h100", "h200", "b200"] = "h100"
     """GPU to choose for. This machine need not have it."""
     rows: tuple[int, ...] = (1, 8, 32, 64, 256, 1024)
     """Rows of a pass: verified nodes and prompt tokens."""
     exact: bool | None = None
     """Whether the order of sums is fixed. Default: as the server does it, where GPU and target allow it."""
-    dtype: Literal["auto", "bfloat16", "float16"] = "auto"
-    """Compute dtype. auto: the checkpoint's, if it has 16 bits."""
     quantization: Literal["fp8"] | None = None
     """fp8: as if 16-bit weights were quantised at load time."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"

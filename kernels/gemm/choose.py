@@ -117,10 +117,10 @@ class Choice(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Gives products of a kind, with so many rows, that fit, to a kernel."""
+    """Gives products of some kinds, with so many rows, that fit, to a kernel."""
 
     kernel: Kernel
-    kind: Kind
+    kinds: tuple[Kind, ...]
     max_rows: int = NO_LIMIT
     fits: Callable[[Product, Device], bool] = lambda *_: True
     min_rows: int = 0
@@ -144,33 +144,34 @@ def _multiplies_fp8(product: Product, device: Device) -> bool:
 
 
 def _few_rows(product: Product, device: Device) -> bool:
-    """16-bit rows that load 16 bytes at a time; with an order there is no other kernel. More than MAX_OUTPUTS the
-    library multiplies as fast."""
-    if product.is_exact:
-        return True
+    """16-bit rows that load 16 bytes at a time; with an order there is no other kernel. For more than MAX_OUTPUTS, or
+    more rows without a gate, the library is as fast."""
+    if product.is_exact or not _rotates(product, device):
+        return _rotates(product, device)
     fits = product.dtype in HALVES and product.num_inputs % TILE == 0 and product.is_contiguous
     fits &= device.has_kernels and device.shared_memory >= SHARED_MEMORY
-    return fits and (product.kind == "gated" or product.num_outputs <= MAX_OUTPUTS)
+    is_fast = product.num_outputs <= MAX_OUTPUTS and product.num_rows <= FAST_ROWS
+    return fits and (product.kind == "gated" or is_fast)
 
 
-def _rotates(product: Product, device: Device) -> bool:
-    """A program has pairs of one head."""
+def _rotates(product: Product, _: Device) -> bool:
+    """Nothing is to be rotated, or programs have pairs of one head."""
     fits = product.library is None and product.head_dim % TILE == 0
-    fits &= product.format == "int4" or product.num_outputs <= MAX_OUTPUTS
-    return fits and (product.format != "16 bits" or _few_rows(product, device))
+    return product.kind != "rotated" or (fits and (product.format == "int4" or product.num_outputs <= MAX_OUTPUTS))
 
 
 def _streams(product: Product, device: Device) -> bool:
-    """Matrices of whole tiles that are not too large, parts of whole slots of 256 bytes."""
+    """Matrices of whole tiles that are not too large, parts of whole slots of 256 bytes; not scaled by block."""
     is_fp8 = product.format == "fp8"
     num_bytes = 1 if is_fp8 else 2
     tiling = product.tiling(device)
     part = part_inputs(product.num_inputs, tiling)
     fits = product.num_outputs % TILE == 0 and (tiling.split == 1 or part * num_bytes % 256 == 0)
     fits &= product.is_aligned and product.num_outputs * product.num_inputs * num_bytes <= STREAMED_BYTES
-    fits &= product.kind == "plain" or (not product.has_codes and _rotates(product, device))
+    fits &= not product.has_codes and _rotates(product, device)
     fits &= is_fp8 or (product.dtype in HALVES and _few_rows(product, device))
-    return fits and _are_resident(STREAMED_ROWS[product.format], device)
+    max_rows = STREAMED_ROWS.get(product.format, 0)
+    return fits and product.num_rows <= max_rows and _are_resident(max_rows, device)
 
 
 def _are_resident(num_programs: int, device: Device) -> bool:
@@ -179,11 +180,11 @@ def _are_resident(num_programs: int, device: Device) -> bool:
 
 
 def _whole_mlp(product: Product, device: Device) -> bool:
-    """Matrices of whole tiles and steps."""
+    """Matrices of whole tiles and steps, not scaled by block."""
     split = choose_tiling(product.num_outputs, product.size).split
     steps = product.num_inputs % (2 * FP8_BLOCK) == product.size % (2 * FP8_BLOCK * split) == 0
     fits = steps and product.num_outputs % TILE == 0 and product.dtype == torch.bfloat16
-    return fits and _are_resident(STREAMED_ROWS["fp8"], device)
+    return fits and product.format == "fp8" and _are_resident(STREAMED_ROWS["fp8"], device)
 
 
 def _has_whole_chunks(product: Product, device: Device, outputs: int = TILE) -> bool:
@@ -205,27 +206,22 @@ def _streams_int4(product: Product, device: Device) -> bool:
 def _pipelines_int4(product: Product, device: Device) -> bool:
     """Heads are rotated if each program sums all parts of its outputs."""
     tiling = product.tiling(device)
-    if product.kind == "rotated":
-        sums_all = own_parts(PIPELINED_ROWS, product.num_inputs, tiling) == tiling.split
-        if not sums_all or product.has_codes or not _rotates(product, device):
-            return False
-    fits = product.is_contiguous and _has_whole_chunks(product, device)
+    sums_all = own_parts(PIPELINED_ROWS, product.num_inputs, tiling) == tiling.split
+    fits = product.kind != "rotated" or (sums_all and not product.has_codes and _rotates(product, device))
+    fits &= product.is_contiguous and _has_whole_chunks(product, device)
     return fits and _are_resident(PIPELINED_ROWS, device)
 
 
 def _find_wide(product: Product, device: Device) -> Wide | None:
     """None where too few programs would have work: the usual kernel, or dequantising, is faster."""
-    is_plain = product.kind == "plain" and not product.is_exact
-    if is_plain and product.num_rows > MOST_UNORDERED_ROWS:
-        return None
-    if not _has_whole_chunks(product, device, outputs=CHUNK):
+    is_gated = product.kind == "gated"
+    max_rows = WIDE_ROWS if is_gated or product.is_exact else MOST_UNORDERED_ROWS
+    if not (33 if is_gated else 17) <= product.num_rows <= max_rows or not _has_whole_chunks(
+        product, device, outputs=CHUNK
+    ):
         return None
     split = product.tiling(device).split
-    return choose_wide(product.num_rows, product.num_outputs, split, product.kind == "gated", device.programs)
-
-
-def _is_wide(product: Product, device: Device) -> bool:
-    return _find_wide(product, device) is not None
+    return choose_wide(product.num_rows, product.num_outputs, split, is_gated, device.programs)
 
 
 def _has_large_tiles(product: Product, device: Device) -> bool:
@@ -241,60 +237,37 @@ def _has_fp8_blocks(product: Product, device: Device) -> bool:
 
 
 FP8_RULES = (
-    Rule("library", "plain", fits=_multiplies_fp8),
-    Rule("fp8 few rows", "plain", FEW_ROWS),
-    Rule("fp8 many rows", "plain"),
-    Rule("fp8 few rows", "gated", FEW_GATED_ROWS),
-    Rule("fp8 many rows", "gated"),
-    Rule("fp8 few rows", "rotated", FEW_ROWS, _rotates),
-    Rule("apart", "rotated"),
-    Rule("apart", "mlp"),
-    Rule("experts, fp8 blocks", "experts", fits=_has_fp8_blocks),
-    Rule("experts", "experts"),
+    Rule("library", ("plain",), fits=_multiplies_fp8),
+    Rule("streamed", ("plain", "rotated"), fits=_streams, min_rows=1),
+    Rule("fp8 mlp", ("mlp",), STREAMED_ROWS["fp8"], _whole_mlp, min_rows=1),
+    Rule("fp8 few rows", ("plain", "rotated"), FEW_ROWS, _rotates),
+    Rule("fp8 few rows", ("gated",), FEW_GATED_ROWS),
+    Rule("fp8 many rows", ("plain", "gated")),
+    Rule("experts, fp8 blocks", ("experts",), fits=_has_fp8_blocks),
 )
+OTHERWISE = (Rule("experts", ("experts",)), Rule("apart", ("rotated", "mlp")))
 TABLE: dict[Format, tuple[Rule, ...]] = {
     "16 bits": (
-        Rule("library", "plain", fits=lambda product, _: product.library == "library"),
-        Rule("library by parts", "plain", fits=lambda product, _: product.library == "library by parts"),
-        Rule("streamed", "plain", STREAMED_ROWS["16 bits"], _streams, min_rows=1),
-        Rule("few rows", "plain", FAST_ROWS, _few_rows),
-        Rule("few rows", "plain", FEW_ROWS, lambda product, _: product.is_exact),
-        Rule("many rows", "plain", fits=lambda product, _: product.is_exact),
-        Rule("library", "plain"),
-        Rule("few rows", "gated", FEW_ROWS, _few_rows),
-        Rule("many rows", "gated", fits=lambda product, _: product.is_exact and product.library is None),
-        Rule("library", "gated"),
-        Rule("streamed", "rotated", STREAMED_ROWS["16 bits"], _streams, min_rows=1),
-        Rule("few rows", "rotated", FAST_ROWS, _rotates),
-        Rule("few rows", "rotated", FEW_ROWS, lambda product, device: product.is_exact and _rotates(product, device)),
-        Rule("apart", "rotated"),
-        Rule("experts, large tiles", "experts", fits=_has_large_tiles, min_rows=SUMMED_ROWS + 1),
-        Rule("experts", "experts"),
+        Rule("library", ("plain",), fits=lambda product, _: product.library == "library"),
+        Rule("library by parts", ("plain",), fits=lambda product, _: product.library is not None),
+        Rule("streamed", ("plain", "rotated"), fits=_streams, min_rows=1),
+        Rule("few rows", ("plain", "gated", "rotated"), FEW_ROWS, _few_rows),
+        Rule("many rows", ("plain", "gated"), fits=lambda product, _: product.is_exact and product.library is None),
+        Rule("library", ("plain", "gated")),
+        Rule("experts, large tiles", ("experts",), fits=_has_large_tiles, min_rows=SUMMED_ROWS + 1),
+        *OTHERWISE,
     ),
-    "fp8": (
-        Rule("library", "plain", fits=_multiplies_fp8),
-        Rule("streamed", "plain", STREAMED_ROWS["fp8"], _streams, min_rows=1),
-        Rule("streamed", "rotated", STREAMED_ROWS["fp8"], _streams, min_rows=1),
-        Rule("fp8 mlp", "mlp", STREAMED_ROWS["fp8"], _whole_mlp, min_rows=1),
-        *FP8_RULES,
-    ),
-    "fp8 blocks": FP8_RULES,
+    "fp8": (*FP8_RULES, *OTHERWISE),
+    "fp8 blocks": (*FP8_RULES, *OTHERWISE),
     "int4": (
-        Rule("int4 wide", "plain", WIDE_ROWS, _is_wide, min_rows=17),
-        Rule("int4 streamed", "plain", STREAMED_INT4_ROWS, _streams_int4, min_rows=1),
-        Rule("int4 pipelined", "plain", PIPELINED_ROWS, _pipelines_int4, min_rows=1),
-        Rule("int4", "plain", FEW_ROWS),
-        Rule("dequantised", "plain"),
-        Rule("int4 wide", "gated", WIDE_ROWS, _is_wide, min_rows=33),
-        Rule("int4 pipelined", "gated", PIPELINED_ROWS, _pipelines_int4, min_rows=1),
-        Rule("int4", "gated", FEW_ROWS),
-        Rule("dequantised", "gated"),
-        Rule("int4 pipelined", "rotated", PIPELINED_ROWS, _pipelines_int4, min_rows=1),
-        Rule("int4", "rotated", FEW_ROWS, _rotates),
-        Rule("apart", "rotated"),
-        Rule("experts", "experts"),
+        Rule("int4 wide", ("plain", "gated"), fits=lambda *facts: _find_wide(*facts) is not None),
+        Rule("int4 streamed", ("plain",), STREAMED_INT4_ROWS, _streams_int4, min_rows=1),
+        Rule("int4 pipelined", ("plain", "gated", "rotated"), PIPELINED_ROWS, _pipelines_int4, min_rows=1),
+        Rule("int4", ("plain", "gated", "rotated"), FEW_ROWS, _rotates),
+        Rule("dequantised", ("plain", "gated")),
+        *OTHERWISE,
     ),
-    "mxfp4": (Rule("experts", "experts"),),
+    "mxfp4": OTHERWISE,
 }
 
 
@@ -303,7 +276,7 @@ def choose(product: Product, device: Device) -> Choice:
     """Returns the kernel of a product, by the first rule that takes it."""
     for rule in TABLE[product.format]:
         if (
-            rule.kind == product.kind
+            product.kind in rule.kinds
             and rule.min_rows <= product.num_rows <= rule.max_rows
             and rule.fits(product, device)
         ):

@@ -142,7 +142,7 @@ def dequantize_head(
     shape = format.shape_in_file({key: tensors[full] for key, full in keys.items()})
     if shape is None:
         raise ValueError(
-            f"{name} is quantised, but the file lacks {' or '.join(f'{name}.{x}' for x in format.tensors)}"
+            f"{name} is quantised as {format.description}, but its tensors in the file are another format's"
         )
     outputs, inputs = shape
     with torch.device("meta"):
@@ -171,7 +171,6 @@ def _quantized_experts(
             quantized = _linear_experts(path, experts, quantization, tensors)
     for format in () if quantized is None or device.type != "cuda" else quantized.formats:
         if torch.cuda.get_device_capability(device) < format.expert_capability:
-            major, minor = format.expert_capability
             needed = ".".join(map(str, format.expert_capability))
             raise ValueError(
                 f"{path} is in {format.title}, and {torch.cuda.get_device_name(device)} does not multiply it: experts "
