@@ -482,6 +482,7 @@ def test_random_operations(
         assert pool.num_available == pool.total_pages
     assert simulation.num_aborted > 0
     assert simulation.num_mixed > 0
-    assert any(output.stats and output.stats.cached_tokens for output in simulation.ended.values())
-    if prefill_budget in (16, 64):  # else prompts come too slowly to fill the cache, or it is large
+    if not (windows and grid):  # a hit needs both at one place, which is rare in small pools
+        assert any(output.stats and output.stats.cached_tokens for output in simulation.ended.values())
+    if prefill_budget in (16, 64) and not grid:  # else prompts come too slowly to fill the cache, or it is large
         assert scheduler.num_preemptions > 0, "the cache was meant to be too small"
