@@ -49,7 +49,6 @@ HOST_SIDE = (
     "host_stages",
     "host_wait",
     "host_work",
-    "isolation",
     "kv_cache",
     "kv_windows",
     "plan",

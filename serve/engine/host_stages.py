@@ -57,7 +57,7 @@ class Proposed:
 
 class HostStage(ABC):
     """A part of the host's work; `reads` names the input of `run`. If a method raises for a request, that request ends
-    (serve/engine/isolation.py): the stage may see requests leave and come again."""
+    (`IsolatedStages` in serve/engine/host_work.py): the stage may see requests leave and come again."""
 
     reads: ClassVar[Literal["emitted", "proposal"]]
     widths: tuple[int, ...] = (1,)  # numbers of nodes that its proposals may have

@@ -1,15 +1,20 @@
-"""The work of host stages on steps: what the next step waits for, and the edits that it gets. Imports no torch."""
+"""The work of host stages on steps: what the next step waits for, the edits that it gets, and the end of a request for
+which a stage raises. Imports no torch."""
 
+import logging
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
-from slipstream.serve.engine.isolation import IsolatedStages
 from slipstream.serve.engine.plan import Edits, HostProposal, StepOutput, StepPlan, slots_of
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
+
+logger = logging.getLogger(__name__)
 
 HostNeed = Literal["nothing", "before launch", "before sampling"]
 
@@ -86,3 +91,115 @@ class HostWork:
     def _fail(self, slot: int, error: str) -> None:
         """Ends a request with its next step."""
         self._edits += Edits(errors={slot: error})
+
+
+class IsolatedStages:
+    """Calls host stages so that an exception of a stage ends one request, and never the engine.
+
+    A stage works for many requests at a time, and when it raises it may have taken in the tokens of some. So each of
+    them is admitted anew with its text, as after a preemption, and runs alone: a request for which the stage raises
+    again fails, all others go on. As long as no stage raises, this costs nothing. `fail` is called once for a request,
+    with its slot and the stage's error; then the request is hidden from stages.
+    """
+
+    def __init__(self, stages: list[HostStage], fail: Callable[[int, str], None]) -> None:
+        self.stages = stages
+        self._fail = fail
+        self._running: dict[int, Sequence] = {}  # by slot
+        self._failed = set[int]()  # slots
+        self._admitted = set[tuple[HostStage, int]]()  # stages and slots that they may hold
+
+    def admit(self, sequence: Sequence) -> None:
+        self._running[sequence.slot] = sequence
+        for stage in self.stages:
+            try:
+                self._enter(stage, sequence)
+            except Exception as error:
+                self._end(stage, sequence.slot, error)
+
+    def release(self, sequence: Sequence) -> None:
+        """Releases a request that ends or is preempted, whatever stages raise."""
+        slot = sequence.slot
+        request = sequence.request
+        for stage in self.stages:
+            try:
+                stage.release(slot, sequence.tokens)
+                self._admitted.discard((stage, slot))
+            except Exception as error:
+                if slot not in self._failed:
+                    logger.error("%s failed as request %s left", type(stage).__name__, request.id, exc_info=error)
+        del self._running[slot]
+        self._failed.discard(slot)
+
+    def wants(self, stage: HostStage, slots: list[int]) -> bool:
+        if self._failed:
+            slots = [slot for slot in slots if slot not in self._failed]
+        try:
+            return stage.wants(slots)
+        except Exception as error:
+            cause = error
+            num_failed = len(self._failed)
+        wanting = [slot for slot in slots if slot in self._running and self._wants_one(stage, slot)]
+        self._tell_if_none(stage, cause, num_failed)
+        return bool(wanting)
+
+    def run(self, stage: HostStage, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
+        if self._failed:
+            inputs = inputs.at([index for index, slot in enumerate(inputs.slots) if slot not in self._failed])
+        if not inputs.slots:
+            return Edits()
+        try:
+            return stage.run(inputs, width, late=late)
+        except Exception as error:
+            cause = error
+            num_failed = len(self._failed)
+        edits = Edits()
+        for index in range(len(inputs.slots)):
+            edits += self._run_one(stage, inputs.at([index]), width, late=late)
+        self._tell_if_none(stage, cause, num_failed)
+        return edits
+
+    def _wants_one(self, stage: HostStage, slot: int) -> bool:
+        try:
+            return stage.wants([slot])
+        except Exception as error:
+            self._end(stage, slot, error)
+            return False
+
+    def _run_one(self, stage: HostStage, inputs: Emitted | Proposed, width: int, *, late: bool) -> Edits:
+        [slot] = inputs.slots
+        try:
+            # The scheduler may lack the tokens of a step that was read just before this one. A stage that reads
+            # proposals never sees that, since both steps waited for it, and a stage that drafts may lack them, too.
+            self._enter(stage, self._running[slot])
+            edits = stage.run(inputs, width, late=late)
+        except Exception as error:
+            self._end(stage, slot, error)
+            return Edits()
+        # A stage may use the arrays of its proposals again in a call soon after.
+        return replace(
+            edits, proposals=tuple(replace(proposal, nodes=proposal.nodes.copy()) for proposal in edits.proposals)
+        )
+
+    def _enter(self, stage: HostStage, sequence: Sequence) -> None:
+        key = stage, sequence.slot
+        if key in self._admitted:  # by this request, or by an earlier one where admission or release have raised
+            with suppress(Exception):
+                stage.release(sequence.slot, [])
+        self._admitted.add(key)
+        stage.admit(sequence.slot, sequence.request, sequence.tokens)
+
+    def _tell_if_none(self, stage: HostStage, cause: Exception, num_failed: int) -> None:
+        """Logs the exception of a stage in a step, if no request alone has failed since."""
+        if len(self._failed) == num_failed:
+            logger.warning("%s raised for a step, but for none of its requests", type(stage).__name__, exc_info=cause)
+
+    def _end(self, stage: HostStage, slot: int, error: Exception) -> None:
+        """Fails a request, unless it has failed already."""
+        if slot in self._failed:
+            return
+        self._failed.add(slot)
+        name = type(stage).__name__
+        request = self._running[slot].request
+        logger.error("%s failed on request %s", name, request.id, exc_info=error)
+        self._fail(slot, f"{name} failed on this request with {type(error).__name__}; its traceback is in the log")

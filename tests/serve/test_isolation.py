@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.serve.engine import isolation
+from slipstream.serve.engine import host_work
 from slipstream.serve.engine.constraints import ConstrainedRequest
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_stages import HostStage
@@ -103,7 +103,7 @@ def test_a_stage_that_raises_ends_one_request_alone(
     assert answers[VICTIM].tokens == expected[VICTIM][: len(answers[VICTIM].tokens)]
     for name, answer in answers.items():
         assert name == VICTIM or answer.tokens == expected[name], name
-    errors = [record for record in caplog.records if record.name == isolation.__name__]
+    errors = [record for record in caplog.records if record.name == host_work.__name__]
     if fails:
         assert answers[VICTIM].error.endswith("failed on this request with IndexError; its traceback is in the log")
         assert len(errors) <= 1 + engine.scheduler.num_preemptions, "once, and again where it is admitted again"
