@@ -98,7 +98,8 @@ BY_CHANCE = ("dflash2", "lilicorr")  # random selectors and scorers choose at ra
 SEVERAL = ("dflash", "eagle", "eagle tree", "eagle3", "dflash2 tree", "dspark")
 MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral")
 SINKS_AND_CAPS = ("gpt-oss", "gemma2", "gemma3")
-KINDS = ("qwen3", "qwen3-moe", "mistral-window")  # dense, a mixture of experts, windows
+SHARED_KV = [name for name in ("gemma4-shared",) if name in RELATIVES]  # later than the oldest transformers we allow
+KINDS = ("qwen3", "qwen3-moe", "mistral-window", *SHARED_KV)  # dense, a mixture of experts, windows
 BLOCKS = [
     *("dflash tree", "dflash2", "dflash2 tree", "dspark", "dspark tree", "lilicorr"),
     "lilicorr tree",
@@ -106,13 +107,8 @@ BLOCKS = [
 # Drafters that fit targets of few families: test_gemma4_assistant.py, test_mtp.py.
 FEW_FAMILIES = {"gemma4_assistant", "mtp"}
 DRAFTERS = ["eagle tree", "ngram first", *(name for name in TABLE if name not in FEW_FAMILIES)]
-LATER_FAMILIES = (
-    "gemma4",
-    "gemma4-experts",
-    "gemma4-shared",
-    "laguna",
-    "muse-glimmer",
-)  # than the oldest transformers that we allow
+# Later than the oldest transformers that we allow:
+LATER_FAMILIES = ("gemma4", "gemma4-experts", "gemma4-shared", "laguna", "muse-glimmer")
 LATER = [name for name in LATER_FAMILIES if name in RELATIVES]
 WIDE = [name for name in ("gemma4-wide",) if name in RELATIVES]  # heads of 256 and 512 dims
 OTHER_LAYERS = ("mistral-window", "qwen2-windows", "gemma3", *CAPPED, *MIXTURES, *LATER, *WIDE)
