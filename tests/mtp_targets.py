@@ -18,8 +18,12 @@ from slipstream.tests.random_drafts import load_float64
 from slipstream.tests.random_targets import (
     BY_LAYER,
     DEEPSEEK_MOE,
+    DELTA_NETS,
     EXPERTS,
+    MROPE,
+    PARTIAL_ROPE,
     SHAPE,
+    SHARED,
     TWO_ROPES,
     change_json,
     roughen,
@@ -44,6 +48,7 @@ BESIDE = {
     "mtp_block.": "mtp.layers.0.",
 }
 MELLUM = {**BY_LAYER, **EXPERTS, "rope_parameters": TWO_ROPES, "head_dim": 16}
+FULL = {"mtp_layer_types": ["full_attention"]}
 SLIDING = {"mtp_layer_types": ["sliding_attention"]}
 DENSE = {"mtp_mlp_layer_types": ["dense"]}
 SPARSE = {"mtp_mlp_layer_types": ["sparse"]}
@@ -70,6 +75,8 @@ KINDS = {
         zero_first=True,
     ),
     "mellum": Kind("MellumConfig", MELLUM, BESIDE, {**SLIDING, **SPARSE}),
+    "qwen3-next": Kind("Qwen3NextConfig", {**DELTA_NETS, **SHARED, "rope_parameters": PARTIAL_ROPE}, BESIDE, FULL),
+    "qwen3-5": Kind("Qwen3_5TextConfig", {**DELTA_NETS, "rope_parameters": {**MROPE, **PARTIAL_ROPE}}, BESIDE, FULL),
     "exaone-moe": Kind("ExaoneMoeConfig", {**EXPERTS, **BY_LAYER}, BESIDE, {**SLIDING, **DENSE}),
 }
 

@@ -29,11 +29,10 @@ from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import Embedding, Head, Linear
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize
-from slipstream.models.targets.adapt import adapt_values, mtp_tensors
+from slipstream.models.targets.adapt import adapt_values, mtp_names, mtp_tensors
 from slipstream.models.targets.config import DecoderShape, LayerSpec, TargetSpec
-from slipstream.models.targets.decoder import Target, by_target_name
+from slipstream.models.targets.decoder import Target, target_name
 from slipstream.models.targets.families import MTP as FORMS
-from slipstream.models.targets.families import MTP_COUNT
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +58,8 @@ class MTPConfig(DecoderShape):
             )
         if target.mtp is None:
             raise ValueError(
-                f"draft is 'mtp', but the config.json of {path} has no MTP layers ({MTP_COUNT}); name a draft "
-                "checkpoint, ngram or none instead"
+                f"draft is 'mtp', but the config.json of {path} has no MTP layers "
+                f"({FORMS[target.architecture].count}); name a draft checkpoint, ngram or none instead"
             )
         return cls(
             **target.shape(),
@@ -126,15 +125,14 @@ class MTP(DraftModule):
 
 
 def check_files(config: MTPConfig, target: TargetSpec, path: Path) -> None:
-    """Raises ValueError where the files in `path` lack the module that config.json announces; converters often leave it
-    out. Files that have not been fetched are not asked."""
+    """Raises ValueError where the files in `path` lack the module, as those of many converters do. Files that have not
+    been fetched are not asked."""
     names = tensor_names(path)
-    nothing = torch.empty(0)
-    if names and not mtp_tensors(by_target_name(dict.fromkeys(names, nothing)), target):
+    if names and not mtp_names(map(target_name, names), target):
         example = next(iter(FORMS[target.architecture].names)).format(last=config.target_num_layers)
         raise ValueError(
-            f"draft is 'mtp', and the config.json of {path} announces an MTP layer, but its files have none (such as "
-            f"{example}weight); fetch a checkpoint that keeps it, or name a draft checkpoint, ngram or none instead"
+            f"draft is 'mtp', but the files in {path} have no MTP layer (such as {example}weight); fetch a checkpoint "
+            "that keeps it, or name a draft checkpoint, ngram or none instead"
         )
 
 
@@ -143,7 +141,7 @@ def load_mtp(target: Target) -> MTP:
     assert target.path is not None
     path = target.path
     spec = target.config
-    tensors = mtp_tensors(by_target_name(read_tensors(path)), spec)
+    tensors = mtp_tensors({target_name(key): tensor for key, tensor in read_tensors(path).items()}, spec)
     tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(CACHE_SCALES)}
     dequantize_head(HEAD.removesuffix(".weight"), target.quantization, tensors, target.dtype)
     with torch.device("meta"):

@@ -4,7 +4,7 @@ Letters: E experts, I their intermediate size, H hidden, D head dim, R rotated d
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -117,20 +117,26 @@ def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Ten
     return tensors | ones_of(config)
 
 
-def mtp_tensors(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
-    """Returns the tensors of the module that predicts a token more by their names in `MTP` (models/drafts/mtp.py);
-    `tensors` are all of the files, without a leading "model." in their names."""
+def mtp_names(keys: Iterable[str], config: TargetSpec) -> dict[str, str]:
+    """Maps names of the tensors of the module that predicts a token more, in files but without a leading "model.", to
+    those in `MTP` (models/drafts/mtp.py)."""
     form = MTP.get(config.architecture)
     if form is None:
         return {}
     fill = partial(str.format, last=config.num_layers)
-    names = {fill(file_name): fill(name) for file_name, name in form.names.items()}
-    of_module = {}
-    for key, tensor in tensors.items():
-        begin = next((begin for begin in names if key.startswith(begin)), "")
-        if begin and names[begin]:
-            of_module[names[begin] + key.removeprefix(begin)] = tensor
-    return named(of_module, config)
+    begins = {fill(file_name): fill(name) for file_name, name in form.names.items()}
+    names = {}
+    for key in keys:
+        begin = next((begin for begin in begins if key.startswith(begin)), "")
+        if begin and begins[begin]:
+            names[key] = begins[begin] + key.removeprefix(begin)
+    return names
+
+
+def mtp_tensors(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
+    """Returns the module's tensors of all that files have, by names as `mtp_names` has them."""
+    names = mtp_names(tensors, config)
+    return named({name: tensors[key] for key, name in names.items()}, config)
 
 
 def named(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
@@ -166,12 +172,13 @@ def delta_net_tensors(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict
     together head by head, and of Qwen3-Next's delta nets, whose heads have queries, keys, values and gates together.
 
     Raises ValueError for a format of weights whose rows cannot be taken apart."""
+    mixers = [layer.mixer for layer in (*config.layers, *([] if config.mtp is None else [config.mtp]))]
     parts: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         path, _, name = key.rpartition(".")
         layer, _, projection = path.rpartition(".")
         index = layer.split(".")[1] if layer.startswith("layers.") else ""
-        mixer = config.layers[int(index)].mixer if index.isdigit() and int(index) < config.num_layers else None
+        mixer = mixers[int(index)] if index.isdigit() and int(index) < len(mixers) else None
         if projection == "q_proj" and isinstance(mixer, AttentionSpec):
             q, gate = heads_apart(key, tensor, mixer.num_heads, [mixer.head_dim] * 2)
             parts |= {key: q, f"{layer}.gate_proj.{name}": gate}

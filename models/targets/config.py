@@ -616,14 +616,16 @@ class TargetSpec(DecoderShape):
 def mtp_layer(values: Mapping[str, Any]) -> LayerSpec | None:
     """Returns the layer of the first module that predicts a token more: the only one of a model of one layer."""
     form = families.MTP.get(families.architecture_of(values))
-    if form is None or not values.get(families.MTP_COUNT):
+    if form is None or values.get(form.count) == 0:
         return None
+    kind = "full_attention" if values.get("sliding_window") is None else form.kind
     one_layer = {
         "num_hidden_layers": 1,
         "first_k_dense_replace": 0,
-        "layer_types": (values.get("mtp_layer_types") or [form.kind])[:1],
+        "mlp_only_layers": [],
+        "layer_types": (values.get("mtp_layer_types") or [kind])[:1],
         "mlp_layer_types": (values.get("mtp_mlp_layer_types") or ["sparse" if form.experts else "dense"])[:1],
-        families.MTP_COUNT: 0,
+        form.count: 0,
     }
     return TargetSpec.from_json({**values, **one_layer}).layers[0]
 

@@ -24,7 +24,7 @@ from slipstream.models.layers.linear import Embedding, Head
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize
 from slipstream.models.targets import families
-from slipstream.models.targets.adapt import adapt_names, adapt_values, mtp_tensors
+from slipstream.models.targets.adapt import adapt_names, adapt_values, mtp_names
 from slipstream.models.targets.cache_scales import read_cache_scales
 from slipstream.models.targets.config import RecurrentSpec, TargetSpec, check_supported, is_complete, rope_fields
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
@@ -188,11 +188,6 @@ def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-def by_target_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns all tensors of files by `target_name`."""
-    return {target_name(key): tensor for key, tensor in tensors.items()}
-
-
 def target_name(key: str) -> str:
     """A file's name of a tensor -> ours, which are those of Qwen's files."""
     key = key.removeprefix("model.").replace("mlp.router.", "mlp.gate.")  # gpt-oss
@@ -248,7 +243,7 @@ def load_target(
     with torch.device("meta"):
         target = Target(config)
     file_tensors = read_tensors(path)
-    has_mtp = bool(mtp_tensors(by_target_name(file_tensors), config))
+    has_mtp = bool(mtp_names(map(target_name, file_tensors), config))
     tensors = adapt_names(decoder_tensors(file_tensors), config)
     del file_tensors  # released as they are loaded
     scales = {key: tensors.pop(key) for key in list(tensors) if key.endswith(CACHE_SCALES)}

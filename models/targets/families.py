@@ -184,7 +184,9 @@ class MTPForm:
     experts: bool = True
     """Its layer has the family's experts, unless `mtp_mlp_layer_types` says otherwise; else an MLP."""
     kind: str = "full_attention"
-    """Of its layer, where the family has windows by layer and `mtp_layer_types` does not say."""
+    """Of its layer, where the family has several kinds and `mtp_layer_types` does not say."""
+    count: str = "num_nextn_predict_layers"
+    """The config's field of the number of modules; without it the files say whether there is one."""
     zero_first: bool = False
     """Row 0 reads zeros in place of an embedding."""
 
@@ -768,8 +770,10 @@ MTP: dict[str, MTPForm] = {
         zero_first=True,
     ),
     "MellumForCausalLM": MTPForm(names=BESIDE_LAYERS, kind="sliding_attention"),
+    "Qwen3NextForCausalLM": MTPForm(names=BESIDE_LAYERS),
+    "Qwen3_5ForCausalLM": MTPForm(names=BESIDE_LAYERS, count="mtp_num_hidden_layers"),
+    "Qwen3_5MoeForCausalLM": MTPForm(names=BESIDE_LAYERS, count="mtp_num_hidden_layers"),
 }
-MTP_COUNT = "num_nextn_predict_layers"
 
 
 def architecture_of(values: Mapping[str, Any]) -> str:

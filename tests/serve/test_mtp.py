@@ -64,6 +64,8 @@ def make_mtp(tmp_path_factory: pytest.TempPathFactory) -> MakeMTP:
         ("hy-v3", TREE, 0.8, {"page_size": 16, "prefill_budget": 7}),
         ("mellum", {"depth": 4}, 0.0, {"page_size": 1, "prefill_budget": 7}),
         ("exaone-moe", TREE, 0.8, {"page_size": 16}),
+        ("qwen3-next", TREE, 0.8, {"page_size": 16, "prefill_budget": 16}),
+        ("qwen3-5", CHAIN, 0.0, {"page_size": 16}),
     ],
 )
 def test_proposals_equal_those_of_transformers(
@@ -88,6 +90,15 @@ def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transforme
         [make_request(str(seed), random_prompt(15, seed), max_tokens=40, seed=seed) for seed in range(3)],
     )
     assert engine.scheduler.num_preemptions > 0
+
+
+def test_proposals_after_a_hit_of_recurrent_layers_equal_those_of_transformers(make_mtp: MakeMTP) -> None:
+    target = make_mtp("qwen3-next")
+    engine = build_engine(target.folder, "mtp", prefill_budget=64)
+    requests = [make_request("long", random_prompt(150, 1))]
+    for _ in range(2):
+        answers = run_checked(engine, Oracle(target, TreeOptions()), requests)
+    assert answers["long"].counts.cached_tokens > 0
 
 
 @pytest.mark.parametrize(("kind", "pattern"), [("glm4-moe", r"model\.layers\.4\..*"), ("mellum", r"^mtp\.")])
@@ -201,7 +212,9 @@ def test_targets_without_such_a_module_are_refused(make_target: MakeTarget, tmp_
         build_engine(llama, "mtp")
     folder = tmp_path / "target"
     shutil.copytree(make_target("glm4-moe"), folder)
-    with pytest.raises(ValueError, match=r"files have none \(such as layers.4.enorm.weight\); fetch a checkpoint that"):
+    with pytest.raises(
+        ValueError, match=r"have no MTP layer \(such as layers.4.enorm.weight\); fetch a checkpoint that"
+    ):
         build_engine(folder, "mtp")
     change_json(folder / "config.json", num_nextn_predict_layers=0)
     with pytest.raises(ValueError, match=f"config.json of {folder} has no MTP layers .num_nextn_predict_layers"):
