@@ -1,0 +1,206 @@
+"""The order in which layers with recurrent state step through a pass, the same for all layers.
+
+A request first steps through the accepted nodes of its last pass again, whose records are kept, which gives the state
+that is written; then through the nodes of this pass. A node whose parent is not the node before it starts from the
+written state again, along its path. So plain decoding, chains and trees run the same steps.
+
+Inputs of a step lie in a buffer of T + B W rows: those of the pass, then W for each request, of its accepted nodes.
+Letters: T rows, B decoding requests, M chunks of prompts, R request slots, W nodes that a slot records, E entries of
+states.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.speculation.ragged import Layout
+
+TAPS = 4  # of a convolution: a row and the three before it
+BLOCK_ROWS = 64  # of one program
+# A step is a row of the buffer with flags.
+ROW = (1 << 28) - 1
+RESTART = 1 << 28  # from the written state, not from the step before
+EMIT = 1 << 29  # the output is that of the row
+# A source is a row of the pass, or -1 - (a row of the records, flattened (R, W)), or a row of the states' inputs,
+# flattened (E, 3), from STATE on, or NOTHING.
+STATE = 1 << 28
+NOTHING = -(1 << 31)
+
+
+class Walks(NamedTuple):
+    """Steps of the decoding requests, and the inputs of all rows of the buffer."""
+
+    steps: Tensor  # (B, L) int32
+    counts: Tensor  # (B,) int32 steps; 0 of requests without rows
+    replayed: Tensor  # (B,) int32 how many of them replay
+    sources: Tensor  # (T + B W, 4) int32: a row's own input and those before it, the nearest first
+
+
+def max_steps(num_nodes: int, branches: bool) -> int:
+    """Returns the most steps of a request: all nodes of the last pass, then paths to each of this one."""
+    return num_nodes + (num_nodes * (num_nodes + 1) // 2 if branches else num_nodes)
+
+
+@Op
+def plan_walks(layout: Layout, replays: Tensor, entries: Tensor, sources: Tensor) -> Walks:
+    """replays (R, W) int32: accepted nodes of each slot's last pass, then -1; entries (B,) int64 of the decoding
+    requests' states; sources (M,) int64 of the states that chunks begin with, for those whose text has begun."""
+    num_nodes = replays.shape[1]
+    num_rows = len(layout.parents)
+    num_decoding = len(entries)
+    starts = layout.starts.tolist()
+    parents = layout.parents.tolist()
+    begun = (layout.segment_lengths > 0).tolist()
+    steps = torch.zeros(num_decoding, max_steps(num_nodes, layout.ancestors is not None), dtype=torch.int32)
+    counts = torch.zeros(2, num_decoding, dtype=torch.int32)
+    inputs = torch.full((num_rows + num_decoding * num_nodes, TAPS), NOTHING, dtype=torch.int32)
+    for segment, slot in enumerate(layout.segment_slots.tolist()):
+        start = starts[segment]
+        size = starts[segment + 1] - start
+        is_decoding = segment < num_decoding
+        entry = int(entries[segment] if is_decoding else sources[segment - num_decoding])
+        state = [STATE + 3 * entry + place for place in (2, 1, 0)] if is_decoding or begun[segment] else [NOTHING] * 3
+        accepted = [node for node in replays[slot].tolist() if node >= 0] if is_decoding and size else []
+        records = [-1 - (slot * num_nodes + node) for node in accepted]
+        for place in range(len(accepted)):
+            before = (records[: place + 1][::-1] + state)[:TAPS]
+            inputs[num_rows + segment * num_nodes + place] = torch.tensor(before, dtype=torch.int32)
+        above = parents[start : start + size] if is_decoding else list(range(-1, size - 1))
+        walk = [num_rows + segment * num_nodes + place for place in range(len(accepted))]
+        for node in range(size):
+            path = [node]
+            while above[path[0]] >= 0:
+                path.insert(0, above[path[0]])
+            before = ([start + place for place in path[::-1]] + records[::-1] + state)[:TAPS]
+            inputs[start + node] = torch.tensor(before, dtype=torch.int32)
+            if above[node] == node - 1:
+                walk.append(start + node | EMIT)
+            else:
+                walk += [start + path[0] | RESTART, *(start + place for place in path[1:-1]), start + node | EMIT]
+        if is_decoding and size:
+            steps[segment, : len(walk)] = torch.tensor(walk, dtype=torch.int32)
+            counts[:, segment] = torch.tensor([len(walk), len(accepted)], dtype=torch.int32)
+    device = layout.starts.device
+    return Walks(steps.to(device), *counts.to(device), inputs.to(device))
+
+
+@plan_walks.kernel(when=lambda layout, *_: use_triton(layout.starts))
+def plan_walks_triton(layout: Layout, replays: Tensor, entries: Tensor, sources: Tensor) -> Walks:
+    """One launch: a program for each decoding request, and one for each block of rows."""
+    num_nodes = replays.shape[1]
+    num_rows = len(layout.parents)
+    num_decoding = len(entries)
+    longest = max_steps(num_nodes, layout.ancestors is not None)
+    assert replays.is_contiguous()
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=replays.device)
+
+    walks = Walks(
+        empty(num_decoding, longest),
+        empty(num_decoding),
+        empty(num_decoding),
+        empty(num_rows + num_decoding * num_nodes, TAPS),
+    )
+    _plan_walks[(num_decoding + triton.cdiv(num_rows, BLOCK_ROWS),)](
+        walks, layout, replays, entries, sources, num_decoding, num_rows, num_nodes, longest,
+        TAPS=TAPS, ROWS=BLOCK_ROWS, NODES=triton.next_power_of_2(num_nodes),
+        CHUNKS=triton.next_power_of_2(max(len(sources), 1)), NUM_CHUNKS=len(sources), RESTART=RESTART, EMIT=EMIT,
+        STATE=STATE, NOTHING=NOTHING, num_warps=1, **pdl_options(replays.device),
+    )  # fmt: skip
+    return walks
+
+
+@triton.jit
+def _plan_walks(
+    walks, layout, replays, entries, sources, num_decoding, num_rows, num_nodes, longest,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, NODES: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+    RESTART: tl.constexpr, EMIT: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    program = tl.program_id(0)
+    if program < num_decoding:
+        _plan_request(
+            walks, layout, replays, entries, program, num_rows, num_nodes, longest, TAPS, NODES, RESTART, EMIT, STATE,
+            NOTHING,
+        )  # fmt: skip
+    else:
+        row = (program - num_decoding) * ROWS + tl.arange(0, ROWS)
+        _plan_chunk_rows(walks, layout, sources, row, num_decoding, num_rows, TAPS, CHUNKS, NUM_CHUNKS, STATE, NOTHING)
+
+
+@triton.jit
+def _plan_request(
+    walks, layout, replays, entries, request, num_rows, num_nodes, longest,
+    TAPS: tl.constexpr, NODES: tl.constexpr, RESTART: tl.constexpr, EMIT: tl.constexpr, STATE: tl.constexpr,
+    NOTHING: tl.constexpr,
+):  # fmt: skip
+    start = tl.load(layout.starts + request)
+    size = tl.load(layout.starts + request + 1) - start
+    slot = tl.load(layout.segment_slots + request).to(tl.int32)
+    entry = tl.load(entries + request).to(tl.int32)
+    node = tl.arange(0, NODES)
+    accepted = tl.load(replays + slot * num_nodes + node, mask=node < num_nodes, other=-1)
+    num_replayed = tl.sum((accepted >= 0).to(tl.int32), axis=0)
+    num_replayed = tl.where(size > 0, num_replayed, 0)
+    first = num_rows + request * num_nodes
+    steps = walks.steps + request * longest
+    tl.store(walks.replayed + request, num_replayed)
+    tl.store(steps + node, first + node, mask=node < num_replayed)
+    # Inputs of the accepted nodes, then of this pass's: up along the path, then back in time.
+    for column in tl.static_range(TAPS):
+        place = node - column
+        record = tl.load(replays + slot * num_nodes + place, mask=(place >= 0) & (node < num_replayed), other=0)
+        source = tl.where(place >= 0, -1 - (slot * num_nodes + record), STATE + 3 * entry + 3 + place)
+        source = tl.where(node < num_replayed, source, NOTHING)
+        tl.store(walks.sources + (first + node) * TAPS + column, source, mask=node < num_nodes)
+    above = node
+    age = tl.zeros_like(node)
+    exists = node < size
+    for column in tl.static_range(TAPS):
+        in_pass = above >= 0
+        is_record = num_replayed > age
+        place = num_replayed - 1 - age
+        record = tl.load(replays + slot * num_nodes + place, mask=exists & ~in_pass & is_record, other=0)
+        past = tl.where(is_record, -1 - (slot * num_nodes + record), STATE + 3 * entry + 3 + place)
+        source = tl.where(in_pass, start + above, past)
+        tl.store(walks.sources + (start + node) * TAPS + column, source, mask=exists)
+        age += tl.where(in_pass, 0, 1)
+        above = tl.load(layout.parents + start + above, mask=exists & in_pass, other=-1)
+    count = num_replayed
+    for index in range(size):
+        if layout.ancestors is not None:  # noqa: SIM102  `and` would compile both sides
+            if tl.load(layout.parents + start + index) != index - 1:
+                mask = tl.load(layout.ancestors + start + index)
+                for ancestor in range(index):
+                    if (mask >> ancestor) & 1 == 1:
+                        step = start + ancestor
+                        tl.store(steps + count, tl.where(ancestor == 0, step | RESTART, step))
+                        count += 1
+        tl.store(steps + count, (start + index) | EMIT)
+        count += 1
+    tl.store(walks.counts + request, count)
+
+
+@triton.jit
+def _plan_chunk_rows(
+    walks, layout, sources, row, num_decoding, num_rows,
+    TAPS: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
+):  # fmt: skip
+    first_row = tl.load(layout.starts + num_decoding)
+    is_chunk = (row >= first_row) & (row < num_rows)
+    index = tl.load(layout.nodes + row, mask=is_chunk, other=0)
+    chunk = tl.arange(0, CHUNKS)
+    ends = tl.load(layout.starts + num_decoding + 1 + chunk, mask=chunk < NUM_CHUNKS, other=1 << 30)
+    place = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
+    is_used = is_chunk & (place < NUM_CHUNKS)
+    entry = tl.load(sources + place, mask=is_used, other=0).to(tl.int32)
+    has_begun = tl.load(layout.segment_lengths + num_decoding + place, mask=is_used, other=0) > 0
+    for column in tl.static_range(TAPS):
+        past = tl.where(has_begun, STATE + 3 * entry + 3 + index - column, NOTHING)
+        source = tl.where(index >= column, row - column, past)
+        tl.store(walks.sources + row * TAPS + column, tl.where(is_used, source, NOTHING), mask=is_chunk)

@@ -1,0 +1,226 @@
+"""Gated delta nets over passes of prompts and trees, against the recurrence over each text by itself."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.qwen3_next import modeling_qwen3_next as oracle
+
+from slipstream.kernels.recurrent.delta import Chunks, Records, Sizes, States, delta_net
+from slipstream.kernels.recurrent.walks import NOTHING, Walks, plan_walks
+from slipstream.kernels.speculation.ragged import Layout
+from slipstream.kernels.speculation.verify import ancestor_masks
+from slipstream.tests.kernels.triton_runs import each_device, poisoned
+
+SMALL = Sizes(num_keys=2, num_values=4, key_dim=16, value_dim=16)
+NUM_CHANNELS = 128
+WIDTH = NUM_CHANNELS + 2 * SMALL.num_values  # of random inputs: channels, decays, betas
+SLOTS = 5
+NODES = 8
+
+
+@dataclass
+class Segment:
+    """A request's part of a pass: `parents` of its nodes, or None for a chunk of a prompt."""
+
+    slot: int
+    inputs: Tensor  # (n, C + 2 HV)
+    parents: list[int] | None = None
+    path: list[int] = field(default_factory=list)  # accepted nodes
+
+
+class Layer:
+    """A layer that computes passes as the engine runs them. Entry i is the state of slot i, the last one a snapshot."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        rng = torch.Generator().manual_seed(0)
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.conv = (torch.randn(NUM_CHANNELS, 4, generator=rng) * 0.6).to(device, dtype)
+        heads = SMALL.num_values
+        self.stored = Records(
+            torch.zeros(SLOTS, NODES, NUM_CHANNELS, dtype=dtype, device=device),
+            torch.zeros(SLOTS, NODES, heads, device=device),
+            torch.zeros(SLOTS, NODES, heads, device=device),
+        )
+        self.states = States(
+            torch.full((SLOTS + 1, 3, NUM_CHANNELS), torch.nan, device=device),
+            torch.full((SLOTS + 1, heads, SMALL.key_dim, SMALL.value_dim), torch.nan, device=device),
+        )
+        self.replays = torch.full((SLOTS, NODES), -1, dtype=torch.int32, device=device)
+        self.lengths = [0] * SLOTS
+
+    def layout(self, segments: list[Segment], spare: int) -> Layout:
+        rows: list[list[int]] = []
+        masks = torch.empty(0, dtype=torch.int64)
+        for segment in segments:
+            count = len(segment.inputs)
+            parents = [-1] * count if segment.parents is None else segment.parents
+            length = self.lengths[segment.slot]
+            rows += [[segment.slot, index, parent, length + index] for index, parent in enumerate(parents)]
+            above = ancestor_masks(torch.tensor([parents]))[0] if segment.parents is not None else None
+            masks = torch.cat((masks, torch.full((count,), -1) if above is None else above))
+        rows += [[len(self.lengths) - 1, 0, -1, 0]] * spare
+        table = torch.tensor(rows, device=self.device).reshape(-1, 4)
+        ends = torch.tensor([0, *(len(s.inputs) for s in segments)]).cumsum(0)
+        unused = table[:, 0]
+        return Layout(
+            starts=ends.int().to(self.device),
+            segment_slots=torch.tensor([s.slot for s in segments], device=self.device),
+            segment_lengths=torch.tensor([self.lengths[s.slot] for s in segments], device=self.device),
+            requests=table[:, 0].contiguous(),
+            nodes=table[:, 1].int().contiguous(),
+            tokens=unused, parents=table[:, 2].int().contiguous(), positions=unused, following=unused,
+            places=table[:, 3].contiguous(), kv_slots=unused,
+            ancestors=torch.cat((masks, torch.full((spare,), -1))).to(self.device),
+        )  # fmt: skip
+
+    def step(self, segments: list[Segment], spare: int = 0, mark: int = 0) -> list[Tensor]:
+        """Runs a pass, decoding segments first. Returns the outputs of each segment. Chunks leave a snapshot after
+        `mark` tokens of their texts."""
+        segments = sorted(segments, key=lambda segment: segment.parents is None)
+        layout = self.layout(segments, spare)
+        inputs = torch.cat([s.inputs for s in segments] + [torch.ones(spare, WIDTH)]).to(self.device)
+        slots = [segment.slot for segment in segments if segment.parents is not None]
+        entries = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        own = layout.segment_slots[len(slots) :]
+        chunks = Chunks(own, own, torch.full_like(own, SLOTS), torch.full_like(own, mark))
+        rows = Records(inputs[:, :NUM_CHANNELS].to(self.dtype), *gates_of(inputs))
+        outputs = delta_net(
+            rows, self.stored, self.states, self.conv, SMALL, layout, self.plan(layout, entries, own), entries, chunks
+        )
+        for segment in segments:
+            path = segment.path if segment.parents is not None else []
+            self.replays[segment.slot] = torch.tensor(path + [-1] * (NODES - len(path)), dtype=torch.int32)
+            self.lengths[segment.slot] += len(path or segment.inputs)
+        starts = layout.starts.tolist()
+        return [outputs[a:b].cpu() for a, b in zip(starts, starts[1:], strict=False)]
+
+    def plan(self, layout: Layout, entries: Tensor, sources: Tensor) -> Walks:
+        """Returns the kernel's plan, once it equals the reference's."""
+        with poisoned():
+            walks = plan_walks.triton(layout, self.replays, entries, sources)
+        expected = plan_walks.reference(layout, self.replays, entries, sources)
+        assert torch.equal(walks.counts, expected.counts)
+        assert torch.equal(walks.replayed, expected.replayed)
+        for steps, reference, count in zip(walks.steps, expected.steps, expected.counts.tolist(), strict=True):
+            assert torch.equal(steps[:count], reference[:count])
+        used = expected.sources[:, 0] != NOTHING
+        assert torch.equal(walks.sources[used], expected.sources[used])
+        assert (walks.sources[~used, 0] == NOTHING).all()
+        return walks
+
+
+def gates_of(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Decays and betas (n, HV) of random inputs."""
+    decay, beta = inputs[:, NUM_CHANNELS:].chunk(2, dim=1)
+    return -F.softplus(decay), beta.sigmoid()
+
+
+def alone(layer: Layer, text: Tensor) -> Tensor:
+    """Outputs (n, HV, DV) of one text by the convolution of torch and the recurrence of transformers."""
+    x = text[:, :NUM_CHANNELS].to(layer.dtype).float()
+    conv = layer.conv.float().cpu()
+    mixed = F.silu(F.conv1d(F.pad(x.T, (3, 0)), conv[:, None], groups=NUM_CHANNELS)).T.to(layer.dtype).float()
+    keys = SMALL.num_keys * SMALL.key_dim
+    q, k, v = (part[None] for part in mixed.split((keys, keys, SMALL.num_values * SMALL.value_dim), dim=1))
+    decay, beta = gates_of(text)
+    ratio = SMALL.num_values // SMALL.num_keys
+    outputs, _ = oracle.torch_recurrent_gated_delta_rule(
+        q.unflatten(-1, (SMALL.num_keys, -1)).repeat_interleave(ratio, dim=2),
+        k.unflatten(-1, (SMALL.num_keys, -1)).repeat_interleave(ratio, dim=2),
+        v.unflatten(-1, (SMALL.num_values, -1)),
+        decay[None], beta[None], initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    return outputs[0]
+
+
+def random_inputs(rng: random.Random, count: int) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(rng.randrange(1 << 30)))
+
+
+def random_parents(rng: random.Random, size: int) -> list[int]:
+    """Parents of a chain, or of any tree."""
+    is_chain = rng.random() < 0.4
+    return [-1] + [node - 1 if is_chain else rng.randrange(node) for node in range(1, size)]
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """The nodes from the root to `node`."""
+    return [*path_to(parents[node], parents), node] if node >= 0 else []
+
+
+def check(outputs: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 2e-4, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(outputs.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_texts_equal_the_recurrence_over_each_alone(dtype: torch.dtype, device: str) -> None:
+    """Prompts in chunks beside trees and chains of random nodes, of which random paths are accepted."""
+    rng = random.Random(1)
+    layer = Layer(device, dtype)
+    prompts = {0: 1, 1: 20, 2: 50, 3: 2}
+    texts = {slot: torch.empty(0, WIDTH) for slot in prompts}
+    for turn in range(12):
+        segments: list[Segment] = []
+        for slot, length in prompts.items():
+            left = length - len(texts[slot])
+            if left > 0:
+                if rng.random() < 0.7:
+                    segments.append(Segment(slot, random_inputs(rng, rng.randint(1, left))))
+            elif rng.random() < 0.8:
+                size = rng.choice([1, 1, 2, 5, 8])
+                parents = random_parents(rng, size)
+                path = path_to(rng.randrange(size), parents)
+                segments.append(Segment(slot, random_inputs(rng, size), parents, path))
+        if not segments:
+            continue
+        rng.shuffle(segments)
+        segments.sort(key=lambda segment: segment.parents is None)
+        for segment, outputs in zip(segments, layer.step(segments, spare=turn % 3), strict=True):
+            before = texts[segment.slot]
+            if segment.parents is None:
+                texts[segment.slot] = torch.cat((before, segment.inputs))
+                check(outputs, alone(layer, texts[segment.slot])[len(before) :], dtype)
+                continue
+            for node in range(len(segment.inputs)):
+                path = path_to(node, segment.parents)
+                expected = alone(layer, torch.cat((before, segment.inputs[path])))[-1]
+                check(outputs[node], expected, dtype)
+            texts[segment.slot] = torch.cat((before, segment.inputs[segment.path]))
+    assert min(len(text) for text in texts.values()) > 4
+
+
+@each_device
+def test_bits_depend_neither_on_drafts_nor_on_company(device: str) -> None:
+    rng = random.Random(2)
+    plain = Layer(device, torch.bfloat16)
+    drafted = Layer(device, torch.bfloat16)
+    prompt = random_inputs(rng, 30)
+    company = random_inputs(rng, 7)
+    plain.step([Segment(0, prompt)])
+    drafted.step([Segment(2, prompt[:17]), Segment(1, company)])
+    drafted.step([Segment(2, prompt[17:])], spare=3, mark=20)
+    from_snapshot = Layer(device, torch.bfloat16)
+    from_snapshot.step([Segment(0, prompt[:20])])
+    for states, expected in zip(drafted.states, from_snapshot.states, strict=True):
+        assert torch.equal(states[SLOTS], expected[0]), "the snapshot is the state after 20 tokens"
+    for _ in range(4):
+        size = rng.choice([3, 8])
+        parents = random_parents(rng, size)
+        path = path_to(rng.randrange(size), parents)
+        inputs = random_inputs(rng, size)
+        neighbour = Segment(1, random_inputs(rng, 2), [-1, 0], [0])
+        outputs = drafted.step([neighbour, Segment(2, inputs, parents, path)])[1]
+        for node in path:
+            [expected] = plain.step([Segment(0, inputs[node : node + 1], [-1], [0])])
+            assert torch.equal(outputs[node], expected[0])
+    for layer in (plain, drafted):  # writes the states of all accepted nodes
+        layer.step([Segment(0 if layer is plain else 2, company[:1], [-1], [0])])
+    for states, expected in zip(drafted.states, plain.states, strict=True):
+        assert torch.equal(states[2], expected[0])
