@@ -81,7 +81,7 @@ def plan_spec(
     """`like_gpu`: two steps in flight and captured passes, as tests play them."""
     sizes: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 2048, "grammar_drafts": False, "device": "cpu"}
     config = EngineConfig(**sizes | options | {"target": str(target), "draft": draft})
-    facts = DeviceFacts.of(torch.device("cpu"))
+    facts = DeviceFacts.of(torch.device(config.device))
     plan = plan_draft(config.source, config.drafter, spec)
     if not like_gpu:
         return plan_engine(config, target, spec, plan, facts, torch.float32)

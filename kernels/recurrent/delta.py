@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import pdl_options, wait_for_inputs
-from slipstream.kernels.recurrent.walks import EMIT, NOTHING, RESTART, ROW, STATE, TAPS, Walks
-from slipstream.kernels.speculation.ragged import Layout
+from slipstream.kernels.recurrent.walks import EMIT, NOTHING, RESTART, ROW, STATE, TAPS, PassPlan
 
 EPSILON = 1e-6  # under the root of the norms of k and q
 BLOCK_CHANNELS = 1024  # of a program of the convolution
@@ -43,39 +42,20 @@ class States(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Of each row of a pass (T, ...), or of each node of a slot's last one (R, W, ...)."""
+    """Records of each row of a pass (T, ...), or of each node of a slot's last one (R, W, ...)."""
 
     inputs: Tensor  # (..., C) before the convolution
     decay: Tensor  # (..., HV) fp32, g
     beta: Tensor  # (..., HV) fp32
 
 
-class Chunks(NamedTuple):
-    """The chunks of prompts of a pass."""
-
-    entries: Tensor  # (M,) int64 the states that they write
-    sources: Tensor  # (M,) int64 those that they begin with, if their texts have begun
-    snapshots: Tensor  # (M,) int64 entries for a copy of the state on the way
-    positions: Tensor  # (M,) int64 tokens of the text after which it is taken
-
-
-def delta_net(
-    rows: Records,
-    stored: Records,
-    states: States,
-    conv: Tensor,
-    sizes: Sizes,
-    layout: Layout,
-    walks: Walks,
-    entries: Tensor,
-    chunks: Chunks,
-) -> Tensor:
+def delta_net(rows: Records, stored: Records, states: States, conv: Tensor, sizes: Sizes, plan: PassPlan) -> Tensor:
     """Takes the rows of a pass through the layer; returns outputs (T, HV, DV), zeros in unused rows.
 
-    conv (C, 4): weights of the convolution. entries (B,) int64 of the decoding requests. Updates `states`, and stores
-    the nodes' records for the next pass. Four launches; the reference is the layer's own step
-    (models/layers/delta_net.py).
+    conv (C, 4): weights of the convolution. Updates `states`, and stores the nodes' records for the next pass. Three
+    launches; the reference is the layer's own step (models/layers/delta_net.py).
     """
+    layout, walks, entries, chunks = plan
     num_rows, num_channels = rows.inputs.shape
     num_nodes = stored.inputs.shape[1]
     num_decoding = len(entries)
@@ -91,11 +71,10 @@ def delta_net(
         return outputs
     heads = triton.next_power_of_2(sizes.num_values)
     blocks = triton.cdiv(num_channels, BLOCK_CHANNELS)
-    strides = rows.inputs.stride(0), rows.decay.stride(0), rows.beta.stride(0)
     shared = {"BLOCK": BLOCK_CHANNELS, "HEADS": heads, "STATE": STATE, "NOTHING": NOTHING, **pdl_options(device)}
     _convolve[(num_buffer, blocks + 1)](
-        channels, gates, rows, stored, states.inputs, conv, walks, *strides, num_channels, sizes.num_values,
-        TAPS=TAPS, num_warps=4, **shared,
+        channels, gates, rows, stored, states.inputs, conv, walks, rows.inputs.stride(0), rows.decay.stride(0),
+        rows.beta.stride(0), num_channels, sizes.num_values, TAPS=TAPS, num_warps=4, **shared,
     )  # fmt: skip
     block = min(BLOCK_VALUES, triton.next_power_of_2(sizes.value_dim))
     _step_states[(num_decoding + num_chunks, sizes.num_values, triton.cdiv(sizes.value_dim, block))](
@@ -105,7 +84,8 @@ def delta_net(
         EMIT=EMIT, num_warps=WARPS, **pdl_options(device),
     )  # fmt: skip
     _keep[(num_decoding + num_chunks, blocks + 1)](
-        rows, stored, states.inputs, layout, walks, entries, chunks, *strides, num_decoding, num_nodes,
+        rows, stored, states.inputs, layout, walks, entries, chunks, rows.inputs.stride(0),
+        rows.decay.stride(0), rows.beta.stride(0), num_decoding, num_nodes,
         num_channels, sizes.num_values, TAPS=TAPS, num_warps=4, **shared,
     )  # fmt: skip
     return outputs
@@ -158,7 +138,7 @@ def _convolve(
 
 @triton.jit
 def _copy_gates(gates, rows, stored, row, source, decay_stride, beta_stride, num_heads, HEADS: tl.constexpr):
-    """Those of a row of the pass, or of a record."""
+    """Copies the gates of a row of the pass, or of a record."""
     head = tl.arange(0, HEADS)
     has_head = head < num_heads
     decay = tl.zeros((HEADS,), tl.float32)
@@ -275,9 +255,7 @@ def _keep(
         exists = (channel >= 0) & (channel < num_channels)
         if segment < num_decoding:
             if tl.program_id(1) == 0:
-                _keep_gates(
-                    rows, stored, start, size, slot * num_nodes, decay_stride, beta_stride, num_heads, HEADS
-                )
+                _keep_gates(rows, stored, start, size, slot * num_nodes, decay_stride, beta_stride, num_heads, HEADS)
             else:
                 # What the root reads before itself is what the state's inputs are after the replay.
                 entry = tl.load(entries + segment)

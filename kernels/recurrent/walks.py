@@ -40,6 +40,24 @@ class Walks(NamedTuple):
     sources: Tensor  # (T + B W, 4) int32: a row's own input and those before it, the nearest first
 
 
+class Chunks(NamedTuple):
+    """The chunks of prompts of a pass."""
+
+    entries: Tensor  # (M,) int64 the states that they write
+    sources: Tensor  # (M,) int64 those that they begin with, if their texts have has_text
+    snapshots: Tensor  # (M,) int64 entries for a copy of the state on the way
+    positions: Tensor  # (M,) int64 tokens of the text after which it is taken
+
+
+class PassPlan(NamedTuple):
+    """Tensors that all layers with recurrent state read of a pass."""
+
+    layout: Layout
+    walks: Walks
+    entries: Tensor  # (B,) int64 states of the decoding requests
+    chunks: Chunks
+
+
 def max_steps(num_nodes: int, branches: bool) -> int:
     """Returns the most steps of a request: all nodes of the last pass, then paths to each of this one."""
     return num_nodes + (num_nodes * (num_nodes + 1) // 2 if branches else num_nodes)
@@ -48,13 +66,13 @@ def max_steps(num_nodes: int, branches: bool) -> int:
 @Op
 def plan_walks(layout: Layout, replays: Tensor, entries: Tensor, sources: Tensor) -> Walks:
     """replays (R, W) int32: accepted nodes of each slot's last pass, then -1; entries (B,) int64 of the decoding
-    requests' states; sources (M,) int64 of the states that chunks begin with, for those whose text has begun."""
+    requests' states; sources (M,) int64 of the states that chunks begin with, for those whose text has has_text."""
     num_nodes = replays.shape[1]
     num_rows = len(layout.parents)
     num_decoding = len(entries)
     starts = layout.starts.tolist()
     parents = layout.parents.tolist()
-    begun = (layout.segment_lengths > 0).tolist()
+    has_text = (layout.segment_lengths > 0).tolist()
     steps = torch.zeros(num_decoding, max_steps(num_nodes, layout.ancestors is not None), dtype=torch.int32)
     counts = torch.zeros(2, num_decoding, dtype=torch.int32)
     inputs = torch.full((num_rows + num_decoding * num_nodes, TAPS), NOTHING, dtype=torch.int32)
@@ -63,7 +81,9 @@ def plan_walks(layout: Layout, replays: Tensor, entries: Tensor, sources: Tensor
         size = starts[segment + 1] - start
         is_decoding = segment < num_decoding
         entry = int(entries[segment] if is_decoding else sources[segment - num_decoding])
-        state = [STATE + 3 * entry + place for place in (2, 1, 0)] if is_decoding or begun[segment] else [NOTHING] * 3
+        state = (
+            [STATE + 3 * entry + place for place in (2, 1, 0)] if is_decoding or has_text[segment] else [NOTHING] * 3
+        )
         accepted = [node for node in replays[slot].tolist() if node >= 0] if is_decoding and size else []
         records = [-1 - (slot * num_nodes + node) for node in accepted]
         for place in range(len(accepted)):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
+from slipstream.kernels.recurrent.delta import Records, Sizes, States, delta_net
+from slipstream.kernels.recurrent.walks import PassPlan
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.norm import RMSNorm
@@ -38,6 +40,7 @@ class DeltaNet(RecurrentMixer):
         self.num_heads = spec.num_value_heads
         self.group = spec.group
         self.key_dim = spec.key_dim
+        self.kernel_sizes = Sizes(spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim)
         values = spec.num_value_heads * spec.value_dim
         self.in_proj = Linear(hidden_size, {"in_proj_qkv": sum(spec.sizes), "in_proj_z": values})
         self.gate_proj = Linear(hidden_size, {"in_proj_b": self.num_heads, "in_proj_a": self.num_heads})
@@ -71,6 +74,10 @@ class DeltaNet(RecurrentMixer):
         inputs = torch.cat((before["inputs"], record["inputs"].float()[:, None]), dim=1)
         q = self._heads(self._convolve(inputs, 0, self.sizes[0])) * self.key_dim**-0.5
         return (after["memory"] * q[..., None]).sum(-2).to(record["inputs"].dtype)
+
+    def run(self, rows: Record, stored: Record, states: State, plan: PassPlan) -> Tensor:
+        conv = self.conv1d.weight[:, 0]
+        return delta_net(Records(**rows), Records(**stored), States(**states), conv, self.kernel_sizes, plan)
 
     def _convolve(self, inputs: Tensor, start: int, end: int) -> Tensor:
         """inputs (n, taps, C) -> (n, end - start) of these channels."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.recurrent.walks import PassPlan
 from slipstream.models.targets.config import RecurrentSpec
 
 State = dict[str, Tensor]  # (n, *shape) fp32 by the names of `RecurrentSpec.state_shapes`
@@ -28,6 +29,9 @@ class RecurrentLayer(NamedTuple):
     place; a row depends on no other."""
     read: Callable[[State, State, Record], Tensor]
     """States before and after tokens, and their records -> outputs (n, ...)."""
+    run: Callable[[Record, Record, State, PassPlan], Tensor]
+    """Takes the rows of a pass (T, ...) through kernels, where `has_kernels` of its spec says that there are some, with
+    the records of slots (R, W, ...) and all states (E, ...), which it updates. Returns outputs (T, ...)."""
 
 
 class RecurrentMixer(nn.Module):
@@ -43,13 +47,17 @@ class RecurrentMixer(nn.Module):
 
     @property
     def layer(self) -> RecurrentLayer:
-        return RecurrentLayer(self.id, self.spec, self.step, self.read)
+        return RecurrentLayer(self.id, self.spec, self.step, self.read, self.run)
 
     def step(self, state: State, record: Record) -> State:
         """See RecurrentLayer."""
         raise NotImplementedError
 
     def read(self, before: State, after: State, record: Record) -> Tensor:
+        """See RecurrentLayer."""
+        raise NotImplementedError
+
+    def run(self, rows: Record, stored: Record, states: State, plan: PassPlan) -> Tensor:
         """See RecurrentLayer."""
         raise NotImplementedError
 

@@ -33,6 +33,7 @@ NEEDED_TOO: dict[str, frozenset[str]] = {
         + ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
     ),
 }
+TAPS = 4  # of the convolution that there are kernels for
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 # Rotary embeddings -> the numbers, and the lists of numbers, that each must have.
 ORIGINAL = "original_max_position_embeddings"
@@ -276,6 +277,11 @@ class RecurrentSpec(ABC):
         """Raw numbers of a token that `step` reads. They are kept of each node until it is known whether the node was
         accepted."""
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the layer's `run` takes passes on a GPU; else `step` and `read` do."""
+        return False
+
     def shard(self, world: int) -> "RecurrentSpec":
         """Returns one of `world` ranks' part."""
         raise ValueError(f"layers with recurrent state run on 1 rank, not on {world}; use 1 rank")
@@ -299,6 +305,10 @@ class DeltaNetSpec(RecurrentSpec):
                 f"config.json: linear_num_key_heads is {self.num_key_heads}; it must divide linear_num_value_heads, "
                 f"{self.num_value_heads}"
             )
+
+    @property
+    def has_kernels(self) -> bool:
+        return self.taps == TAPS
 
     @property
     def group(self) -> int:

@@ -268,7 +268,7 @@ def find_inexact(config: EngineConfig, spec: TargetSpec, device: DeviceFacts, dt
         return "exact is false (--fast)"
     if fault := device.order_faults.get(dtype, ""):
         return fault
-    if spec.recurrent:
+    if not all(layer.has_kernels for layer in spec.recurrent):
         return "layers with recurrent state add in an order of their own"
     if odd := {size for size in linear_inputs(spec) if size % INPUTS}:
         return f"a layer has {min(odd)} inputs, no multiple of {INPUTS}"

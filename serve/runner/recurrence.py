@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.kv.rope import Rotation
+from slipstream.kernels.launch import use_triton
+from slipstream.kernels.recurrent.walks import Chunks, PassPlan, plan_walks
 from slipstream.kernels.speculation.ragged import Layout, Verified
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.recurrence import Record, RecurrentLayer, State, scan, select, zero_state
@@ -56,6 +58,7 @@ class RecurrentStates:
         """group: whose page table names the entries; dtype: the model's."""
         self.group = group
         self.state = state
+        self.have_kernels = all(spec.has_kernels for spec in specs)
         device = state.device
         slots, width = state.stored.tokens.shape
         self.layers = [zero_state(spec.state_shapes, num_entries, device) for spec in specs]  # (E, *shape) of each
@@ -74,6 +77,14 @@ class RecurrentStates:
     def columns(self, slots: Tensor) -> Tensor:
         """(n, NUM_COLUMNS) of request slots (n,)."""
         return self.state.pages[self.group, slots, :NUM_COLUMNS]
+
+    def kernel_plan(self, layout: Layout, num_requests: int) -> PassPlan:
+        """Plans a pass for the kernels of all layers."""
+        columns = self.columns(layout.segment_slots)
+        entries = columns[:num_requests, ENTRY].contiguous()
+        order = (ENTRY, SOURCE, SNAPSHOT, POSITION)
+        chunks = Chunks(*(columns[num_requests:, column].contiguous() for column in order))
+        return PassPlan(layout, plan_walks(layout, self.replays, entries, chunks.sources), entries, chunks)
 
     def commit(self, layout: Layout, verified: Verified, num_requests: int) -> None:
         """Marks the records of accepted nodes to be replayed by the next pass of their requests."""
@@ -186,6 +197,7 @@ class MixedAttention(Attention):
     states: RecurrentStates
     nodes: NodeWalk | None
     chunks: ChunkScan | None
+    kernel_plan: PassPlan | None = None  # in place of nodes and chunks, where all layers have kernels
 
     @classmethod
     def plan(
@@ -204,6 +216,8 @@ class MixedAttention(Attention):
             len(layout.nodes) if host is None else max((len(chunk.tokens) for chunk in host.chunks), default=0)
         )
         has_chunks = len(layout.segment_slots) > num_requests
+        if states.have_kernels and use_triton(layout.starts):
+            return cls(attention, states, None, None, states.kernel_plan(layout, num_requests))
         return cls(
             attention,
             states,
@@ -214,6 +228,8 @@ class MixedAttention(Attention):
     def recur(self, records: Record, layer: RecurrentLayer) -> Tensor:
         """records (T, ...) -> outputs (T, ...); zeros of rows that nobody uses."""
         state = self.states.layers[layer.id]
+        if self.kernel_plan is not None:
+            return layer.run(records, self.states.records[layer.id], state, self.kernel_plan)
         parts = []
         if self.nodes is not None:
             outputs = self.nodes.run(state, self.states.records[layer.id], records, layer)

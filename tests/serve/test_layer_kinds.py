@@ -16,6 +16,7 @@ from slipstream.serve.engine import engine_plan
 from slipstream.serve.engine.build import build
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Request
+from slipstream.serve.runner import recurrence
 from slipstream.tests import random_drafts
 from slipstream.tests.random_targets import RELATIVES
 from slipstream.tests.recurrent_layers import AverageSpec
@@ -137,6 +138,32 @@ def test_passes_as_a_gpu_has_them_change_no_answer(
     sizes: dict[str, Any] = {"max_running": 4, "prefill_budget": 32, "prefill_graph_tokens": 32, "page_size": 1}
     engine = build_drafted(SPECS[name], folders[name], drafter, captured=True, **sizes)
     for temperature, tokens in expected[name].items():
+        assert tokens_of(run(engine, requests_of(temperature))) == tokens
+
+
+@pytest.mark.parametrize(
+    "drafter", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "chain")), "tree"]
+)
+def test_kernels_of_delta_nets_change_no_answer(
+    drafter: str, folders: dict[str, Path], expected: dict[str, Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels that a GPU runs, interpreted: chunks, preemption and hits."""
+    monkeypatch.setattr(recurrence, "use_triton", lambda _: True)
+    sizes: dict[str, Any] = {"max_running": 3, "prefill_budget": 16, "kv_cache_tokens": 80, "page_size": 1}
+    engine = build_drafted(SPECS["delta nets"], folders["delta nets"], drafter, **sizes)
+    answers = run(engine, requests_of(1.0)[:3])
+    assert tokens_of(answers) == {name: expected["delta nets"][1.0][name] for name in answers}
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_delta_nets_on_a_gpu_answer_as_on_the_cpu(
+    drafter: str, folders: dict[str, Path], expected: dict[str, Tokens]
+) -> None:
+    sizes: dict[str, Any] = {"max_running": 4, "prefill_budget": 16, "kv_cache_tokens": 100, "page_size": 1}
+    engine = build_drafted(SPECS["delta nets"], folders["delta nets"], drafter, device="cuda", **sizes)
+    for temperature, tokens in expected["delta nets"].items():
         assert tokens_of(run(engine, requests_of(temperature))) == tokens
 
 
