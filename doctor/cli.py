@@ -70,11 +70,6 @@ def examine(config: DoctorConfig) -> Examination:
     answer."""
     if config.endpoint is not None:
         check_endpoint(config.endpoint, read_key(config.api_key_file))
-    if source_of(config.draft).is_in_target:
-        raise ValueError(
-            f"draft is {config.draft!r}; the doctor is for drafts with files of their own. How well an MTP head drafts "
-            "`slipstream accept --draft mtp` tells"
-        )
     path = resolve(config.draft)
     name, folder = find_target(EngineConfig(target=config.target, draft=config.draft, revision=config.revision))
     config = replace(config, target=str(folder), data=config.data or (str(QUESTIONS),))

@@ -24,6 +24,7 @@ from slipstream.models.files.checkpoint import (
     read_json,
     read_tensors,
     resolve,
+    tensor_names,
     tokenizer_hash,
     weights_fingerprint,
 )
@@ -157,6 +158,15 @@ def fill(folder: Path, files: Iterable[str]) -> None:
             save_file({name: torch.ones(1)}, folder / name)
         else:
             (folder / name).write_text("")
+
+
+def test_names_of_tensors_are_known_by_an_index_alone(tmp_path: Path) -> None:
+    fill(tmp_path, [INDEX])
+    assert tensor_names(tmp_path) == SHARDS
+    (tmp_path / INDEX).unlink()
+    assert tensor_names(tmp_path) == set()
+    fill(tmp_path, SHARDS)
+    assert tensor_names(tmp_path) == SHARDS
 
 
 @grouped()

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
+from slipstream.doctor.options import DoctorConfig
 from slipstream.models.drafts.source import source_of
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.serve.drafters.options import TreeOptions
 from slipstream.serve.drafters.registry import load_drafter
 from slipstream.serve.dry_run import DryRun, report
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.mtp_targets import MTPTarget, Oracle, add_tensors, module_tensors, save_mtp_target
+from slipstream.tests.mtp_targets import KINDS, MTPTarget, Oracle, add_tensors, module_tensors, save_mtp_target
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_targets import MakeTarget, change_json, load_model
 from slipstream.tests.serve.engine_runs import (
@@ -77,6 +78,18 @@ def test_proposals_equal_those_of_transformers(
     answers = run_checked(engine, Oracle(target, TreeOptions(**options)), requests)
     assert tokens_of(answers) == plain_answers(target.folder, requests)
     assert sum(answer.counts.drafted_tokens for answer in answers.values()) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_steps_change_no_token(kind: str, options: dict[str, int], make_mtp: MakeMTP) -> None:
+    target = make_mtp(kind)
+    attention = "prefill=sdpa,verify=triton,draft=triton"
+    engine = build_engine(target.folder, "mtp", drafter=options, device="cuda", dtype="float32", attention=attention)
+    requests = sized_requests(temperature=0.8)
+    plain = build_engine(target.folder, device="cpu")
+    assert tokens_of(run(engine, requests)) == tokens_of(run(plain, requests))
 
 
 def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transformers(make_mtp: MakeMTP) -> None:
@@ -225,6 +238,8 @@ def test_targets_without_such_a_module_are_refused(make_target: MakeTarget, tmp_
         build_engine(folder, "mtp")
     with pytest.raises(ValueError, match="draft 'mtp' is not a checkpoint that names one; add --target"):
         source_of("mtp").check()
+    with pytest.raises(ValueError, match="draft is 'mtp'; the doctor is for drafts with files of their own"):
+        DoctorConfig(draft="mtp", target=str(folder)).check_inputs()
 
 
 def test_only_where_it_is_unused_a_line_tells_of_it(
