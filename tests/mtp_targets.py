@@ -67,6 +67,11 @@ class Kind(NamedTuple):
 KINDS = {
     "glm4-moe": Kind("Glm4MoeConfig", {**DEEPSEEK_MOE, "head_dim": 16, "use_qk_norm": True}, LATER),
     "glm4-moe-bias": Kind("Glm4MoeConfig", {**DEEPSEEK_MOE, "head_dim": 16, "attention_bias": True}, LATER),
+    "glm4-moe-wide": Kind(  # for groups of 32 inputs
+        "Glm4MoeConfig",
+        {**DEEPSEEK_MOE, "head_dim": 16, "use_qk_norm": True, "intermediate_size": 64, "moe_intermediate_size": 32},
+        LATER,
+    ),
     "hy-v3": Kind(
         "HYV3Config",
         {**EXPERTS, "head_dim": 16},

@@ -1,5 +1,6 @@
 """MTP heads as drafters. The oracle is transformers' module (modeling_layers.MtpModel) over whole texts."""
 
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from slipstream.serve.dry_run import DryRun, report
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.mtp_targets import KINDS, MTPTarget, Oracle, add_tensors, module_tensors, save_mtp_target
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
+from slipstream.tests.random_drafts import load_float64
 from slipstream.tests.random_targets import MakeTarget, change_json, load_model
 from slipstream.tests.serve.engine_runs import (
     build_engine,
@@ -78,6 +80,26 @@ def test_proposals_equal_those_of_transformers(
     answers = run_checked(engine, Oracle(target, TreeOptions(**options)), requests)
     assert tokens_of(answers) == plain_answers(target.folder, requests)
     assert sum(answer.counts.drafted_tokens for answer in answers.values()) > 0
+
+
+def test_the_module_of_a_multimodal_checkpoint_drafts(make_mtp: MakeMTP, tmp_path: Path) -> None:
+    target = make_mtp("qwen3-5")
+    folder = tmp_path / "wrapped"
+    folder.mkdir()
+    tensors = load_file(target.folder / "model.safetensors")
+    named = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in tensors.items()}
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    text = json.loads((target.folder / "config.json").read_text())
+    del text["architectures"]
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text | {"mtp_num_hidden_layers": 1},
+        "vision_config": {"depth": 1},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    run_checked(build_engine(folder, "mtp"), Oracle(target, TreeOptions()), sized_requests((9, 33)))
 
 
 @pytest.mark.gpu
@@ -206,6 +228,23 @@ def test_weights_in_fp8_draft_as_well(layers: str, make_mtp: MakeMTP, tmp_path: 
     run_config = ServeConfig(target=str(folder), draft="mtp", dtype="float32", device="cpu", **options)
     sizes = [network.size for network in DryRun(run_config).networks]
     assert sizes == [bytes_of(engine.runner.target), bytes_of(module)] or layers == "target"
+
+
+def test_weights_in_4_bits_propose_what_the_same_weights_do_in_transformers(
+    make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its inputs are not rounded, unlike those of FP8."""
+    origin = make_mtp("glm4-moe-wide")
+    monkeypatch.setattr(type(origin.model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.4\..*"])
+    values = save_quantized(LAYOUTS["packed"], origin.folder, tmp_path / "packed")
+    plain = tmp_path / "plain"
+    shutil.copytree(origin.folder, plain)
+    add_tensors(plain, {name: value.float().contiguous() for name, value in values.items()})
+    model = load_float64(plain)
+    target = MTPTarget(plain, model, MtpModel.from_pretrained(model).double(), zero_first=False)
+    engine: Any = build_engine(tmp_path / "packed", "mtp", drafter=TREE, prefill_budget=7)
+    run_checked(engine, Oracle(target, TreeOptions(**TREE)), sized_requests(temperature=0.8))
+    assert not engine.runner.drafter.module.layer.mixer.qkv_proj.is_plain
 
 
 def test_its_memory_is_counted(make_mtp: MakeMTP) -> None:
