@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OTHER_PARTS = ("visual.", "mtp.")  # the tower of Qwen2.5-VL, layers that predict more tokens
+OTHER_PARTS = ("visual.", "mtp.", "mtp_")  # the tower of Qwen2.5-VL, modules that predict more tokens
 MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 

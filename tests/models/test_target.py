@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     Cohere2Config,
@@ -223,6 +224,15 @@ def test_internlm3_is_read_without_its_code(make_target: MakeTarget, tmp_path: P
     expected = load_config(make_target("internlm3-bias"))
     assert load_config(tmp_path) == replace(expected, architecture="InternLM3ForCausalLM")
     assert all(layer.mixer.qkv_bias and layer.mixer.output_bias for layer in expected.layers)
+
+
+def test_modules_of_ernie_that_predict_more_tokens_are_left_out(make_target: MakeTarget, tmp_path: Path) -> None:
+    """Its published files have them beside the layers, and transformers leaves them out."""
+    shutil.copytree(make_target("ernie-moe"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    names = ("block.0.input_layernorm", "emb_norm.0", "hidden_norm.0", "linear_proj.0")
+    save_file(load_file(file) | {f"model.mtp_{name}.weight": torch.ones(8) for name in names}, file, {"format": "pt"})
+    assert_same_logits(tmp_path, load_config(tmp_path), load_model(tmp_path))
 
 
 def hub_name(name: str, wrapper: str) -> str:
