@@ -211,7 +211,7 @@ def _step_states(
     has_begun = is_decoding | (tl.load(layout.segment_lengths + segment) > 0)
     state = tl.load(tile + source.to(tl.int64) * SIZE, mask=inside, other=0.0)
     state = tl.where(has_begun, state, 0.0)
-    base = state
+    base = tl.zeros_like(state)  # not `state`: Triton carries names of one value through a loop as one
     for index in range(count):
         code = start + index | EMIT
         if is_decoding:

@@ -89,7 +89,7 @@ class RecurrentStates:
     def commit(self, layout: Layout, verified: Verified, num_requests: int) -> None:
         """Marks the records of accepted nodes to be replayed by the next pass of their requests."""
         self.replays[layout.segment_slots[:num_requests]] = verified.nodes
-        self.replays[layout.segment_slots[num_requests:]] = -1  # a chunk has written its state itself
+        self.replays.index_fill_(0, layout.segment_slots[num_requests:], -1)  # a chunk has written its state itself
 
 
 @dataclass(frozen=True, slots=True)
