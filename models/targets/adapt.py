@@ -102,6 +102,8 @@ NAMES: dict[str, dict[str, str]] = {
     "SolarOpenForCausalLM": DEEPSEEK_MOE,
     "VaultGemmaForCausalLM": {"pre_feedforward_layernorm": "post_attention_layernorm"},
 }
+# Families that are not in MTP, in whose files modules that predict more tokens are layers after the last.
+LATER_LAYERS = frozenset({"Dots1ForCausalLM", "MiniMaxM2ForCausalLM", "SolarOpenForCausalLM"})
 FUSED_EXPERTS = re.compile(r"\.experts\.down_proj(?=_scale_inv$|$)")
 OUTPUTS = (".o_proj", ".down_proj")
 OUTPUT_NORMS = (".post_attention_layernorm", ".post_feedforward_layernorm")
@@ -218,7 +220,7 @@ def flat(key: str, tensor: Tensor) -> Tensor:
 def without_later_layers(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
     """Leaves out the layers after the last one, where they are modules that predict more tokens."""
     form = MTP.get(config.architecture)
-    if form is None or not form.has_later_layers:
+    if not (config.architecture in LATER_LAYERS if form is None else form.has_later_layers):
         return tensors
     layers = tuple(f"layers.{index}." for index in range(config.num_layers))
     return {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or key.startswith(layers)}

@@ -33,6 +33,7 @@ NEEDED_TOO: dict[str, frozenset[str]] = {
         + ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
     ),
 }
+ROUTER_FIELDS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "use_routing_bias": True}
 TAPS = 4  # of the convolution that there are kernels for
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 # Rotary embeddings -> the numbers, and the lists of numbers, that each must have.
@@ -742,6 +743,8 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "MLPAct
     assert activation != "relu2", "experts have gates"
     is_gpt_oss = architecture == "GptOssForCausalLM"
     name = family.count or ("num_experts" if "num_experts" in values else "num_local_experts")
+    if family.scores == "sigmoid":
+        check_router(values)
     counts = {name: values[name] for name in ("num_experts", "num_local_experts") if name in values}
     if len(set(counts.values())) > 1:
         raise ValueError(f"config.json says how many experts there are twice: {counts}; delete the wrong one")
@@ -768,6 +771,14 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "MLPAct
         None if layer in dense else replace(spec, top_k=top_k)
         for layer, top_k in enumerate(numbers_of_experts(values, family.top_k))
     ]
+
+
+def check_router(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for fields of DeepSeek-V3's kind of router that ask for another one, which transformers does
+    not read."""
+    for name, supported in ROUTER_FIELDS.items():
+        if values.get(name) not in (None, supported):
+            raise ValueError(f"config.json: {name} is {values[name]!r}; supported: {supported!r}")
 
 
 def numbers_of_experts(values: Mapping[str, Any], name: str) -> list[int]:

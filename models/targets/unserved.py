@@ -6,10 +6,9 @@ docs/families.md has the same table. A family that is served leaves it.
 LAYER_NORM = "LayerNorm"
 NO_GATE = "MLPs without a gate"
 PARALLEL = "attention and MLP in parallel"
-SIGMOID = "a sigmoid router"
 
 NEEDS: dict[str, str] = {
-    "AfmoeForCausalLM": f"{SIGMOID}, gates of attention's output by layer",
+    "AfmoeForCausalLM": "gates of attention's output by layer, norms of inputs and outputs",
     "ApertusForCausalLM": f"{NO_GATE} (xIELU)",
     "BeamForCausalLM": "biases of attention's output gates, queries that grow in full layers alone",
     "BitNetForCausalLM": "norms inside attention and MLP, ternary weights",
@@ -28,7 +27,7 @@ NEEDS: dict[str, str] = {
     "JetMoeForCausalLM": "attention with experts",
     "Kolibri1ForCausalLM": "a router whose choice adds a bias to logits",
     "Llama4ForCausalLM": "attention in chunks, a router that scales inputs",
-    "MiMoV2FlashForCausalLM": f"{SIGMOID}, values of another size than keys",
+    "MiMoV2FlashForCausalLM": "values of another size than keys",
     "MptForCausalLM": f"{LAYER_NORM}, {NO_GATE}",
     "NanoChatForCausalLM": "norms without weights, a rotation the other way",
     "NemotronForCausalLM": f"{LAYER_NORM}, {NO_GATE}",

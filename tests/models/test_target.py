@@ -226,12 +226,22 @@ def test_internlm3_is_read_without_its_code(make_target: MakeTarget, tmp_path: P
     assert all(layer.mixer.qkv_bias and layer.mixer.output_bias for layer in expected.layers)
 
 
-def test_modules_of_ernie_that_predict_more_tokens_are_left_out(make_target: MakeTarget, tmp_path: Path) -> None:
-    """Its published files have them beside the layers, and transformers leaves them out."""
-    shutil.copytree(make_target("ernie-moe"), tmp_path, dirs_exist_ok=True)
+LATER = ("layers.4.eh_proj", "layers.4.input_layernorm")
+MORE_TOKENS = {  # parts of names in published files
+    "ernie-moe": ("mtp_block.0.input_layernorm", "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0"),
+    "dots1": LATER,
+    "minimax-m2": LATER,
+    "solar-open": LATER,
+}
+
+
+@pytest.mark.parametrize("family", [family for family in MORE_TOKENS if family in RELATIVES])
+def test_modules_that_predict_more_tokens_are_left_out(family: str, make_target: MakeTarget, tmp_path: Path) -> None:
+    """Published files have them beside the layers or after the last one, and transformers leaves them out."""
+    shutil.copytree(make_target(family), tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model.safetensors"
-    names = ("block.0.input_layernorm", "emb_norm.0", "hidden_norm.0", "linear_proj.0")
-    save_file(load_file(file) | {f"model.mtp_{name}.weight": torch.ones(8) for name in names}, file, {"format": "pt"})
+    modules = {f"model.{name}.weight": torch.ones(8) for name in MORE_TOKENS[family]}
+    save_file(load_file(file) | modules, file, {"format": "pt"})
     assert_same_logits(tmp_path, load_config(tmp_path), load_model(tmp_path))
 
 
