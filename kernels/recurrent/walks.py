@@ -105,7 +105,7 @@ def plan_walks(layout: Layout, replays: Tensor, entries: Tensor, sources: Tensor
             steps[segment, : len(walk)] = torch.tensor(walk, dtype=torch.int32)
             counts[:, segment] = torch.tensor([len(walk), len(accepted)], dtype=torch.int32)
     device = layout.starts.device
-    return Walks(steps.to(device), *counts.to(device), inputs.to(device))
+    return Walks(steps.to(device), counts[0].to(device), counts[1].to(device), inputs.to(device))
 
 
 @plan_walks.kernel(when=lambda layout, *_: use_triton(layout.starts))

@@ -87,8 +87,8 @@ def test_the_module_of_a_multimodal_checkpoint_drafts(make_mtp: MakeMTP, tmp_pat
     folder = tmp_path / "wrapped"
     folder.mkdir()
     tensors = load_file(target.folder / "model.safetensors")
-    named = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in tensors.items()}
-    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    wrapped = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in tensors.items()}
+    save_file(wrapped, folder / "model.safetensors", {"format": "pt"})
     text = json.loads((target.folder / "config.json").read_text())
     del text["architectures"]
     config = {
