@@ -13,7 +13,7 @@ from slipstream.kernels.recurrent.delta import Records, Sizes, States, delta_net
 from slipstream.kernels.recurrent.walks import NOTHING, Chunks, PassPlan, Walks, plan_walks
 from slipstream.kernels.speculation.ragged import Layout
 from slipstream.kernels.speculation.verify import ancestor_masks
-from slipstream.tests.kernels.triton_runs import each_device, poisoned
+from slipstream.tests.kernels.triton_runs import SLOW, each_device, poisoned
 
 SMALL = Sizes(num_keys=2, num_values=4, key_dim=16, value_dim=16)
 NUM_CHANNELS = 128
@@ -160,7 +160,7 @@ def check(outputs: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SLOW)])
 def test_texts_equal_the_recurrence_over_each_alone(dtype: torch.dtype, device: str) -> None:
     """Prompts in chunks beside trees and chains of random nodes, of which random paths are accepted."""
     rng = random.Random(1)
