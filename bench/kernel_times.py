@@ -54,7 +54,7 @@ class KernelsConfig:
     windows: list[int] = field(default_factory=lambda: [0])
     """Committed tokens that a new one sees; 0: all."""
     kv_dtypes: list[str] = field(default_factory=lambda: ["bf16"])
-    """What the KV cache of attention holds: bf16, fp8."""
+    """Contents of attention's KV cache: bf16, fp8."""
     chunks: list[int] = field(default_factory=lambda: [0])
     """Chunks of prompts that share a ragged pass."""
     chunk_rows: int = 80

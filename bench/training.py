@@ -66,8 +66,8 @@ class StepConfig:
     block: int = 16
     """Tokens of a block."""
     heads: str = "none"
-    """What a block draft has besides its layers, with the losses that follow from it: none, dflash2, dspark,
-    dspark-gated, lilicorr or lilicorr-conv."""
+    """Heads of a block draft, with the losses that follow from them: none, dflash2, dspark, dspark-gated, lilicorr or
+    lilicorr-conv."""
     anchors: int = 512
     """Blocks per row."""
     loss: Literal["decay", "dpace"] = "decay"

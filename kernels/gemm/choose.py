@@ -31,7 +31,7 @@ from slipstream.kernels.launch import shared_memory, use_triton
 
 Format = Literal["16 bits", "fp8", "fp8 blocks", "int4", "mxfp4"]
 Kind = Literal["plain", "gated", "rotated", "mlp", "experts"]
-"""Of a product: alone; with the activation of a gated MLP; with the rotation of heads; a whole gated MLP; experts."""
+"""A product alone; with the activation of a gated MLP; with the rotation of heads; a whole gated MLP; experts."""
 Kernel = Literal[
     "library",  # torch's
     "library by parts",  # fixed_order.linear_by_parts

@@ -33,7 +33,6 @@ NEEDED_TOO: dict[str, frozenset[str]] = {
         + ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
     ),
 }
-ROUTER_FIELDS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "use_routing_bias": True}
 TAPS = 4  # of the convolution that there are kernels for
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 # Rotary embeddings -> the numbers, and the lists of numbers, that each must have.
@@ -382,13 +381,13 @@ class MoESpec:
     shared_size: int = 0
     """Intermediate size of an MLP that every token takes as well; 0: none."""
     shared_gate: bool = False
-    """That MLP's output is multiplied by the sigmoid of a learnt gate."""
+    """The output of that MLP is multiplied by the sigmoid of a learnt gate."""
     activation: ClampedSwiGLU | Literal["gelu_tanh"] | None = None
     """None: silu(gate) * up."""
     bias: bool = False
     """Router and experts have biases."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What the router makes of its logits."""
+    """Function by which the router makes scores of its logits."""
     correction: bool = False
     """A learnt bias, in fp32, is added to the scores for the choice alone (DeepSeek-V3, arXiv 2412.19437)."""
     logit_softcap: float | None = None
@@ -744,7 +743,7 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "MLPAct
     is_gpt_oss = architecture == "GptOssForCausalLM"
     name = family.count or ("num_experts" if "num_experts" in values else "num_local_experts")
     if family.scores == "sigmoid":
-        check_router(values)
+        families.check_unread(values, families.ROUTER_FIELDS)
     counts = {name: values[name] for name in ("num_experts", "num_local_experts") if name in values}
     if len(set(counts.values())) > 1:
         raise ValueError(f"config.json says how many experts there are twice: {counts}; delete the wrong one")
@@ -771,14 +770,6 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "MLPAct
         None if layer in dense else replace(spec, top_k=top_k)
         for layer, top_k in enumerate(numbers_of_experts(values, family.top_k))
     ]
-
-
-def check_router(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for fields of DeepSeek-V3's kind of router that ask for another one, which transformers does
-    not read."""
-    for name, supported in ROUTER_FIELDS.items():
-        if values.get(name) not in (None, supported):
-            raise ValueError(f"config.json: {name} is {values[name]!r}; supported: {supported!r}")
 
 
 def numbers_of_experts(values: Mapping[str, Any], name: str) -> list[int]:
@@ -816,8 +807,15 @@ def dense_layers(values: Mapping[str, Any], family: families.Mixture) -> set[int
         return set(range(0 if first == 0 else families.count_of(values, "first_k_dense_replace")))
     if family.layers == "between":
         step = families.count_of(values, "moe_layer_interval")
-        last = values["moe_layer_end_index"]
-        span = range(values["moe_layer_start_index"], len(layers) if last == -1 else last + 1)
+        first = values.get("moe_layer_start_index")
+        last = values.get("moe_layer_end_index")
+        last = len(layers) - 1 if last == -1 else last
+        if first is None or last is None or first not in layers or last not in layers:
+            raise ValueError(
+                f"config.json: moe_layer_start_index is {first!r} and moe_layer_end_index {last!r}; they must be "
+                f"layers, 0 to {len(layers) - 1}, the end also -1 for the last"
+            )
+        span = range(first, last + 1)
         return {layer for layer in layers if layer not in span or (layer + 1) % step}
     kinds = values.get("mlp_layer_types")
     if family.layers == "all" or kinds is None:

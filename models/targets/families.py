@@ -55,6 +55,8 @@ LAGUNA_FIELDS: dict[str, Any] = {
     "moe_router_score_func": "sigmoid",
     "rope_style": "rotate-half",
 }
+# The same of makers whose router is that of DeepSeek-V3.
+ROUTER_FIELDS: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "use_routing_bias": True}
 # Fields that only such models have.
 IMAGE_FIELDS = ("img_processor", "embd_layer", "vision_lora")  # Phi-3-vision and Phi-4-multimodal, with code of theirs
 MAMBA_FIELDS = (
@@ -82,7 +84,7 @@ class PerLayerSpec:
 
     vocab_size: int
     size: int
-    """Of a layer's part."""
+    """Numbers of a layer's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,7 @@ class Traits:
     attention: Mapping[str, Any] = field(default_factory=dict)
     """Fields of AttentionSpec."""
     attention_by_layer: Sequence[Mapping[str, Any]] = ()
-    """Those that differ by layer."""
+    """Fields of AttentionSpec that differ by layer."""
     layer: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of LayerSpec."""
     mlp_sizes: Sequence[int] = ()
@@ -128,7 +130,7 @@ class Traits:
     final_norm_offset: bool = True
     """So does the one after the last layer."""
     post_norm_eps: float | None = None
-    """Of the norms of outputs; None: `rms_norm_eps`."""
+    """Epsilon of the norms of outputs; None: `rms_norm_eps`."""
     embedding_norm: bool = False
     per_layer: PerLayerSpec | None = None
     embedding_scale: float | None = None
@@ -144,7 +146,7 @@ class Mixture:
     switch: str = ""
     """Whether there are any; empty: there are."""
     size: str = "intermediate_size"
-    """Of one expert."""
+    """Intermediate size of one expert."""
     top_k: str = "num_experts_per_tok"
     """How many a token takes; a list where layers differ."""
     count: str = ""
@@ -156,7 +158,7 @@ class Mixture:
     shared_experts: str = ""
     """How many experts of `size` every token takes, in place of `shared`."""
     shared_gate: bool = False
-    """That expert has a gate."""
+    """The shared expert has a gate."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     correction: bool = False
     """A bias is added to the scores for the choice alone."""
@@ -184,7 +186,7 @@ class MTPForm:
     experts: bool = True
     """Its layer has the family's experts, unless `mtp_mlp_layer_types` says otherwise; else an MLP."""
     kind: str = "full_attention"
-    """Of its layer, where the family has several kinds and `mtp_layer_types` does not say."""
+    """The kind of its layer, where the family has several and `mtp_layer_types` does not say."""
     count: str = "num_nextn_predict_layers"
     """The config's field of the number of modules; without it the files say whether there is one."""
     zero_first: bool = False
@@ -380,9 +382,7 @@ def laguna(values: Mapping[str, Any]) -> Traits:
     """Numbers of query heads differ by layer. Raises ValueError for gates that its code takes for others, and for
     fields of its makers' code that transformers does not read."""
     check_rotations(values)
-    for name, plain in LAGUNA_FIELDS.items():
-        if values.get(name) not in (None, plain):
-            raise ValueError(f"config.json: {name} is {values[name]!r}, which is not supported; only {plain!r} is")
+    check_unread(values, LAGUNA_FIELDS)
     gating = values.get("gating")
     if gating not in (True, "per-head", "per-element"):
         raise ValueError(f"config.json: gating is {gating!r}; it must be true, 'per-head' or 'per-element'")
@@ -395,6 +395,13 @@ def laguna(values: Mapping[str, Any]) -> Traits:
         )
     by_layer = [{"num_heads": count_of({name: number}, name)} for number in heads]
     return Traits(attention={"qk_norm": True, "gate": gate}, attention_by_layer=by_layer, partial_rotary=True)
+
+
+def check_unread(values: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
+    """Raises ValueError where a field that transformers does not read asks for another model than it makes."""
+    for name, value in supported.items():
+        if values.get(name) not in (None, value):
+            raise ValueError(f"config.json: {name} is {values[name]!r}, which is not supported; only {value!r} is")
 
 
 def check_rotations(values: Mapping[str, Any]) -> None:

@@ -65,7 +65,7 @@ class TreeOptions:
     window: int | None = None
     """Tokens that the draft's layers see at most, of a draft that was trained to see all."""
     kv_cache_dtype: str = "auto"
-    """Of the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
+    """Numbers in the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
 
     def __post_init__(self) -> None:
         check_draft_cache(self.kv_cache_dtype)
@@ -137,15 +137,15 @@ class DFlashOptions(TokenMapOptions):
     markov_candidates: int = MOST_SORTED
     """Tokens of each slot among which a draft's Markov head chooses."""
     admit_by: AdmitBy | None = None
-    """What says which nodes of all requests a step verifies, and how a tree grows: confidence, what the draft's
-    confidence head says; candidates, the probabilities of its tokens; position, places in the proposal alone, of nodes
-    that grew by the candidates. Default: confidence for drafts that have the head, else candidates."""
+    """Scores that decide which nodes of all requests a step verifies, and how a tree grows: confidence, those of the
+    draft's confidence head; candidates, the probabilities of its tokens; position, places in the proposal alone, of
+    nodes that grew by the candidates. Default: confidence for drafts that have the head, else candidates."""
     window: int | None = None
     """Committed tokens that the draft's layers see at most, of a draft that was trained to see all."""
     sample_from_anchor: bool | None = None
     """Whether slot 0, the anchor, predicts the token after it; for files that do not say it."""
     kv_cache_dtype: str = "auto"
-    """Of the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
+    """Numbers in the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
 
     def __post_init__(self) -> None:
         TokenMapOptions.__post_init__(self)

@@ -168,8 +168,8 @@ LATER: dict[str, list[Changes]] = {
         *({"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"n_routed_experts": 8}, {"hidden_act": "relu"}),
     ],
     "ernie-moe": [
-        *({"moe_layer_start_index": index} for index in (0, 3)),
-        *({"moe_layer_end_index": index} for index in (1, 3, -1)),
+        *({"moe_layer_start_index": index} for index in (0, 3, -1, None)),
+        *({"moe_layer_end_index": index} for index in (1, 3, -1, 9, None)),
         *({"moe_layer_interval": 2}, {"moe_num_shared_experts": 1}, {"use_bias": True}, {"moe_k": 3}, {"moe_k": 9}),
     ],
     "exaone-moe": [

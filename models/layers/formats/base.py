@@ -153,7 +153,7 @@ class Format(ABC):
     title: ClassVar[str]
     """For messages."""
     variants: ClassVar[str]
-    """What of it can be read, for messages."""
+    """Variants that can be read, for messages."""
     tensors: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {}
     """Tensors by which a quantised linear layer is known in files, with their dtypes."""
     scale_tensors: ClassVar[tuple[str, ...]] = ()
