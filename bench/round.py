@@ -7,10 +7,10 @@ loop, and of its captured passes alone.
 Each batch size decodes with `--draft none` and with the draft, in one run. `ms` is wall time per round while all
 requests decode; `graph_ms` of its graphs, replayed after the prompts; `gap_us` the median time between the end of one
 round on the device, its result's copy included, and the start of the next. `floor_ms` is the time to read the weights
-and the KV once per pass at the copy bandwidth measured in the same run; of a mixture's weights those of the experts
-that are hit (`experts`: how many in a layer of the target's pass, counted in a few rounds without graphs). A random
-draft repeats itself, and equal tokens hit the same experts; for mixtures independent tokens take the place of its own.
-`--profile` lists the kernels of a round.
+and the KV once per pass, and to read and write recurrent states, at the copy bandwidth measured in the same run; of a
+mixture's weights those of the experts that are hit (`experts`: how many in a layer of the target's pass, counted in a
+few rounds without graphs). A random draft repeats itself, and equal tokens hit the same experts; for mixtures
+independent tokens take the place of its own. `--profile` lists the kernels of a round.
 Prints a table, then one JSON line per row.
 """
 
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
+from math import prod
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +37,7 @@ from slipstream.bench.random_targets import random_pair
 from slipstream.config import run
 from slipstream.kernels.gemm.router import Routing
 from slipstream.models.layers.moe import Experts, Router
-from slipstream.models.targets.config import AttentionSpec
+from slipstream.models.targets.config import AttentionSpec, RecurrentSpec
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepPlan
@@ -376,8 +377,8 @@ def weight_bytes(layers: nn.ModuleList, hit: float | None) -> float:
 
 
 def passes(engine: Engine, length: float, nodes: float, hit: float | None) -> Iterator[tuple[float, float]]:
-    """(bytes of a request's KV at that length, bytes of weights) of the target's pass over `nodes` of each request, and
-    of each of the draft's; embeddings are not read.
+    """(bytes of a request's KV and states at that length, bytes of weights) of the target's pass over `nodes` of each
+    request, and of each of the draft's; embeddings are not read.
 
     A draft without a head of its own fills a block in one pass and reads the target's head; others take a pass a token,
     of which only the first fuses target states.
@@ -386,7 +387,7 @@ def passes(engine: Engine, length: float, nodes: float, hit: float | None) -> It
     drafter = engine.runner.drafter
     item = target.dtype.itemsize
     head = sum(x.nbytes for x in target.lm_head.parameters())
-    layers = [layer.attention for layer in target.config.layers]
+    layers = [layer.mixer for layer in target.config.layers]
     yield kv_bytes(layers, length, item), weight_bytes(target.layers, hit) + head
     module = getattr(drafter, "module", None)
     drafted = round(nodes) - 1
@@ -399,9 +400,15 @@ def passes(engine: Engine, length: float, nodes: float, hit: float | None) -> It
         yield kv_bytes(engine.engine_plan.draft.layers, length, item), read + is_block * head
 
 
-def kv_bytes(layers: Sequence[AttentionSpec], length: float, item: int) -> float:
-    sizes = [min(length, spec.window or length) * 2 * spec.num_kv_heads * spec.head_dim for spec in layers]
-    return item * sum(sizes)
+def kv_bytes(layers: Sequence[AttentionSpec | RecurrentSpec], length: float, item: int) -> float:
+    """Bytes of KV that a pass reads, and of fp32 states that it reads and writes."""
+    total = 0.0
+    for spec in layers:
+        if isinstance(spec, RecurrentSpec):
+            total += 2 * 4 * sum(prod(shape) for shape in spec.state_shapes.values())
+        else:
+            total += item * min(length, spec.window or length) * 2 * spec.num_kv_heads * spec.head_dim
+    return total
 
 
 if __name__ == "__main__":

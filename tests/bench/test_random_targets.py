@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.bench import random_targets
-from slipstream.bench.random_targets import CONFIGS, random_pair
+from slipstream.bench.random_targets import CONFIGS, published_spec, random_pair
 from slipstream.bench.round import (
     RoundConfig,
     count_experts,
@@ -17,7 +17,7 @@ from slipstream.bench.round import (
     start_requests,
     weight_bytes,
 )
-from slipstream.models.targets.config import MLPSpec, MoESpec, TargetSpec
+from slipstream.models.targets.config import MoESpec
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.request import Output, RequestStats
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run
@@ -129,11 +129,9 @@ def test_quantised_random_weights_serve(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs_are_of_what_their_names_say(name: str) -> None:
-    layers = TargetSpec.from_json(CONFIGS[name]).layers
-    assert all(
-        isinstance(layer.mlp, MLPSpec if name.startswith(("llama", "qwen3-8b", "tiny")) else MoESpec)
-        for layer in layers
-    )
+    layers = published_spec(name).layers
+    mixture = name.endswith(("a3b", "a3b-fp8", "a4b", "8x7b", "20b", "half"))
+    assert {isinstance(layer.mlp, MoESpec) or layer.experts is not None for layer in layers[1:]} == {mixture}
 
 
 def test_either_a_target_or_a_shape() -> None:
@@ -142,3 +140,20 @@ def test_either_a_target_or_a_shape() -> None:
             RoundConfig(**values)
     with pytest.raises(ValueError, match="shape is 'a'; choose of llama31-8b"), random_pair("a"):
         pass
+
+
+@pytest.mark.parametrize("name", ["qwen35-4b", "qwen36-35b-a3b", "gemma4-26b-a4b", "muse-30b", "glm45-air-half"])
+def test_random_weights_of_every_kind_of_layer_serve(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = SMALL | {"num_hidden_layers": 8, "num_experts_per_tok": 2, "head_dim": 32}
+    fields |= {key: value[:8] for key, value in CONFIGS[name].items() if key in ("layer_types", "layer_rope_theta")}
+    fields |= {key: 32 for key in CONFIGS[name] if key in ("global_head_dim", "linear_key_head_dim")}
+    fields |= {"linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    fields |= {"num_global_key_value_heads": 1, "n_routed_experts": 8, "top_k_experts": 2}
+    fields |= {"shared_expert_intermediate_size": 16}
+    monkeypatch.setitem(CONFIGS, "small", CONFIGS[name] | {k: v for k, v in fields.items() if k in CONFIGS[name]})
+    monkeypatch.setattr(random_targets, "DRAFT_VOCABULARY", 50)
+    with random_pair("small") as pair:
+        engine = build_engine(pair.target, pair.draft, simulate_accept_length=2.0)
+        answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
+    assert len(answers["1"].tokens) == 9
+    assert all(x.isfinite().all() for x in engine.runner.target.state_dict().values() if x.is_floating_point())
