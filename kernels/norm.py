@@ -1,5 +1,6 @@
-"""RMS norms (Zhang & Sennrich 2019) in one launch each: alone, after a residual add, of two inputs side by side, of a
-residual to which a normed row is added; and of parts of a row, such as query and key heads, in plain torch.
+"""RMS norms (Zhang & Sennrich 2019) in one launch each: alone, of heads before a gate, after a residual add, of two
+inputs side by side, of a residual to which a normed row is added; and of parts of a row, such as query and key heads,
+in plain torch.
 
 fp32 inside, rounded once. One program per row, in which a thread reads 16 bytes; the number of threads depends on the
 row's size alone, so a row's result does not depend on the number of rows. Results have the input's dtype. Weights
@@ -21,6 +22,7 @@ from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
 from slipstream.kernels.tiles import load_fp32
 
 LANE_ELEMENTS = 8  # 16 bytes of bf16
+GATED_HEADS = 4  # of a program
 
 
 @Op
@@ -41,6 +43,27 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(rows):
         _rms_norm[(len(rows),)](rows, weight, out, rows.stride(0), eps, **_launch(weight))
+    return out
+
+
+@Op
+def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norms heads x (..., K, H) and multiplies them by silu(gate), gate (..., K * H) -> (..., K * H) in x's dtype."""
+    normed = rms_norm.reference(x, weight, eps).flatten(-2)
+    return (normed * F.silu(gate.float())).to(x.dtype)
+
+
+@rms_norm_gated.kernel(when=on_gpu)
+def rms_norm_gated_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    heads = x.reshape(-1, *x.shape[-2:])
+    gates = as_rows(gate)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device).flatten(-2)
+    count, num_heads, size = heads.shape
+    if count:
+        _rms_norm_gated[(count, triton.cdiv(num_heads, GATED_HEADS))](
+            heads, gates, weight, out, gates.stride(0), num_heads, eps, SIZE=size, BLOCK=triton.next_power_of_2(size),
+            HEADS=GATED_HEADS, num_warps=4, **pdl_options(x.device),
+        )  # fmt: skip
     return out
 
 
@@ -184,6 +207,27 @@ def _rms_norm(
     wait_for_inputs(PDL)
     x = load_fp32(x_ptr + row * stride + columns, mask)
     _norm_row(x, weight, out_ptr + row * SIZE, columns, mask, eps, SIZE)
+
+
+@triton.jit
+def _rms_norm_gated(
+    x_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, num_heads, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads (axis 1) of a row (axis 0)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (head < num_heads) & (column < SIZE)
+    weight = load_fp32(weight_ptr + column, column < SIZE)
+    wait_for_inputs(PDL)
+    place = head * SIZE + column
+    x = load_fp32(x_ptr + row * num_heads * SIZE + place, inside)
+    gate = load_fp32(gate_ptr + row * gate_stride + place, inside)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
+    normed = (x * scale[:, None] * weight).to(out_ptr.dtype.element_ty).to(tl.float32)
+    gated = normed * gate / (1 + tl.exp(-gate))
+    tl.store(out_ptr + row * num_heads * SIZE + place, gated.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -45,14 +45,21 @@ class Records(NamedTuple):
     """Records of each row of a pass (T, ...), or of each node of a slot's last one (R, W, ...)."""
 
     inputs: Tensor  # (..., C) before the convolution
-    decay: Tensor  # (..., HV) fp32, g
-    beta: Tensor  # (..., HV) fp32
+    gates: Tensor  # (..., 2 HV) b and a: beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias)
 
 
-def delta_net(rows: Records, stored: Records, states: States, conv: Tensor, sizes: Sizes, plan: PassPlan) -> Tensor:
+class Weights(NamedTuple):
+    """Weights of a layer that its steps read."""
+
+    conv: Tensor  # (C, 4)
+    A_log: Tensor  # (HV,) fp32
+    dt_bias: Tensor  # (HV,) fp32
+
+
+def delta_net(rows: Records, stored: Records, states: States, weights: Weights, sizes: Sizes, plan: PassPlan) -> Tensor:
     """Takes the rows of a pass through the layer; returns outputs (T, HV, DV), zeros in unused rows.
 
-    conv (C, 4): weights of the convolution. Updates `states`, and stores the nodes' records for the next pass. Three
+    Updates `states`, and stores the nodes' records for the next pass. Three
     launches; the reference is the layer's own step (models/layers/delta_net.py).
     """
     layout, walks, entries, chunks = plan
@@ -66,15 +73,16 @@ def delta_net(rows: Records, stored: Records, states: States, conv: Tensor, size
     assert all(x.is_contiguous() for x in (*stored, *states))
     channels = torch.empty(num_buffer, num_channels, dtype=rows.inputs.dtype, device=device)
     gates = torch.empty(num_buffer, 2, sizes.num_values, device=device)
-    outputs = torch.zeros(num_rows, sizes.num_values, sizes.value_dim, dtype=rows.inputs.dtype, device=device)
+    outputs = torch.empty(num_rows, sizes.num_values, sizes.value_dim, dtype=rows.inputs.dtype, device=device)
     if num_rows == 0 or num_decoding + num_chunks == 0:
-        return outputs
+        return outputs.zero_()
     heads = triton.next_power_of_2(sizes.num_values)
     blocks = triton.cdiv(num_channels, BLOCK_CHANNELS)
     shared = {"BLOCK": BLOCK_CHANNELS, "HEADS": heads, "STATE": STATE, "NOTHING": NOTHING, **pdl_options(device)}
     _convolve[(num_buffer, blocks + 1)](
-        channels, gates, rows, stored, states.inputs, conv, walks, rows.inputs.stride(0), rows.decay.stride(0),
-        rows.beta.stride(0), num_channels, sizes.num_values, TAPS=TAPS, num_warps=4, **shared,
+        channels, gates, outputs, rows, stored, states.inputs, weights, walks, rows.inputs.stride(0),
+        rows.gates.stride(0), num_rows, num_channels, sizes.num_values * sizes.value_dim, sizes.num_values,
+        TAPS=TAPS, num_warps=4, **shared,
     )  # fmt: skip
     block = min(BLOCK_VALUES, triton.next_power_of_2(sizes.value_dim))
     _step_states[(num_decoding + num_chunks, sizes.num_values, triton.cdiv(sizes.value_dim, block))](
@@ -85,8 +93,7 @@ def delta_net(rows: Records, stored: Records, states: States, conv: Tensor, size
     )  # fmt: skip
     _keep[(num_decoding + num_chunks, blocks + 1)](
         rows, stored, states.inputs, layout, walks, entries, chunks, rows.inputs.stride(0),
-        rows.decay.stride(0), rows.beta.stride(0), num_decoding, num_nodes,
-        num_channels, sizes.num_values, TAPS=TAPS, num_warps=4, **shared,
+        rows.gates.stride(0), num_decoding, num_nodes, num_channels, sizes.num_values, TAPS=TAPS, num_warps=4, **shared,
     )  # fmt: skip
     return outputs
 
@@ -110,48 +117,52 @@ def _input(
 
 @triton.jit
 def _convolve(
-    channels, gates, rows, stored, state_inputs, conv, walks, x_stride, decay_stride, beta_stride,
-    num_channels, num_heads,
+    channels, gates, outputs, rows, stored, state_inputs, weights, walks, x_stride, gate_stride, num_rows,
+    num_channels, num_outputs, num_heads,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row of the buffer (axis 0), and a block of its channels, or its gates (axis 1)."""
+    """A row of the buffer (axis 0), and a block of its channels, or its gates (axis 1). Unused rows put out zeros."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(walks.sources + row * TAPS)
     if source != NOTHING:
         if tl.program_id(1) == 0:
-            _copy_gates(gates, rows, stored, row, source, decay_stride, beta_stride, num_heads, HEADS)
+            _read_gates(gates, rows, stored, weights, row, source, gate_stride, num_heads, HEADS)
         else:
             channel = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)
             exists = channel < num_channels
             total = tl.zeros((BLOCK,), tl.float32)
             for column in tl.static_range(TAPS):
-                tap = tl.load(conv + channel * TAPS + TAPS - 1 - column, mask=exists, other=0.0).to(tl.float32)
+                tap = tl.load(weights.conv + channel * TAPS + TAPS - 1 - column, mask=exists, other=0.0).to(tl.float32)
                 before = tl.load(walks.sources + row * TAPS + column)
                 total += tap * _input(
                     rows, stored, state_inputs, before, channel, exists, x_stride, num_channels, STATE, NOTHING
                 )
             total = total / (1 + tl.exp(-total))
             tl.store(channels + row * num_channels + channel, total.to(channels.dtype.element_ty), mask=exists)
+    elif row < num_rows:
+        column = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)
+        zeros = tl.zeros((BLOCK,), outputs.dtype.element_ty)
+        tl.store(outputs + row * num_outputs + column, zeros, mask=(column >= 0) & (column < num_outputs))
 
 
 @triton.jit
-def _copy_gates(gates, rows, stored, row, source, decay_stride, beta_stride, num_heads, HEADS: tl.constexpr):
-    """Copies the gates of a row of the pass, or of a record."""
+def _read_gates(gates, rows, stored, weights, row, source, stride, num_heads, HEADS: tl.constexpr):
+    """g and beta of a row of the pass, or of a record."""
     head = tl.arange(0, HEADS)
     has_head = head < num_heads
-    decay = tl.zeros((HEADS,), tl.float32)
-    beta = tl.zeros((HEADS,), tl.float32)
+    place = stored.gates + (-1 - source).to(tl.int64) * 2 * num_heads + head
     if source >= 0:
-        decay = tl.load(rows.decay + source.to(tl.int64) * decay_stride + head, mask=has_head, other=0.0)
-        beta = tl.load(rows.beta + source.to(tl.int64) * beta_stride + head, mask=has_head, other=0.0)
-    else:
-        record = (-1 - source) * num_heads + head
-        decay = tl.load(stored.decay + record, mask=has_head, other=0.0)
-        beta = tl.load(stored.beta + record, mask=has_head, other=0.0)
+        place = rows.gates + source.to(tl.int64) * stride + head
+    b = tl.load(place, mask=has_head, other=0.0)
+    a = tl.load(place + num_heads, mask=has_head, other=0.0).to(tl.float32)
+    a += tl.load(weights.dt_bias + head, mask=has_head, other=0.0)
+    rate = tl.exp(tl.load(weights.A_log + head, mask=has_head, other=0.0))
+    softplus = tl.where(a > 20, a, tl.log(1 + tl.exp(tl.minimum(a, 20.0))))
+    beta = (1 / (1 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)  # rounded as transformers rounds it
     place = gates + row * 2 * num_heads + head
-    tl.store(place, decay, mask=has_head)
+    tl.store(place, -rate * softplus, mask=has_head)
     tl.store(place + num_heads, beta, mask=has_head)
 
 
@@ -238,8 +249,8 @@ def _step_states(
 
 @triton.jit
 def _keep(
-    rows, stored, state_inputs, layout, walks, entries, chunks, x_stride, decay_stride, beta_stride,
-    num_decoding, num_nodes, num_channels, num_heads,
+    rows, stored, state_inputs, layout, walks, entries, chunks, x_stride, gate_stride, num_decoding, num_nodes,
+    num_channels, num_heads,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -255,7 +266,7 @@ def _keep(
         exists = (channel >= 0) & (channel < num_channels)
         if segment < num_decoding:
             if tl.program_id(1) == 0:
-                _keep_gates(rows, stored, start, size, slot * num_nodes, decay_stride, beta_stride, num_heads, HEADS)
+                _keep_gates(rows, stored, start, size, slot * num_nodes, gate_stride, num_heads, HEADS)
             else:
                 # What the root reads before itself is what the state's inputs are after the replay.
                 entry = tl.load(entries + segment)
@@ -278,16 +289,12 @@ def _keep(
 
 
 @triton.jit
-def _keep_gates(rows, stored, start, size, first, decay_stride, beta_stride, num_heads, HEADS: tl.constexpr):
-    head = tl.arange(0, HEADS)
-    has_head = head < num_heads
+def _keep_gates(rows, stored, start, size, first, stride, num_heads, HEADS: tl.constexpr):
+    gate = tl.arange(0, 2 * HEADS)
+    exists = gate < 2 * num_heads
     for node in range(size):
-        row = (start + node).to(tl.int64)
-        decay = tl.load(rows.decay + row * decay_stride + head, mask=has_head)
-        beta = tl.load(rows.beta + row * beta_stride + head, mask=has_head)
-        place = (first + node) * num_heads + head
-        tl.store(stored.decay + place, decay, mask=has_head)
-        tl.store(stored.beta + place, beta, mask=has_head)
+        value = tl.load(rows.gates + (start + node).to(tl.int64) * stride + gate, mask=exists)
+        tl.store(stored.gates + (first + node) * 2 * num_heads + gate, value, mask=exists)
 
 
 @triton.jit

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from slipstream.kernels.recurrent.delta import Records, Sizes, States, delta_net
+from slipstream.kernels.norm import rms_norm_gated
+from slipstream.kernels.recurrent.delta import Records, Sizes, States, Weights, delta_net
 from slipstream.kernels.recurrent.walks import PassPlan
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.linear import Linear
@@ -54,20 +55,19 @@ class DeltaNet(RecurrentMixer):
         """Its tokens are in the order of the text, or along a tree's paths: who keeps the states knows."""
         projected = self.in_proj(x)
         channels = sum(self.sizes)
-        beta, steps = self.gate_proj(x).chunk(2, dim=-1)
-        decay = -self.A_log.exp() * softplus(steps.float() + self.dt_bias)
-        record = {"inputs": projected[..., :channels], "decay": decay, "beta": beta.sigmoid().float()}
-        out = self.norm(attention.recur(record, self.layer))  # (..., B, V)
-        gate = projected[..., channels:].unflatten(-1, (self.num_heads, -1))
-        return self.out_proj((out * silu(gate.float())).to(x.dtype).flatten(-2))
+        record = {"inputs": projected[..., :channels], "gates": self.gate_proj(x)}
+        out = attention.recur(record, self.layer)  # (..., B, V)
+        return self.out_proj(rms_norm_gated(out, projected[..., channels:], self.norm.weight, self.norm.eps))
 
     def step(self, state: State, record: Record) -> State:
         inputs = torch.cat((state["inputs"], record["inputs"].float()[:, None]), dim=1)  # (n, taps, C)
         keys, values = self._convolve(inputs, self.sizes[0], sum(self.sizes)).split(self.sizes[1:], dim=-1)
         k = self._heads(keys)  # (n, B, K)
-        memory = state["memory"] * record["decay"].exp()[..., None, None]
+        beta, steps = record["gates"].chunk(2, dim=-1)
+        decay = -self.A_log.exp() * softplus(steps.float() + self.dt_bias)
+        memory = state["memory"] * decay.exp()[..., None, None]
         recalled = (memory * k[..., None]).sum(-2)
-        update = record["beta"][..., None] * (values.unflatten(-1, (self.num_heads, -1)) - recalled)
+        update = beta.sigmoid().float()[..., None] * (values.unflatten(-1, (self.num_heads, -1)) - recalled)
         return {"inputs": inputs[:, 1:], "memory": memory + k[..., None] * update[..., None, :]}
 
     def read(self, before: State, after: State, record: Record) -> Tensor:
@@ -76,8 +76,8 @@ class DeltaNet(RecurrentMixer):
         return (after["memory"] * q[..., None]).sum(-2).to(record["inputs"].dtype)
 
     def run(self, rows: Record, stored: Record, states: State, plan: PassPlan) -> Tensor:
-        conv = self.conv1d.weight[:, 0]
-        return delta_net(Records(**rows), Records(**stored), States(**states), conv, self.kernel_sizes, plan)
+        weights = Weights(self.conv1d.weight[:, 0], self.A_log, self.dt_bias)
+        return delta_net(Records(**rows), Records(**stored), States(**states), weights, self.kernel_sizes, plan)
 
     def _convolve(self, inputs: Tensor, start: int, end: int) -> Tensor:
         """inputs (n, taps, C) -> (n, end - start) of these channels."""

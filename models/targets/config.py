@@ -328,8 +328,7 @@ class DeltaNetSpec(RecurrentSpec):
 
     @property
     def record_shapes(self) -> Mapping[str, RecordShape]:
-        gate = RecordShape((self.num_value_heads,), is_fp32=True)
-        return {"inputs": RecordShape((sum(self.sizes),)), "decay": gate, "beta": gate}
+        return {"inputs": RecordShape((sum(self.sizes),)), "gates": RecordShape((2 * self.num_value_heads,))}
 
 
 def quotient(name: str, size: int, world: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.qwen3_next import modeling_qwen3_next as oracle
 
-from slipstream.kernels.recurrent.delta import Records, Sizes, States, delta_net
+from slipstream.kernels.recurrent.delta import Records, Sizes, States, Weights, delta_net
 from slipstream.kernels.recurrent.walks import NOTHING, Chunks, PassPlan, Walks, plan_walks
 from slipstream.kernels.speculation.ragged import Layout
 from slipstream.kernels.speculation.verify import ancestor_masks
@@ -17,7 +17,7 @@ from slipstream.tests.kernels.triton_runs import SLOW, each_device, poisoned
 
 SMALL = Sizes(num_keys=2, num_values=4, key_dim=16, value_dim=16)
 NUM_CHANNELS = 128
-WIDTH = NUM_CHANNELS + 2 * SMALL.num_values  # of random inputs: channels, decays, betas
+WIDTH = NUM_CHANNELS + 2 * SMALL.num_values  # of random inputs: channels, gates
 SLOTS = 5
 NODES = 8
 
@@ -39,12 +39,13 @@ class Layer:
         rng = torch.Generator().manual_seed(0)
         self.device = torch.device(device)
         self.dtype = dtype
-        self.conv = (torch.randn(NUM_CHANNELS, 4, generator=rng) * 0.6).to(device, dtype)
         heads = SMALL.num_values
+        conv = (torch.randn(NUM_CHANNELS, 4, generator=rng) * 0.6).to(device, dtype)
+        rates, biases = torch.randn(2, heads, generator=rng).to(device)
+        self.weights = Weights(conv, rates, biases)
         self.stored = Records(
             torch.zeros(SLOTS, NODES, NUM_CHANNELS, dtype=dtype, device=device),
-            torch.zeros(SLOTS, NODES, heads, device=device),
-            torch.zeros(SLOTS, NODES, heads, device=device),
+            torch.zeros(SLOTS, NODES, 2 * heads, dtype=dtype, device=device),
         )
         self.states = States(
             torch.full((SLOTS + 1, 3, NUM_CHANNELS), torch.nan, device=device),
@@ -90,9 +91,11 @@ class Layer:
         chunks = Chunks(
             chunk_slots, chunk_slots, torch.full_like(chunk_slots, SLOTS), torch.full_like(chunk_slots, mark)
         )
-        rows = Records(inputs[:, :NUM_CHANNELS].to(self.dtype), *gates_of(inputs))
+        rows = Records(*inputs.to(self.dtype).split((NUM_CHANNELS, 2 * SMALL.num_values), dim=1))
         plan = PassPlan(layout, self.plan(layout, entries, chunk_slots), entries, chunks)
-        outputs = delta_net(rows, self.stored, self.states, self.conv, SMALL, plan)
+        with poisoned():
+            outputs = delta_net(rows, self.stored, self.states, self.weights, SMALL, plan)
+        assert not outputs[layout.starts[-1] :].any(), "of unused rows"
         for segment in segments:
             path = segment.path if segment.parents is not None else []
             self.replays[segment.slot] = torch.tensor(path + [-1] * (NODES - len(path)), dtype=torch.int32)
@@ -115,26 +118,23 @@ class Layer:
         return walks
 
 
-def gates_of(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Decays and betas (n, HV) of random inputs."""
-    decay, beta = inputs[:, NUM_CHANNELS:].chunk(2, dim=1)
-    return -F.softplus(decay), beta.sigmoid()
-
-
 def alone(layer: Layer, text: Tensor) -> Tensor:
     """Outputs (n, HV, DV) of one text by the convolution of torch and the recurrence of transformers."""
     x = text[:, :NUM_CHANNELS].to(layer.dtype).float()
-    conv = layer.conv.float().cpu()
+    weights = layer.weights
+    conv = weights.conv.float().cpu()
     mixed = F.silu(F.conv1d(F.pad(x.T, (3, 0)), conv[:, None], groups=NUM_CHANNELS)).T.to(layer.dtype).float()
     keys = SMALL.num_keys * SMALL.key_dim
     q, k, v = (part[None] for part in mixed.split((keys, keys, SMALL.num_values * SMALL.value_dim), dim=1))
-    decay, beta = gates_of(text)
+    b, a = text[:, NUM_CHANNELS:].to(layer.dtype).chunk(2, dim=1)
+    decay = -weights.A_log.exp().cpu() * F.softplus(a.float() + weights.dt_bias.cpu())
     ratio = SMALL.num_values // SMALL.num_keys
     outputs, _ = oracle.torch_recurrent_gated_delta_rule(
         q.unflatten(-1, (SMALL.num_keys, -1)).repeat_interleave(ratio, dim=2),
         k.unflatten(-1, (SMALL.num_keys, -1)).repeat_interleave(ratio, dim=2),
         v.unflatten(-1, (SMALL.num_values, -1)),
-        decay[None], beta[None], initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        decay[None], b.sigmoid().float()[None], initial_state=None, output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     return outputs[0]
 

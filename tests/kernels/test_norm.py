@@ -13,6 +13,7 @@ from slipstream.kernels.norm import (
     norm_add_norm,
     norm_heads,
     rms_norm,
+    rms_norm_gated,
     rms_norm_pair,
     rms_norm_parts,
 )
@@ -52,6 +53,27 @@ def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: 
     weight = random(shape[1:], dtype, device, 1)
     with poisoned():
         check(kernel(x, weight, EPS), normed(x, weight), dtype)
+
+
+@grouped()
+@each_device
+@pytest.mark.parametrize("kernel", [rms_norm_gated.reference, rms_norm_gated.triton])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    rotating([(1, 3, 16), (5, 6, 80), pytest.param((33, 48, 128), marks=pytest.mark.gpu)], TOLERANCES),
+)
+def test_rms_norm_gated(
+    kernel: Callable[..., Tensor], shape: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    rows, heads, size = shape
+    x = random(shape, dtype, device, 0)
+    gate = random_rows((rows, heads * size), dtype, device, 1)
+    weight = random((size,), dtype, device, 2, scale=1.0)
+    with poisoned():
+        actual = kernel(x, gate, weight, EPS)
+    expected = normed(x, weight).flatten(1) * torch.nn.functional.silu(gate.double())
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, atol=4 * TOLERANCES[dtype], rtol=2 * TOLERANCES[dtype])
 
 
 @grouped("dtype")
