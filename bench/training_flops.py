@@ -1,7 +1,8 @@
 """Arithmetic that a training step needs, by part: what its products take in exact numbers, recomputed or wasted work
 left out. A product of (m, k) and (k, n) is 2 m k n operations; backward it is that again for each operand that learns.
 
-Of elementwise arithmetic the convolutions' taps alone are counted, a multiplication and an addition each.
+Of elementwise arithmetic the convolutions' taps alone are counted, a multiplication and an addition each. Steps of
+recurrent states are left out.
 """
 
 import torch
@@ -13,7 +14,7 @@ from slipstream.models.drafts.heads.confidence import ConfidenceHead
 from slipstream.models.drafts.heads.lilicorr import LiLiCorr
 from slipstream.models.drafts.heads.markov import MarkovHead
 from slipstream.models.drafts.heads.selector import CandidateSelector
-from slipstream.models.targets.config import MoESpec, TargetSpec
+from slipstream.models.targets.config import AttentionSpec, DeltaNetSpec, MoESpec, TargetSpec
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.batches import Batch
 from slipstream.train.blocks import draw_anchors, find_blocks
@@ -42,10 +43,11 @@ def target_flops(target: FrozenTarget, batch: Batch) -> dict[str, int]:
     assert isinstance(config, TargetSpec)
     lengths = document_lengths(batch)
     pairs = int((lengths * (lengths + 1) // 2).sum())
-    width = config.num_heads * config.head_dim
+    mixers = [layer.mixer for layer in config.layers]
+    width = sum(mixer.num_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, AttentionSpec))
     return {
         "target": 2 * weights_read(target) * batch.tokens.numel(),
-        "target attention": 4 * width * pairs * len(target.layers),
+        "target attention": 4 * width * pairs,
     }
 
 
@@ -56,9 +58,13 @@ def weights_read(target: FrozenTarget) -> int:
     size = config.hidden_size
     total = 0
     for layer in config.layers:
-        attention = layer.attention
         mlp = layer.mlp
-        total += 2 * size * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
+        if isinstance(layer.mixer, DeltaNetSpec):
+            values = layer.mixer.num_value_heads * (layer.mixer.value_dim + 1)
+            total += size * (sum(layer.mixer.sizes) + 2 * values)
+        else:
+            attention = layer.attention
+            total += 2 * size * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
         if isinstance(mlp, MoESpec):
             total += size * (3 * (mlp.top_k * mlp.intermediate_size + mlp.shared_size) + mlp.num_experts)
         else:
