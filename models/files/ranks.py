@@ -1,10 +1,12 @@
 """The part of a checkpoint's tensors that a rank of tensor parallelism has.
 
 `TargetSpec.shard` says how large a rank's layers are. The rest follows: a tensor is cut along the axis in which the
-rank's layer expects fewer numbers, whatever its format. Slices are views, so only their bytes are read.
+rank's layer expects fewer numbers, whatever its format. Slices are views, or copies of several, so only their bytes are
+read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,14 +23,15 @@ ADDED_BIASES = (".o_proj.bias", ".down_proj.bias", ".down_proj_bias")  # of outp
 
 
 class Slice(NamedTuple):
-    """A range of a tensor."""
+    """A rank's part of a tensor."""
 
     axis: int
-    start: int
-    length: int
+    ranges: list[tuple[int, int]]  # start and length; several where outputs are of several kinds
 
-    def view(self, tensor: Tensor) -> Tensor:
-        return tensor.narrow(self.axis, self.start, self.length)
+    def read(self, tensor: Tensor) -> Tensor:
+        """Returns a view, or a copy of several ranges."""
+        views = [tensor.narrow(self.axis, start, length) for start, length in self.ranges]
+        return views[0] if len(views) == 1 else torch.cat(views, self.axis)
 
 
 def rank_tensors(
@@ -42,7 +45,7 @@ def rank_tensors(
     """
     apart = take_apart(network, check_tensors(network, tensors, source), tensors)
     slices = rank_slices(network, local, apart, rank, world)
-    pieces = {name: slices[name].view(tensor) if name in slices else tensor for name, tensor in apart.items()}
+    pieces = {name: slices[name].read(tensor) if name in slices else tensor for name, tensor in apart.items()}
     added = [name for name in pieces if rank > 0 and name.endswith(ADDED_BIASES)]
     return pieces | {name: torch.zeros_like(pieces[name]) for name in added}
 
@@ -51,17 +54,32 @@ def rank_slices(
     network: nn.Module, local: nn.Module, tensors: Mapping[str, Tensor], rank: int, world: int
 ) -> dict[str, Slice]:
     """Returns a rank's slices by the names of tensors; tensors that every rank has whole are left out."""
-    shapes = expected_tensors(network, places_of(network))
-    local_shapes = expected_tensors(local, places_of(local))
+    places = places_of(network)
+    local_places = places_of(local)
+    shapes = expected_tensors(network, places)
+    local_shapes = expected_tensors(local, local_places)
     slices = {}
     for name, tensor in tensors.items():
         layout = shapes[name].shapes.index(tuple(tensor.shape))
         shape = local_shapes[name].shapes[layout]
         axis = _cut_axis(tensor.shape, shape)
         if axis is not None:
-            length = shape[axis]
-            slices[name] = Slice(axis, _slice_start(tensor.shape[axis], length, rank, world), length)
+            sizes = _sections(places[name], tensor.shape[axis])
+            lengths = _sections(local_places[name], shape[axis])
+            starts = accumulate(sizes, initial=0)
+            ranges = [
+                (start + _slice_start(size, length, rank, world), length)
+                for start, size, length in zip(starts, sizes, lengths, strict=False)
+            ]
+            slices[name] = Slice(axis, ranges)
     return slices
+
+
+def _sections(place: Place, size: int) -> list[int]:
+    """Returns the numbers of a tensor's rows, `size` in all, that are of the same kind of outputs: scales and packed
+    rows are fewer than outputs."""
+    sections = getattr(place.owner, "sections", {}).get(place.part, [size])
+    return [section * size // sum(sections) for section in sections]
 
 
 def rank_heads(scales: Tensor | None, num_heads: int, rank: int, world: int) -> Tensor | None:
@@ -112,7 +130,10 @@ def _sizes(layer: nn.Module, part: nn.Module) -> Iterator[tuple[str, int, int, i
         yield "inputs", layer.in_features, part.in_features, inputs
         for name, rows in layer.parts.items():
             local_rows = part.parts[name]
-            yield f"outputs of {name}", rows.stop - rows.start, local_rows.stop - local_rows.start, outputs
+            sections = layer.sections.get(name, [rows.stop - rows.start])
+            local_sections = part.sections.get(name, [local_rows.stop - local_rows.start])
+            for size, local_size in zip(sections, local_sections, strict=True):
+                yield f"outputs of {name}", size, local_size, outputs
     elif isinstance(layer, Experts) and isinstance(part, Experts):
         yield "channels in an expert", layer.spec.intermediate_size, part.spec.intermediate_size, layer.unit
 

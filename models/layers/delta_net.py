@@ -8,6 +8,8 @@ q, k and v come out of a causal convolution over the last few tokens, so a state
 Letters: n tokens, C channels of the convolution (q, k, v), A and B key and value heads, K and V their dims.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
@@ -27,9 +29,10 @@ NORM_EPS = 1e-6  # of queries and keys, whatever the model's is
 class Convolution(nn.Module):
     """The weight of a depthwise convolution, one kernel per channel."""
 
-    def __init__(self, channels: int, taps: int) -> None:
+    def __init__(self, sizes: Sequence[int], taps: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.sections = {None: sizes}
+        self.weight = nn.Parameter(torch.empty(sum(sizes), 1, taps))
 
 
 class DeltaNet(RecurrentMixer):
@@ -44,8 +47,9 @@ class DeltaNet(RecurrentMixer):
         self.kernel_sizes = Sizes(spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim)
         values = spec.num_value_heads * spec.value_dim
         self.in_proj = Linear(hidden_size, {"in_proj_qkv": sum(spec.sizes), "in_proj_z": values})
+        self.in_proj.sections = {"in_proj_qkv": spec.sizes}
         self.gate_proj = Linear(hidden_size, {"in_proj_b": self.num_heads, "in_proj_a": self.num_heads})
-        self.conv1d = Convolution(sum(spec.sizes), spec.taps)
+        self.conv1d = Convolution(spec.sizes, spec.taps)
         self.A_log = nn.Parameter(torch.zeros(self.num_heads))
         self.dt_bias = nn.Parameter(torch.ones(self.num_heads))
         self.norm = RMSNorm(spec.value_dim, eps)

@@ -3,7 +3,7 @@
 Letters: I and O input and output channels, H hidden, V target and Vd draft vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import ClassVar
 
@@ -59,6 +59,7 @@ class Linear(nn.Linear):
     product_format: ProductFormat = "16 bits"
     sums_fast = False  # without an order: sums of many rows may be less exact than fp32, where a format gains by it
     units = (1, 1)  # of outputs and of inputs, which a slice of the weights does not cut
+    sections: Mapping[str | None, Sequence[int]] = {}  # outputs in a part by kind; a rank has a slice of each
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of parameters that are not stored in the network's dtype
     is_plain: ClassVar[bool] = True  # its weights are stored as one matrix (O, I) of floats
 

@@ -247,7 +247,7 @@ class AttentionSpec:
         return replace(
             self,
             num_heads=quotient("num_attention_heads", self.num_heads, world),
-            num_kv_heads=kv_heads_of_rank(self.num_kv_heads, world),
+            num_kv_heads=shared_heads("num_key_value_heads", self.num_kv_heads, world),
         )
 
 
@@ -284,7 +284,7 @@ class RecurrentSpec(ABC):
 
     def shard(self, world: int) -> "RecurrentSpec":
         """Returns one of `world` ranks' part."""
-        raise ValueError(f"layers with recurrent state run on 1 rank, not on {world}; use 1 rank")
+        raise ValueError(f"layers called {self.module_name} run on 1 rank, not on {world}; use 1 rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +330,13 @@ class DeltaNetSpec(RecurrentSpec):
     def record_shapes(self) -> Mapping[str, RecordShape]:
         return {"inputs": RecordShape((sum(self.sizes),)), "gates": RecordShape((2 * self.num_value_heads,))}
 
+    def shard(self, world: int) -> "DeltaNetSpec":
+        return replace(
+            self,
+            num_key_heads=shared_heads("linear_num_key_heads", self.num_key_heads, world),
+            num_value_heads=quotient("linear_num_value_heads", self.num_value_heads, world),
+        )
+
 
 def quotient(name: str, size: int, world: int) -> int:
     """size / world. Raises ValueError where that is no integer."""
@@ -338,11 +345,12 @@ def quotient(name: str, size: int, world: int) -> int:
     return size // world
 
 
-def kv_heads_of_rank(num_kv_heads: int, world: int) -> int:
-    """Returns the KV heads of a rank. Where ranks are more than heads, each has a copy of one."""
-    if num_kv_heads < world and world % num_kv_heads == 0:
+def shared_heads(name: str, num_heads: int, world: int) -> int:
+    """Returns a rank's number of heads that several others read. Where ranks are more than heads, each has a copy of
+    one."""
+    if num_heads < world and world % num_heads == 0:
         return 1
-    return quotient("num_key_value_heads", num_kv_heads, world)
+    return quotient(name, num_heads, world)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -572,7 +580,7 @@ class TargetSpec(DecoderShape):
         return replace(
             self,
             num_heads=quotient("num_attention_heads", self.num_heads, world),
-            num_kv_heads=kv_heads_of_rank(self.num_kv_heads, world),
+            num_kv_heads=shared_heads("num_key_value_heads", self.num_kv_heads, world),
             vocab_size=quotient("vocab_size", self.vocab_size, world),
             intermediate_size=quotient("intermediate_size", size, world) if is_dense else size,
             layers=tuple(

@@ -63,6 +63,7 @@ class QuantizedLinear(Linear, ABC):
         self.in_features = like.in_features
         self.out_features = like.out_features
         self.parts = like.parts
+        self.sections = like.sections
         self.bias = like.bias
         self.dtypes = dict(self.storage)  # type: ignore[misc]
 
