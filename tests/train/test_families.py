@@ -16,7 +16,7 @@ from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.trackers import read_metrics
 
 # Later than the oldest transformers that we allow:
-LATER_FAMILIES = ("gemma4-experts", "gemma4-shared", "laguna", "ministral3", "muse-glimmer")
+LATER_FAMILIES = ("gemma4-experts", "gemma4-shared", "laguna", "ministral3", "muse-glimmer", "qwen3-5")
 LATER = [name for name in LATER_FAMILIES if name in RELATIVES]
 
 
