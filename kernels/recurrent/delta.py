@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import pdl_options, wait_for_inputs
-from slipstream.kernels.recurrent.walks import EMIT, NOTHING, RESTART, ROW, STATE, TAPS, PassPlan
+from slipstream.kernels.recurrent.walks import EMIT, NOTHING, NUM_COLUMNS, RESTART, ROW, STATE, TAPS, PassPlan
 
 EPSILON = 1e-6  # under the root of the norms of k and q
 BLOCK_CHANNELS = 1024  # of a program of the convolution
@@ -62,11 +62,10 @@ def delta_net(rows: Records, stored: Records, states: States, weights: Weights, 
     Updates `states`, and stores the nodes' records for the next pass. Three
     launches; the reference is the layer's own step (models/layers/delta_net.py).
     """
-    layout, walks, entries, chunks = plan
+    layout, walks, columns, num_decoding = plan
     num_rows, num_channels = rows.inputs.shape
     num_nodes = stored.inputs.shape[1]
-    num_decoding = len(entries)
-    num_chunks = len(chunks.entries)
+    num_segments = len(layout.segment_slots)
     device = rows.inputs.device
     num_buffer = len(walks.sources)
     assert all(x.stride(-1) == 1 for x in rows)
@@ -74,7 +73,7 @@ def delta_net(rows: Records, stored: Records, states: States, weights: Weights, 
     channels = torch.empty(num_buffer, num_channels, dtype=rows.inputs.dtype, device=device)
     gates = torch.empty(num_buffer, 2, sizes.num_values, device=device)
     outputs = torch.empty(num_rows, sizes.num_values, sizes.value_dim, dtype=rows.inputs.dtype, device=device)
-    if num_rows == 0 or num_decoding + num_chunks == 0:
+    if num_rows == 0 or num_segments == 0:
         return outputs.zero_()
     heads = triton.next_power_of_2(sizes.num_values)
     blocks = triton.cdiv(num_channels, BLOCK_CHANNELS)
@@ -85,14 +84,14 @@ def delta_net(rows: Records, stored: Records, states: States, weights: Weights, 
         TAPS=TAPS, num_warps=4, **shared,
     )  # fmt: skip
     block = min(BLOCK_VALUES, triton.next_power_of_2(sizes.value_dim))
-    _step_states[(num_decoding + num_chunks, sizes.num_values, triton.cdiv(sizes.value_dim, block))](
-        outputs, channels, gates, states.memory, layout, walks, entries, chunks, num_decoding, walks.steps.shape[1],
+    _step_states[(num_segments, sizes.num_values, triton.cdiv(sizes.value_dim, block))](
+        outputs, channels, gates, states.memory, layout, walks, columns, num_decoding, walks.steps.shape[1],
         EPSILON, sizes.key_dim**-0.5, KEY_HEADS=sizes.num_keys, VALUE_HEADS=sizes.num_values, DK=sizes.key_dim,
         DV=sizes.value_dim, KEYS=triton.next_power_of_2(sizes.key_dim), VALUES=block, ROW=ROW, RESTART=RESTART,
         EMIT=EMIT, num_warps=WARPS, **pdl_options(device),
     )  # fmt: skip
-    _keep[(num_decoding + num_chunks, blocks + 1)](
-        rows, stored, states.inputs, layout, walks, entries, chunks, rows.inputs.stride(0),
+    _keep[(num_segments, blocks + 1)](
+        rows, stored, states.inputs, layout, walks, columns, rows.inputs.stride(0),
         rows.gates.stride(0), num_decoding, num_nodes, num_channels, sizes.num_values, TAPS=TAPS, num_warps=4, **shared,
     )  # fmt: skip
     return outputs
@@ -189,7 +188,7 @@ def _step(
 
 @triton.jit
 def _step_states(
-    outputs, channels, gates, memory, layout, walks, entries, chunks, num_decoding, longest, epsilon, scale,
+    outputs, channels, gates, memory, layout, walks, columns, num_decoding, longest, epsilon, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, ROW: tl.constexpr, RESTART: tl.constexpr, EMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -213,12 +212,12 @@ def _step_states(
     mark = 0
     if is_decoding:
         count = tl.load(walks.counts + segment)
-        source = tl.load(entries + segment).to(tl.int32)
+        source = tl.load(columns.entries + segment * NUM_COLUMNS).to(tl.int32)
         mark = tl.load(walks.replayed + segment)
     else:
-        source = tl.load(chunks.sources + segment - num_decoding).to(tl.int32)
-        mark = (tl.load(chunks.positions + segment - num_decoding)
-                - tl.load(layout.segment_lengths + segment)).to(tl.int32)  # fmt: skip
+        source = tl.load(columns.sources + segment * NUM_COLUMNS).to(tl.int32)
+        position = tl.load(columns.positions + segment * NUM_COLUMNS)
+        mark = (position - tl.load(layout.segment_lengths + segment)).to(tl.int32)
     has_begun = is_decoding | (tl.load(layout.segment_lengths + segment) > 0)
     state = tl.load(tile + source.to(tl.int64) * SIZE, mask=inside, other=0.0)
     state = tl.where(has_begun, state, 0.0)
@@ -240,16 +239,16 @@ def _step_states(
             place = outputs + (row.to(tl.int64) * VALUE_HEADS + head) * DV + value
             tl.store(place, output.to(outputs.dtype.element_ty), mask=has_value)
         if (index + 1 == mark) & (segment >= num_decoding):
-            snapshot = tl.load(chunks.snapshots + segment - num_decoding)
+            snapshot = tl.load(columns.snapshots + segment * NUM_COLUMNS)
             tl.store(tile + snapshot * SIZE, state, mask=inside)
     if (segment >= num_decoding) & (count > 0):
-        entry = tl.load(chunks.entries + segment - num_decoding)
+        entry = tl.load(columns.entries + segment * NUM_COLUMNS)
         tl.store(tile + entry * SIZE, state, mask=inside)
 
 
 @triton.jit
 def _keep(
-    rows, stored, state_inputs, layout, walks, entries, chunks, x_stride, gate_stride, num_decoding, num_nodes,
+    rows, stored, state_inputs, layout, walks, columns, x_stride, gate_stride, num_decoding, num_nodes,
     num_channels, num_heads,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
     PDL: tl.constexpr,
@@ -261,6 +260,7 @@ def _keep(
     start = tl.load(layout.starts + segment)
     size = tl.load(layout.starts + segment + 1) - start
     slot = tl.load(layout.segment_slots + segment)
+    entry = tl.load(columns.entries + segment * NUM_COLUMNS)
     if size > 0:
         channel = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)
         exists = (channel >= 0) & (channel < num_channels)
@@ -269,7 +269,6 @@ def _keep(
                 _keep_gates(rows, stored, start, size, slot * num_nodes, gate_stride, num_heads, HEADS)
             else:
                 # What the root reads before itself is what the state's inputs are after the replay.
-                entry = tl.load(entries + segment)
                 _keep_inputs(
                     rows, stored, state_inputs, walks, start, 1, entry, channel, exists, x_stride, num_channels, TAPS,
                     STATE, NOTHING,
@@ -278,14 +277,18 @@ def _keep(
                     value = tl.load(rows.inputs + (start + node).to(tl.int64) * x_stride + channel, mask=exists)
                     tl.store(stored.inputs + (slot * num_nodes + node) * num_channels + channel, value, mask=exists)
         elif tl.program_id(1) > 0:
-            chunk = segment - num_decoding
-            mark = tl.load(chunks.positions + chunk) - tl.load(layout.segment_lengths + segment)
+            position = tl.load(columns.positions + segment * NUM_COLUMNS)
+            mark = position - tl.load(layout.segment_lengths + segment)
             if (mark > 0) & (mark <= size):
-                _keep_inputs(rows, stored, state_inputs, walks, start + mark.to(tl.int32) - 1, 0,
-                             tl.load(chunks.snapshots + chunk), channel, exists, x_stride, num_channels, TAPS, STATE,
-                             NOTHING)  # fmt: skip
-            _keep_inputs(rows, stored, state_inputs, walks, start + size - 1, 0, tl.load(chunks.entries + chunk),
-                         channel, exists, x_stride, num_channels, TAPS, STATE, NOTHING)  # fmt: skip
+                snapshot = tl.load(columns.snapshots + segment * NUM_COLUMNS)
+                _keep_inputs(
+                    rows, stored, state_inputs, walks, start + mark.to(tl.int32) - 1, 0, snapshot, channel, exists,
+                    x_stride, num_channels, TAPS, STATE, NOTHING,
+                )  # fmt: skip
+            _keep_inputs(
+                rows, stored, state_inputs, walks, start + size - 1, 0, entry, channel, exists, x_stride,
+                num_channels, TAPS, STATE, NOTHING,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -40,13 +40,16 @@ class Walks(NamedTuple):
     sources: Tensor  # (T + B W, 4) int32: a row's own input and those before it, the nearest first
 
 
-class Chunks(NamedTuple):
-    """The chunks of prompts of a pass."""
+class Columns(NamedTuple):
+    """Columns of the table of states, for each segment of a pass: views of one tensor (S, NUM_COLUMNS)."""
 
-    entries: Tensor  # (M,) int64 the states that they write
-    sources: Tensor  # (M,) int64 those that they begin with, if their texts have has_text
-    snapshots: Tensor  # (M,) int64 entries for a copy of the state on the way
-    positions: Tensor  # (M,) int64 tokens of the text after which it is taken
+    sources: Tensor  # (S,) int64 the states that chunks begin with, if there is text before them
+    entries: Tensor  # (S,) int64 those that requests begin with, and that all write
+    snapshots: Tensor  # (S,) int64 entries for a copy of a chunk's state on the way
+    positions: Tensor  # (S,) int64 tokens of the text after which it is taken
+
+
+NUM_COLUMNS = tl.constexpr(len(Columns._fields))
 
 
 class PassPlan(NamedTuple):
@@ -54,8 +57,8 @@ class PassPlan(NamedTuple):
 
     layout: Layout
     walks: Walks
-    entries: Tensor  # (B,) int64 states of the decoding requests
-    chunks: Chunks
+    columns: Columns
+    num_decoding: int
 
 
 def max_steps(num_nodes: int, branches: bool) -> int:
@@ -64,12 +67,10 @@ def max_steps(num_nodes: int, branches: bool) -> int:
 
 
 @Op
-def plan_walks(layout: Layout, replays: Tensor, entries: Tensor, sources: Tensor) -> Walks:
-    """replays (R, W) int32: accepted nodes of each slot's last pass, then -1; entries (B,) int64 of the decoding
-    requests' states; sources (M,) int64 of the states that chunks begin with, for those whose text has has_text."""
+def plan_walks(layout: Layout, replays: Tensor, columns: Columns, num_decoding: int) -> Walks:
+    """replays (R, W) int32: accepted nodes of each slot's last pass, then -1."""
     num_nodes = replays.shape[1]
     num_rows = len(layout.parents)
-    num_decoding = len(entries)
     starts = layout.starts.tolist()
     parents = layout.parents.tolist()
     has_text = (layout.segment_lengths > 0).tolist()
@@ -80,7 +81,7 @@ def plan_walks(layout: Layout, replays: Tensor, entries: Tensor, sources: Tensor
         start = starts[segment]
         size = starts[segment + 1] - start
         is_decoding = segment < num_decoding
-        entry = int(entries[segment] if is_decoding else sources[segment - num_decoding])
+        entry = int((columns.entries if is_decoding else columns.sources)[segment])
         state = (
             [STATE + 3 * entry + place for place in (2, 1, 0)] if is_decoding or has_text[segment] else [NOTHING] * 3
         )
@@ -109,13 +110,14 @@ def plan_walks(layout: Layout, replays: Tensor, entries: Tensor, sources: Tensor
 
 
 @plan_walks.kernel(when=lambda layout, *_: use_triton(layout.starts))
-def plan_walks_triton(layout: Layout, replays: Tensor, entries: Tensor, sources: Tensor) -> Walks:
+def plan_walks_triton(layout: Layout, replays: Tensor, columns: Columns, num_decoding: int) -> Walks:
     """One launch: a program for each decoding request, and one for each block of rows."""
     num_nodes = replays.shape[1]
     num_rows = len(layout.parents)
-    num_decoding = len(entries)
+    num_chunks = len(layout.segment_slots) - num_decoding
     longest = max_steps(num_nodes, layout.ancestors is not None)
     assert replays.is_contiguous()
+    assert all(column.stride() == (NUM_COLUMNS.value,) for column in columns)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=replays.device)
@@ -127,9 +129,9 @@ def plan_walks_triton(layout: Layout, replays: Tensor, entries: Tensor, sources:
         empty(num_rows + num_decoding * num_nodes, TAPS),
     )
     _plan_walks[(num_decoding + triton.cdiv(num_rows, BLOCK_ROWS),)](
-        walks, layout, replays, entries, sources, num_decoding, num_rows, num_nodes, longest,
+        walks, layout, replays, columns, num_decoding, num_rows, num_nodes, longest,
         TAPS=TAPS, ROWS=BLOCK_ROWS, NODES=triton.next_power_of_2(num_nodes),
-        CHUNKS=triton.next_power_of_2(max(len(sources), 1)), NUM_CHUNKS=len(sources), RESTART=RESTART, EMIT=EMIT,
+        CHUNKS=triton.next_power_of_2(max(num_chunks, 1)), NUM_CHUNKS=num_chunks, RESTART=RESTART, EMIT=EMIT,
         STATE=STATE, NOTHING=NOTHING, num_warps=1, **pdl_options(replays.device),
     )  # fmt: skip
     return walks
@@ -137,7 +139,7 @@ def plan_walks_triton(layout: Layout, replays: Tensor, entries: Tensor, sources:
 
 @triton.jit
 def _plan_walks(
-    walks, layout, replays, entries, sources, num_decoding, num_rows, num_nodes, longest,
+    walks, layout, replays, columns, num_decoding, num_rows, num_nodes, longest,
     TAPS: tl.constexpr, ROWS: tl.constexpr, NODES: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
     RESTART: tl.constexpr, EMIT: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -145,24 +147,24 @@ def _plan_walks(
     program = tl.program_id(0)
     if program < num_decoding:
         _plan_request(
-            walks, layout, replays, entries, program, num_rows, num_nodes, longest, TAPS, NODES, RESTART, EMIT, STATE,
+            walks, layout, replays, columns, program, num_rows, num_nodes, longest, TAPS, NODES, RESTART, EMIT, STATE,
             NOTHING,
         )  # fmt: skip
     else:
         row = (program - num_decoding) * ROWS + tl.arange(0, ROWS)
-        _plan_chunk_rows(walks, layout, sources, row, num_decoding, num_rows, TAPS, CHUNKS, NUM_CHUNKS, STATE, NOTHING)
+        _plan_chunk_rows(walks, layout, columns, row, num_decoding, num_rows, TAPS, CHUNKS, NUM_CHUNKS, STATE, NOTHING)
 
 
 @triton.jit
 def _plan_request(
-    walks, layout, replays, entries, request, num_rows, num_nodes, longest,
+    walks, layout, replays, columns, request, num_rows, num_nodes, longest,
     TAPS: tl.constexpr, NODES: tl.constexpr, RESTART: tl.constexpr, EMIT: tl.constexpr, STATE: tl.constexpr,
     NOTHING: tl.constexpr,
 ):  # fmt: skip
     start = tl.load(layout.starts + request)
     size = tl.load(layout.starts + request + 1) - start
     slot = tl.load(layout.segment_slots + request).to(tl.int32)
-    entry = tl.load(entries + request).to(tl.int32)
+    entry = tl.load(columns.entries + request * NUM_COLUMNS).to(tl.int32)
     node = tl.arange(0, NODES)
     accepted = tl.load(replays + slot * num_nodes + node, mask=node < num_nodes, other=-1)
     num_replayed = tl.sum((accepted >= 0).to(tl.int32), axis=0)
@@ -208,7 +210,7 @@ def _plan_request(
 
 @triton.jit
 def _plan_chunk_rows(
-    walks, layout, sources, row, num_decoding, num_rows,
+    walks, layout, columns, row, num_decoding, num_rows,
     TAPS: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.load(layout.starts + num_decoding)
@@ -218,7 +220,8 @@ def _plan_chunk_rows(
     ends = tl.load(layout.starts + num_decoding + 1 + chunk, mask=chunk < NUM_CHUNKS, other=1 << 30)
     place = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
     is_used = is_chunk & (place < NUM_CHUNKS)
-    entry = tl.load(sources + place, mask=is_used, other=0).to(tl.int32)
+    source = columns.sources + (num_decoding + place) * NUM_COLUMNS
+    entry = tl.load(source, mask=is_used, other=0).to(tl.int32)
     has_begun = tl.load(layout.segment_lengths + num_decoding + place, mask=is_used, other=0) > 0
     for column in tl.static_range(TAPS):
         past = tl.where(has_begun, STATE + 3 * entry + 3 + index - column, NOTHING)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import use_triton
-from slipstream.kernels.recurrent.walks import Chunks, PassPlan, plan_walks
+from slipstream.kernels.recurrent.walks import Columns, PassPlan, plan_walks
 from slipstream.kernels.speculation.ragged import Layout, Verified
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.recurrence import Record, RecurrentLayer, State, scan, select, zero_state
@@ -28,8 +28,8 @@ from slipstream.models.targets.config import RecurrentSpec
 from slipstream.serve.runner.passes import HostShape
 from slipstream.serve.runner.request_state import RequestState
 
-NUM_COLUMNS = 4
-SOURCE, ENTRY, SNAPSHOT, POSITION = range(NUM_COLUMNS)  # of a request in the group's page table
+NUM_COLUMNS = len(Columns._fields)  # of a request in the group's page table
+SOURCE, ENTRY = range(2)
 
 
 def state_bytes(specs: Sequence[RecurrentSpec]) -> int:
@@ -74,17 +74,14 @@ class RecurrentStates:
         # (R, W) int32: the nodes of the last round to replay, in order; -1: no more
         self.replays = torch.full((slots, width), -1, dtype=torch.int32, device=device)
 
-    def columns(self, slots: Tensor) -> Tensor:
-        """(n, NUM_COLUMNS) of request slots (n,)."""
-        return self.state.pages[self.group, slots, :NUM_COLUMNS]
+    def columns(self, slots: Tensor) -> Columns:
+        """Returns the columns of request slots (n,)."""
+        return Columns(*self.state.pages[self.group, slots, :NUM_COLUMNS].unbind(1))
 
     def kernel_plan(self, layout: Layout, num_requests: int) -> PassPlan:
         """Plans a pass for the kernels of all layers."""
         columns = self.columns(layout.segment_slots)
-        entries = columns[:num_requests, ENTRY].contiguous()
-        order = (ENTRY, SOURCE, SNAPSHOT, POSITION)
-        chunks = Chunks(*(columns[num_requests:, column].contiguous() for column in order))
-        return PassPlan(layout, plan_walks(layout, self.replays, entries, chunks.sources), entries, chunks)
+        return PassPlan(layout, plan_walks(layout, self.replays, columns, num_requests), columns, num_requests)
 
     def commit(self, layout: Layout, verified: Verified, num_requests: int) -> None:
         """Marks the records of accepted nodes to be replayed by the next pass of their requests."""
@@ -113,7 +110,7 @@ class NodeWalk:
         rows = starts[:count, None] + nodes
         rows = torch.where(rows < starts[1 : count + 1, None], rows, num_rows)
         parents = None if are_chains else layout.parents[rows.clamp(max=num_rows - 1)].long()
-        return cls(slots, states.columns(slots)[:, ENTRY], states.replays[slots].long(), rows, parents)
+        return cls(slots, states.columns(slots).entries, states.replays[slots].long(), rows, parents)
 
     def run(self, state: State, stored: Record, records: Record, layer: RecurrentLayer) -> Tensor:
         """state: the layer's, (E, ...); stored (R, W, ...); records (T, ...) of the pass -> outputs (B, N, ...)."""
@@ -159,7 +156,7 @@ class ChunkScan:
 
     starts: Tensor  # (M,) int64 tokens before
     counts: Tensor  # (M,) int64
-    columns: Tensor  # (M, NUM_COLUMNS) int64
+    columns: Columns  # (M,) each
     rows: Tensor  # (M, S) int64; T where a chunk has no such token
 
     @classmethod
@@ -175,17 +172,17 @@ class ChunkScan:
 
     def run(self, state: State, records: Record, layer: RecurrentLayer) -> Tensor:
         """state: the layer's, (E, ...); records (T, ...) of the pass -> outputs (M, S, ...)."""
-        sources = {name: values[self.columns[:, SOURCE]] for name, values in state.items()}
+        sources = {name: values[self.columns.sources] for name, values in state.items()}
         before = select(
             self.starts > 0, sources, zero_state(layer.spec.state_shapes, len(self.starts), self.rows.device)
         )
         num_rows = len(next(iter(records.values())))
         rows = self.rows.clamp(max=num_rows - 1)
-        marks = self.columns[:, POSITION] - self.starts
+        marks = self.columns.positions - self.starts
         result = scan(layer, before, {name: values[rows] for name, values in records.items()}, self.counts, marks)
         for name, values in state.items():
-            values.index_copy_(0, self.columns[:, SNAPSHOT], result.snapshot[name])
-            values.index_copy_(0, self.columns[:, ENTRY], result.state[name])
+            values.index_copy_(0, self.columns.snapshots, result.snapshot[name])
+            values.index_copy_(0, self.columns.entries, result.state[name])
         return result.outputs
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.models.qwen3_next import modeling_qwen3_next as oracle
 
 from slipstream.kernels.recurrent.delta import Records, Sizes, States, Weights, delta_net
-from slipstream.kernels.recurrent.walks import NOTHING, Chunks, PassPlan, Walks, plan_walks
+from slipstream.kernels.recurrent.walks import NOTHING, Columns, PassPlan, Walks, plan_walks
 from slipstream.kernels.speculation.ragged import Layout
 from slipstream.kernels.speculation.verify import ancestor_masks
 from slipstream.tests.kernels.triton_runs import SLOW, each_device, poisoned
@@ -85,14 +85,13 @@ class Layer:
         segments = sorted(segments, key=lambda segment: segment.parents is None)
         layout = self.layout(segments, spare)
         inputs = torch.cat([s.inputs for s in segments] + [torch.ones(spare, WIDTH)]).to(self.device)
-        slots = [segment.slot for segment in segments if segment.parents is not None]
-        entries = torch.tensor(slots, dtype=torch.int64, device=self.device)
-        chunk_slots = layout.segment_slots[len(slots) :]
-        chunks = Chunks(
-            chunk_slots, chunk_slots, torch.full_like(chunk_slots, SLOTS), torch.full_like(chunk_slots, mark)
+        num_decoding = sum(segment.parents is not None for segment in segments)
+        slots = layout.segment_slots
+        columns = Columns(
+            *torch.stack((slots, slots, torch.full_like(slots, SLOTS), torch.full_like(slots, mark)), dim=1).unbind(1)
         )
         rows = Records(*inputs.to(self.dtype).split((NUM_CHANNELS, 2 * SMALL.num_values), dim=1))
-        plan = PassPlan(layout, self.plan(layout, entries, chunk_slots), entries, chunks)
+        plan = PassPlan(layout, self.plan(layout, columns, num_decoding), columns, num_decoding)
         with poisoned():
             outputs = delta_net(rows, self.stored, self.states, self.weights, SMALL, plan)
         assert not outputs[layout.starts[-1] :].any(), "of unused rows"
@@ -103,11 +102,11 @@ class Layer:
         starts = layout.starts.tolist()
         return [outputs[a:b].cpu() for a, b in zip(starts, starts[1:], strict=False)]
 
-    def plan(self, layout: Layout, entries: Tensor, sources: Tensor) -> Walks:
+    def plan(self, layout: Layout, columns: Columns, num_decoding: int) -> Walks:
         """Returns the kernel's plan, once it equals the reference's."""
         with poisoned():
-            walks = plan_walks.triton(layout, self.replays, entries, sources)
-        expected = plan_walks.reference(layout, self.replays, entries, sources)
+            walks = plan_walks.triton(layout, self.replays, columns, num_decoding)
+        expected = plan_walks.reference(layout, self.replays, columns, num_decoding)
         assert torch.equal(walks.counts, expected.counts)
         assert torch.equal(walks.replayed, expected.replayed)
         for steps, reference, count in zip(walks.steps, expected.steps, expected.counts.tolist(), strict=True):
