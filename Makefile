@@ -1,5 +1,5 @@
 # make demo   train a draft for the bundled target, serve both, measure the speed-up (2 cores, no GPU, no hub);
-#             TARGET=moe takes the bundled mixture of experts, DRAFT=dflash, dflash2, dspark or eagle another draft;
+#             TARGET=moe takes the bundled mixture of experts, DRAFT=dflash, dflash2, dspark, eagle or mtp another one;
 #             TARGET=smollm2 a real chat model, on a GPU: it downloads 98 MB, or reads GGUF=path
 # make test   every test that needs no accelerator, in a few minutes; make lint checks style and types
 # make test-all   the long proofs, too

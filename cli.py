@@ -55,6 +55,11 @@ VERBS = {
         "train.eagle:program",
         "train an EAGLE draft in one process",
     ),
+    "train mtp": Verb(
+        "train.mtp_options:MTPOptions",
+        "train.mtp:program",
+        "train an MTP head in one process",
+    ),
     "exact-check": Verb(
         "serve.exact_check:ExactCheckConfig",
         "serve.exact_check:check_and_report",

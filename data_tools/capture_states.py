@@ -167,6 +167,7 @@ def choose_format(config: CaptureConfig, path: Path) -> StateFormat:
     num_layers = text.num_hidden_layers
     defaults = {
         "eagle": lambda: (num_layers,),
+        "mtp": lambda: (num_layers,),
         "eagle3": lambda: default_aux_layers(num_layers),
         "dflash": lambda: default_block_aux_layers(num_layers, BLOCK_DRAFT_LAYERS),
     }

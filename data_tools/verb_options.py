@@ -220,7 +220,7 @@ class CaptureConfig:
     """Hub revision of the target."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target."""
-    drafters: tuple[Literal["eagle", "eagle3", "dflash"], ...] = ("eagle3",)
+    drafters: tuple[Literal["eagle", "eagle3", "dflash", "mtp"], ...] = ("eagle3",)
     """Drafts that will be trained from the states; decides which are kept. Several share what they can."""
     layout: Literal["slipstream", "speculators"] = "slipstream"
     """speculators: the folder that this library's trainer reads offline. Keeps whole documents."""

@@ -26,6 +26,7 @@ LINES = {
     "train eagle3": (*TRAINING, "--data.path=/no/data --target=here --output=o"),
     "train dflash": (*TRAINING, "--draft.vocabulary=/no/map --target=here --output=o --data.path=here"),
     "train eagle": (*TRAINING, "--target=/no/target --output=o --data.path=here"),
+    "train mtp": (*TRAINING, "--target=/no/target --output=o --data.path=here"),
     "exact-check": ("--draft=ngram --target=here", "--requests=0", "--target=/no/target"),
     "doctor": ("--draft=here", "--depth=0", "--api-key-file=/no/key --draft=here"),
     "accept": ("--draft=ngram --target=here", "--max-tokens=0", "--target=/no/target --draft=ngram"),
@@ -65,7 +66,7 @@ def answers(lines: list[str], folder: Path) -> list[tuple[int, str]]:
     return [(int(status), words) for status, _, words in statuses]
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash", "mtp"])
 def test_a_training_program_answers_before_it_imports_torch(name: str, tmp_path: Path) -> None:
     """`accelerate launch` runs the file itself. torch cannot be imported here."""
     (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")

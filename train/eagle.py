@@ -15,7 +15,6 @@ if __name__ == "__main__":
     read(EagleOptions, None, "train/eagle.py")  # here, since the imports below take seconds
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,16 +24,15 @@ from slipstream.models.drafts.eagle import Eagle
 from slipstream.train.batches import Batch
 from slipstream.train.draft_setup import train
 from slipstream.train.loop import leave_processes
-from slipstream.train.losses import TargetHead, distillation_loss, regression_losses
+from slipstream.train.losses import regression_losses
 from slipstream.train.target_files import TargetFiles
-from slipstream.train.text_noise import RowValues
 from slipstream.train.training import Metrics
-from slipstream.train.ttt import ChainStep, ChainTraining
+from slipstream.train.ttt import ChainStep, FrozenHeadTraining
 
 NOISE_LENGTH = 512  # length of a document whose noise has the spread `noise_spread`
 
 
-class EagleTraining(ChainTraining):
+class EagleTraining(FrozenHeadTraining):
     """Smooth L1 to the target's feature, and a distance of the head's distributions."""
 
     Network = Eagle
@@ -43,25 +41,15 @@ class EagleTraining(ChainTraining):
     token_weight = 0.1  # of the distance of the distributions, beside 1 for the features
     noise_spread = 0.2
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.head = TargetHead(self.target, self.target_ids)
-
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> Eagle:
         return files.new_draft(Eagle, options, fc_bias=options.bias)
 
-    def teach(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        return states, self.target.logits(states, self.target_ids[:0])[1]
-
     def objective(self, index: int, step: ChainStep) -> tuple[Tensor, Tensor, Metrics]:
-        def teach(part: slice) -> Tensor:
-            return self.target.logits(step.teacher[part], self.target_ids)[0]
-
         regression = (regression_losses(step.states, step.teacher) * step.row_weights).sum()
-        entropy, rows = distillation_loss(step.states, self.head.rows, teach, step.weights)
+        entropy, drafted = self.distance(step, "soft_ce")
         loss = regression + self.token_weight * entropy
-        return self.options.ttt_decay**index * loss, self.head.ids[rows], {"feature_loss": regression}
+        return self.options.ttt_decay**index * loss, drafted, {"feature_loss": regression}
 
     def augment(self, batch: Batch, aux_states: Tensor, final: Tensor) -> Tensor:
         return self.target.as_read(final + self.noise(batch).flatten(0, 1))  # noise is fp32
@@ -78,9 +66,6 @@ class EagleTraining(ChainTraining):
             generator.manual_seed(int(state))
             noise.append(torch.rand(shape, generator=generator, device=device) - 0.5)
         return torch.stack(noise) * scale.to(device).unsqueeze(-1)
-
-    def predictions(self, states: Tensor, noise: RowValues | None = None) -> Tensor:
-        return self.head.predictions(states, noise)
 
 
 def document_lengths(documents: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.cross_entropy import label_cross_entropy, soft_cross_entropy, taught_cross_entropy
+from slipstream.kernels.loss_kinds import Kind
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.text_noise import RowValues, best_with_noise
@@ -243,15 +244,17 @@ def gathered_parts(candidates: Tensor, head: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(candidates), size)]
 
 
-def distillation_loss(states: Tensor, head: Tensor, teach: Teach, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the head's distribution at `states` (N, H) against the one that `teach` gives, times `weights`
-    (N,) fp32, summed; and the best row of the head (Vd, H) at each state (N,)."""
+def distillation_loss(
+    states: Tensor, head: Tensor, teach: Teach, weights: Tensor, kind: Kind = "soft_ce"
+) -> tuple[Tensor, Tensor]:
+    """Distance of the head's distribution at `states` (N, H) from the one that `teach` gives, times `weights` (N,)
+    fp32, summed; and the best row of the head (Vd, H) at each state (N,)."""
 
     def loss_of(part: slice, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         teacher = teach(part)
         with torch.enable_grad():
             leaf = states.detach().requires_grad_()
-            losses, best = soft_cross_entropy(leaf @ head.t(), teacher, weights[part], in_place=head.is_cuda)
+            losses, best = soft_cross_entropy(leaf @ head.t(), teacher, weights[part], kind, in_place=head.is_cuda)
             (gradient,) = torch.autograd.grad(losses.sum(), leaf)
         return losses.detach(), best, gradient
 

@@ -16,7 +16,7 @@ CATEGORY = re.compile(r"accept_length_by_category/(.+)")
 POSITION = re.compile(r"accept_rate_(\d+)")
 LENGTH = "accept_length"
 CHAIN_TOKENS = 3  # drafted in a round, the default of `serve`
-TITLES = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH"}
+TITLES = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "mtp": "MTP"}
 NOT_OPTIONS = (  # of a run: folders, hashes, and how it ran
     *("output", "data.path", "data.aux_states", "draft.vocabulary", "init_from", "target", "tracker.", "checkpoint."),
     *("resume", "dry_run", "data_hash", "vocabulary_hash", "revision", "trust_remote_code"),

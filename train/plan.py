@@ -228,7 +228,7 @@ def draft_activations(draft: Any, train: PackedRows, options: Any, bf16: bool, t
     tokens = options.data.batch_size * train.row_tokens
     share = train.supervised_share
     is_block = hasattr(config, "block_size")
-    is_eagle3 = hasattr(draft, "lm_head")
+    is_eagle3 = getattr(draft, "lm_head", None) is not None
     layers = getattr(config, "num_layers", 1)
     rows = tokens * share
     steps = getattr(options.draft, "ttt_steps", 1)

@@ -25,11 +25,13 @@ from torch import Tensor
 
 from slipstream.kernels.attention.packed import KeyValue, Runs, packed_attention, takes
 from slipstream.kernels.kv.rope import rotate
+from slipstream.kernels.loss_kinds import Kind
 from slipstream.kernels.norm import norm_heads
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
+from slipstream.train.losses import TargetHead, distillation_loss
 from slipstream.train.state_source import target_states
 from slipstream.train.text_noise import RowValues
 from slipstream.train.training import DraftTraining, Metrics
@@ -320,13 +322,18 @@ class ChainTraining(DraftTraining):
         """The draft's states (M, H) of each step; from step 1 on it reads its own."""
         attention = TTTAttention(rows, self.rope)
         if len(self.draft.config.layers) == 1:
-            context = self.target.embed(token_at(tokens, rows.context + 1))
+            context = self.embeds(token_at(tokens, rows.context + 1), rows.context_positions)
             self.draft.write_context(context, self.draft.fuse(aux_states[rows.context]), attention)
         state = self.draft.fuse(aux_states[rows.asking])
         for step in range(num_steps):
-            state = self.draft(self.target.embed(token_at(tokens, rows.asking + 1 + step)), state, attention)
+            embeds = self.embeds(token_at(tokens, rows.asking + 1 + step), rows.asking_positions + step)
+            state = self.draft(embeds, state, attention)
             yield rows.of_taught(state)
             attention.next_step()
+
+    def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002
+        """The embeddings (N, H) of tokens (N,) that the draft reads at positions (N,)."""
+        return self.target.embed(tokens)
 
     def evaluate(self, batch: Batch) -> Metrics:
         rows, tokens, aux_states, final = self.read(batch, self.depth)
@@ -344,6 +351,29 @@ class ChainTraining(DraftTraining):
     def step_noise(self, batch: Batch, rows: Tensor, text: Tensor, final: Tensor, part: slice) -> Tensor:
         """The noise of a part of a step's tokens `text` (N,), which the target says at `rows` (N,)."""
         return self.text_noise(batch, rows[part].clamp(max=len(final) - 1), text[part], final)
+
+
+class FrozenHeadTraining(ChainTraining):
+    """Training of a draft that is read with the target's frozen head (EAGLE, MTP)."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.head = TargetHead(self.target, self.target_ids)
+
+    def teach(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        return states, self.target.logits(states, self.target_ids[:0])[1]
+
+    def distance(self, step: ChainStep, kind: Kind) -> tuple[Tensor, Tensor]:
+        """The summed distance of this kind from the target's distribution, and target ids of the drafted tokens."""
+
+        def teach(part: slice) -> Tensor:
+            return self.target.logits(step.teacher[part], self.target_ids)[0]
+
+        loss, rows = distillation_loss(step.states, self.head.rows, teach, step.weights, kind)
+        return loss, self.head.ids[rows]
+
+    def predictions(self, states: Tensor, noise: RowValues | None = None) -> Tensor:
+        return self.head.predictions(states, noise)
 
 
 def token_at(tokens: Tensor, index: Tensor) -> Tensor:

@@ -79,6 +79,8 @@ class Evidence(NamedTuple):
 class DraftConfig(DecoderShape, ABC):
     """Shapes of a draft and the target it was trained for."""
 
+    rotates_as_target: ClassVar[bool] = False
+    """Whether it has the target's rotary embedding, whatever that is, and not one that every engine can serve."""
     target_hidden_size: int
     target_num_layers: int
     draft_vocab_size: int | None = None  # None: the target's
@@ -91,13 +93,18 @@ class DraftConfig(DecoderShape, ABC):
     def __post_init__(self) -> None:
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; the target has {self.vocab_size} tokens")
-        if self.rope.rope_type not in DRAFT_ROPES:  # RopeConfig.of_draft says why
+        if not self.rotates_as_target:
+            self._check_rope()
+        DecoderShape.__post_init__(self)
+
+    def _check_rope(self) -> None:
+        """RopeConfig.of_draft says why."""
+        if self.rope.rope_type not in DRAFT_ROPES:
             raise ValueError(f"rope_type is {self.rope.rope_type!r}; supported in drafts: {', '.join(DRAFT_ROPES)}")
         if self.rope.partial != 1:
             raise ValueError(
                 f"partial_rotary_factor is {self.rope.partial} in the draft; drafts have 1.0, whatever targets have"
             )
-        DecoderShape.__post_init__(self)
 
     @classmethod
     def from_target(cls, model: TargetSpec, /, **fields: Any) -> Self:
@@ -210,6 +217,15 @@ class DraftNetwork(DraftModule):
     def target_ids(self) -> Tensor | None:
         return None if self.config.draft_vocab_size is None else ids_of(self.d2t)
 
+    @classmethod
+    def read_tensors(cls, tensors: Tensors, target: TargetSpec) -> dict[str, Tensor]:  # noqa: ARG003
+        """Returns a file's tensors by their public names."""
+        return {_public_name(cls, key): tensor for key, tensor in tensors.items()}
+
+    def file_tensors(self, tensors: Tensors) -> dict[str, Tensor]:
+        """Returns tensors, by their public names, as files have them: in bf16."""
+        return {key: x.to(torch.bfloat16) if x.is_floating_point() else x for key, x in tensors.items()}
+
 
 def with_window(spec: AttentionSpec, window: int) -> AttentionSpec:
     """See DraftNetwork.limit_window."""
@@ -306,12 +322,9 @@ def check_target(values: Mapping[str, Any], **expected: int) -> None:
 def write_draft(module: DraftNetwork, state: Mapping[str, Tensor], path: Path, run: Mapping[str, Any]) -> None:
     """Writes a servable checkpoint into the existing folder `path` (see atomic.atomic_folder).
 
-    `state` is the module's state_dict, gathered by the caller where it is sharded; weights are written in bf16.
+    `state` is the module's state_dict, gathered by the caller where it is sharded.
     """
-    tensors = {
-        key: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-        for key, tensor in public_tensors(module, state).items()
-    }
+    tensors = module.file_tensors(public_tensors(module, state))
     write_checkpoint(path, {**module.config.to_json(), "torch_dtype": "bfloat16"}, tensors, run)
 
 
@@ -372,7 +385,7 @@ def settle_files(
     """Returns the network's config, and the tensors by their public names."""
     choices = choices or Choices()
     check_unquantized(files.tensors, path)
-    tensors = {_public_name(network, key): tensor for key, tensor in files.tensors.items()}
+    tensors = network.read_tensors(files.tensors, target)
     values: Mapping[str, Any] = from_speculators(dict(files.values))
     values = network.Config.settle(values, target, choices, Evidence(tensors, files.tensors.keys()))
     config: Any = network.Config.from_json(values, target, tensors)

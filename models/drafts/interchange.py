@@ -94,6 +94,12 @@ LAGUNA_PARTS = (
     requires("context_norms", False, LAGUNA),
     requires("gate", None, LAGUNA),
 )
+MTP_CHECKPOINT = Rule(
+    "interchange",
+    lambda _: False,
+    "own",
+    "reads MTP heads in the target's files alone, where `slipstream convert --layout target` puts this one",
+)
 RULES: dict[tuple[Server, str], tuple[Rule, ...]] = {
     ("sglang", "eagle3"): (
         excludes_norm("norm_before_residual", "adds to the hidden state before its norm, whatever the file says"),
@@ -113,6 +119,8 @@ RULES: dict[tuple[Server, str], tuple[Rule, ...]] = {
     ("vllm", "eagle"): (
         Rule("interchange", lambda _: False, "own", "has no loader for the architecture LlamaForCausalLMEagle"),
     ),
+    ("sglang", "mtp"): (MTP_CHECKPOINT,),
+    ("vllm", "mtp"): (MTP_CHECKPOINT,),
     ("sglang", "dflash"): (
         requires("vocabulary", None, "ignores the token map of a block draft"),
         ANCHOR,
@@ -213,6 +221,8 @@ def values_of_json(values: Mapping[str, Any], drafter: str) -> dict[str, Any]:
         "num_layers": values.get("num_hidden_layers"),
         "vocabulary": None if size == values.get("vocab_size") else size,
     }
+    if drafter == "mtp":
+        return shared
     if drafter == "eagle":
         return shared | {"bias": values.get("bias", True), "qkv_bias": values.get("qkv_bias", False)}
     if drafter == "eagle3":

@@ -11,25 +11,47 @@ eh_proj.weight                         (H, 2 * H): reads [embedding ; state]
 layers.N.*                             the layer
 norm.weight                            the final norm
 embed_tokens.weight, lm_head.weight    mostly copies of the target's, which are left out
+
+A draft checkpoint (train/mtp.py) holds the same module alone, its tensors called as in the target's files. For a target
+of a family without such modules it has the form above, with a plain layer.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.drafts.base import EMBEDDING, HEAD, DraftModule, drop_copy
+from slipstream.models.drafts.base import (
+    EMBEDDING,
+    HEAD,
+    OWN_FIELDS,
+    Choices,
+    DraftConfig,
+    DraftNetwork,
+    Evidence,
+    Tensors,
+    check_llama_layer,
+    check_target,
+    decoder_from_json,
+    decoder_to_json,
+    drop_copy,
+    target_fields,
+)
 from slipstream.models.files.checkpoint import read_tensors, tensor_names
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import DecoderLayer
+from slipstream.models.layers.formats.base import Quantization
 from slipstream.models.layers.linear import Embedding, Head, Linear
+from slipstream.models.layers.moe import Router
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize
-from slipstream.models.targets.adapt import adapt_values, mtp_names, mtp_tensors
+from slipstream.models.targets.adapt import adapt_values, mtp_file_tensors, mtp_names, mtp_tensors
 from slipstream.models.targets.config import DecoderShape, LayerSpec, TargetSpec
 from slipstream.models.targets.decoder import Target, target_name
 from slipstream.models.targets.families import MTP as FORMS
@@ -38,14 +60,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MTPConfig(DecoderShape):
+class MTPConfig(DraftConfig):
     """As wide as the target."""
 
+    rotates_as_target: ClassVar[bool] = True
     layer_spec: LayerSpec
-    norm_offset: bool
-    target_num_layers: int
-    zero_first: bool
+    norm_offset: bool = False
+    zero_first: bool = False
     """Row 0 reads zeros in place of an embedding."""
+    form: str = ""
+    """Architecture of the target whose files have such modules; empty: none have."""
 
     @classmethod
     def of(cls, target: TargetSpec, path: Path) -> Self:
@@ -61,13 +85,60 @@ class MTPConfig(DecoderShape):
                 f"draft is 'mtp', but the config.json of {path} has no MTP layers "
                 f"({FORMS[target.architecture].count}); name a draft checkpoint, ngram or none instead"
             )
+        return cls.from_target(target)
+
+    @classmethod
+    def from_target(cls, model: TargetSpec, /, **fields: Any) -> Self:
+        """Returns the config of the module that the target's family has, or of a plain one for others. `fields`
+        override those of the target or add others."""
+        values = target_fields(model) | fields
+        if model.mtp is None:
+            return cls(**values, layer_spec=plain_layer(values))
+        attention = model.mtp.attention
+        heads = {name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope")}
         return cls(
-            **target.shape(),
-            layer_spec=target.mtp,
-            norm_offset=target.norm_offset,
-            target_num_layers=target.num_layers,
-            zero_first=FORMS[target.architecture].zero_first,
+            **values | heads,
+            layer_spec=model.mtp,
+            norm_offset=model.norm_offset,
+            zero_first=FORMS[model.architecture].zero_first,
+            form=model.architecture,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "architectures": ["MTPDraftModel"],
+            "num_hidden_layers": 1,
+            **decoder_to_json(self),
+            "num_target_layers": self.target_num_layers,
+            "mtp_form": self.form or None,
+            "drafter": "mtp",
+        }
+
+    @classmethod
+    def settle(
+        cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
+    ) -> Mapping[str, Any]:
+        """Nothing is open: training here alone writes such files."""
+        choices.refuse("MTP")
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
+        decoder = decoder_from_json(values, target)
+        expected = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        check_target(values, **expected, num_target_layers=target.num_layers, num_hidden_layers=1)
+        form = values.get("mtp_form") or ""
+        if not form:
+            check_llama_layer(values)
+            return cls(**decoder, layer_spec=plain_layer(decoder))
+        if form != target.architecture or target.mtp is None:
+            has = "has none by its config.json" if form == target.architecture else f"is {target.architecture}"
+            raise ValueError(
+                f"draft config: mtp_form is {form!r}, an MTP layer of that architecture, but the target {has}; serve "
+                "the target that the draft was trained for"
+            )
+        origin = {name: decoder[name] for name in (*OWN_FIELDS, "draft_vocab_size") if name in decoder}
+        return cls.from_target(target, **origin)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -79,12 +150,20 @@ class MTPConfig(DecoderShape):
         return (self.layer_spec,)
 
 
-class MTP(DraftModule):
+def plain_layer(fields: Mapping[str, Any]) -> LayerSpec:
+    """Returns the layer of a module in no target's form, by the `fields` of its config: of Qwen3's kind."""
+    names = (field.name for field in dataclass_fields(DecoderShape))
+    return DecoderShape(**{name: fields[name] for name in names}).layer(qk_norm=True)
+
+
+class MTP(DraftNetwork):
     """Any leading dims."""
 
+    Config = MTPConfig
+    config: MTPConfig
+
     def __init__(self, config: MTPConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         size = config.hidden_size
         eps = config.rms_norm_eps
         assert config.layer_spec.norms == "pre", "the layers of families.MTP"
@@ -123,6 +202,26 @@ class MTP(DraftModule):
     def join(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         return self.eh_proj(self.enorm.pair(embeds, self.hnorm, hidden))
 
+    @classmethod
+    def read_tensors(cls, tensors: Tensors, target: TargetSpec) -> dict[str, Tensor]:
+        tensors = {target_name(key): tensor for key, tensor in tensors.items()}
+        names = mtp_names(tensors, target)
+        rest = {key: tensor for key, tensor in tensors.items() if key not in names}
+        return rest | adapt_values(mtp_tensors(tensors, target), target)
+
+    def file_tensors(self, tensors: Tensors) -> dict[str, Tensor]:
+        modules = dict(self.named_modules())
+        offset = {f"{path}.weight" for path, norm in modules.items() if isinstance(norm, RMSNorm) and norm.offset}
+        routers = {path: router for path, router in modules.items() if isinstance(router, Router)}
+        wide = {
+            f"{path}.{name}": tensors[f"{path}.{name}"] for path, router in routers.items() for name in router.dtypes
+        }
+        stored = {key: tensor - 1 if key in offset else tensor for key, tensor in tensors.items()}
+        config = self.config
+        return mtp_file_tensors(
+            super().file_tensors(stored) | wide, config.form, config.target_num_layers, config.layer_spec
+        )
+
 
 def check_files(config: MTPConfig, target: TargetSpec, path: Path) -> None:
     """Raises ValueError where the files in `path` lack the module, as those of many converters do. Files that have not
@@ -139,17 +238,30 @@ def check_files(config: MTPConfig, target: TargetSpec, path: Path) -> None:
 def load_mtp(target: Target) -> MTP:
     """Reads the module in the files of `target`. Raises ValueError that names every missing or unexpected tensor."""
     assert target.path is not None
-    path = target.path
-    spec = target.config
+    module = read_mtp(target.path, target.config, target.quantization, target.dtype, target.device, target.shared)
+    if module.lm_head is not None:
+        logger.info("the MTP head has its own output head: %d tokens", target.config.vocab_size)
+    return module
+
+
+def read_mtp(
+    path: Path,
+    spec: TargetSpec,
+    quantization: Quantization | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    shared: Mapping[str, Tensor],
+) -> MTP:
+    """`load_mtp` of the target in `path`, without it: `quantization` says how its weights are stored, `shared` are its
+    EMBEDDING and HEAD."""
     tensors = mtp_tensors({target_name(key): tensor for key, tensor in read_tensors(path).items()}, spec)
     tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(CACHE_SCALES)}
-    dequantize_head(HEAD.removesuffix(".weight"), target.quantization, tensors, target.dtype)
+    dequantize_head(HEAD.removesuffix(".weight"), quantization, tensors, dtype)
     with torch.device("meta"):
         module = MTP(MTPConfig.of(spec, path))
-        if drop_copy(tensors, EMBEDDING, target.shared):
+        if drop_copy(tensors, EMBEDDING, shared):
             module.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
-        if drop_copy(tensors, HEAD, target.shared):
+        if drop_copy(tensors, HEAD, shared):
             module.lm_head = Head(spec.hidden_size, spec.vocab_size)
-            logger.info("the MTP head has its own output head: %d tokens", spec.vocab_size)
-    quantize(module, target.quantization, tensors, target.device)
-    return load_weights(module, adapt_values(tensors, spec), target.dtype, target.device, path)
+    quantize(module, quantization, tensors, device)
+    return load_weights(module, adapt_values(tensors, spec), dtype, device, path)

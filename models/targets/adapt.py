@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.layers.formats.table import FORMATS
-from slipstream.models.targets.config import AttentionSpec, DeltaNetSpec, TargetSpec
+from slipstream.models.targets.config import AttentionSpec, DeltaNetSpec, LayerSpec, TargetSpec
 from slipstream.models.targets.families import DELTA_NETS, INTERLEAVED, MTP
 
 NORM = "norm.weight"  # the final one
@@ -139,6 +139,40 @@ def mtp_tensors(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, 
     """Returns the module's tensors of all that files have, by names as `mtp_names` has them."""
     names = mtp_names(tensors, config)
     return named({name: tensors[key] for key, name in names.items()}, config)
+
+
+def mtp_file_tensors(
+    tensors: Mapping[str, Tensor], architecture: str, num_layers: int, layer: LayerSpec
+) -> dict[str, Tensor]:
+    """Returns the module's tensors as files of `architecture` have them: the inverse of `mtp_tensors`. `layer` is the
+    module's; files of its family may call a tensor differently, too. As they are where there is no such family."""
+    form = MTP.get(architecture)
+    if form is None:
+        return dict(tensors)
+    fill = partial(str.format, last=num_layers)
+    begins: dict[str, str] = {}
+    for file_name, name in form.names.items():
+        begins.setdefault(fill(name), fill(file_name))
+    parts = {name: file_name for file_name, name in reversed(NAMES.get(architecture, {}).items())}
+    stored = gates_joined(tensors, layer) if architecture in DELTA_NETS else dict(tensors)
+    longest_first = sorted((begin for begin in begins if begin), key=len, reverse=True)
+    files = {}
+    for key, tensor in renamed(stored, parts).items():
+        begin = next((begin for begin in longest_first if key.startswith(begin)), "")
+        name = begins[begin] + key.removeprefix(begin) if begin else key
+        files[f"model.{name}" if name.startswith("layers.") else name] = tensor
+    return files
+
+
+def gates_joined(tensors: Mapping[str, Tensor], layer: LayerSpec) -> dict[str, Tensor]:
+    """Tensors with those of attention's gate between the queries', head by head: the inverse of what
+    `delta_net_tensors` does to layers with attention."""
+    parts = dict(tensors)
+    for key in [key for key in tensors if ".self_attn.gate_proj." in key]:
+        queries = key.replace(".gate_proj.", ".q_proj.")
+        heads = [part.unflatten(0, (layer.attention.num_heads, -1)) for part in (parts[queries], parts.pop(key))]
+        parts[queries] = torch.cat(heads, dim=1).flatten(0, 1)
+    return parts
 
 
 def named(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:

@@ -1,4 +1,5 @@
-"""MTP drafter: the module in the target's own files that predicts a token more drafts, as EAGLE's network does."""
+"""MTP drafter: the module that predicts a token more drafts, as EAGLE's network does. It is in the target's own files,
+or in a draft checkpoint that train/mtp.py wrote."""
 
 from typing import Any
 
@@ -17,15 +18,17 @@ class Drafter(AutoregressiveDrafter):
     module: MTP
 
     @classmethod
-    def read_config(cls, source: DraftSource, options: Any, target: TargetSpec) -> MTPConfig:  # noqa: ARG003
+    def read_config(cls, source: DraftSource, options: Any, target: TargetSpec) -> MTPConfig:
+        if not source.is_in_target:
+            return super().read_config(source, options, target)
         path = source.folder()
         config = MTPConfig.of(target, path)
         check_files(config, target, path)
         return config
 
     @classmethod
-    def read_network(cls, source: DraftSource, options: Any, target: Target) -> MTP:  # noqa: ARG003
-        return load_mtp(target)
+    def read_network(cls, source: DraftSource, options: Any, target: Target) -> MTP:
+        return load_mtp(target) if source.is_in_target else super().read_network(source, options, target)
 
     def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:
         embeds = super().embeds(tokens, positions)

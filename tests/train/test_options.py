@@ -1,5 +1,5 @@
-"""The options of training programs are frozen here, at most 44 of EAGLE3, 50 of DFLASH and 40 of EAGLE: adding one is
-an edit of this list, and is meant to hurt."""
+"""The options of training programs are frozen here, at most 44 of EAGLE3, 50 of DFLASH, 40 of EAGLE and of MTP heads:
+adding one is an edit of this list, and is meant to hurt."""
 
 import importlib.util
 import re
@@ -15,6 +15,7 @@ from slipstream.tests.sources import ROOT
 from slipstream.train.dflash import DFlashOptions
 from slipstream.train.eagle import EagleOptions
 from slipstream.train.eagle3 import Eagle3Options
+from slipstream.train.mtp import MTPOptions
 from slipstream.train.options import RunOptions
 
 SHARED_OPTIONS = """
@@ -33,6 +34,10 @@ PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle3": (
         Eagle3Options,
         "draft.aux_layers draft.head draft.loss draft.norms draft.num_layers draft.ttt_decay draft.ttt_steps",
+    ),
+    "mtp": (
+        MTPOptions,
+        "draft.init_from_target draft.loss draft.ttt_decay draft.ttt_steps",
     ),
     "dflash": (
         DFlashOptions,
@@ -56,7 +61,7 @@ def test_the_options_are_these(program: str) -> None:
     assert sorted(names) == sorted(SHARED_OPTIONS.split() + program_options.split())
 
 
-@pytest.mark.parametrize("page", ["training", "eagle", "eagle3", "dflash", "data", "offline_states", "convert"])
+@pytest.mark.parametrize("page", ["training", "eagle", "eagle3", "dflash", "mtp", "data", "offline_states", "convert"])
 def test_pages_name_options_that_exist(page: str) -> None:
     """In backticks, in whole: `draft.loss`, `--data.path FOLDER`."""
     names = {*SHARED_OPTIONS.split(), *" ".join(options for _, options in PROGRAMS.values()).split()}
@@ -128,6 +133,11 @@ BAD_VALUES = [  # program, flags, what the message names
         "would run the target unequally often; set target_sharding to none, or leave data.aux_states out",
     ),
     ("eagle", ["--draft.noise=1"], "unrecognized arguments: --draft.noise=1; the options are --draft.bias, --draft."),
+    (
+        "mtp",
+        ["--draft.interchange=vllm"],
+        "draft.interchange is vllm: vLLM 0.33 reads MTP heads in the target's files alone, where `slipstream convert",
+    ),
     ("dflash", ["--draft.anchors=0"], "draft.anchors is 0 and draft.num_layers 5; give at least 1"),
     ("dflash", ["--draft.gamma=7"], "unrecognized arguments: --draft.gamma=7; the options are --draft.anchors, --"),
     ("dflash", ["--draft.losses.ce=1"], "unrecognized arguments: --draft.losses.ce=1; did you mean --draft.loss?"),

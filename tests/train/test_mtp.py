@@ -1,0 +1,166 @@
+"""Training of MTP heads against plain loops over documents, tokens and steps, and against transformers' modules."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slipstream.kernels.loss_kinds import Kind
+from slipstream.models.drafts.mtp import MTP, MTPConfig, load_mtp
+from slipstream.models.drafts.token_map import TokenMap
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.frozen import DecoderTarget, load_frozen_target
+from slipstream.tests.mtp_targets import NaiveMTP, PlainMTP, save_mtp_target
+from slipstream.tests.naive_eagle3 import NaiveEagle3
+from slipstream.tests.random_targets import shared_weights, target_aux_states
+from slipstream.tests.train.conftest import Document, documents, random_parts
+from slipstream.tests.train.naive_walk import check_walk
+from slipstream.tests.train.runs import assert_same_gradients
+from slipstream.tests.train.weighted_cases import check_weights
+from slipstream.train import losses
+from slipstream.train.batches import collate
+from slipstream.train.mtp import DraftOptions, MTPTraining, check_layer, copy_weights
+
+DEPTH = 3
+STEPS = 3
+MAX_LENGTH = 64
+FAMILIES = ("glm4-moe", "hy-v3", "mellum", "exaone-moe", "qwen3-next", "qwen3-5")
+
+
+def make_training(target: PreTrainedModel, ids: Tensor | None = None, loss: Kind = "soft_ce") -> MTPTraining:
+    """Training of a new head."""
+    options = DraftOptions(ttt_steps=STEPS, loss=loss)
+    return MTPTraining(*random_parts(MTP, target, ids), options, DEPTH, seed=5)
+
+
+def family_training(folder: Path, **options: Any) -> MTPTraining:
+    """Training of the head in a target's files."""
+    target = load_frozen_target(folder, (4,), torch.device("cpu"))
+    assert isinstance(target, DecoderTarget)
+    draft = MTP(MTPConfig.from_target(target.model.config))
+    copy_weights(load_mtp(target.model), draft)
+    rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, 128)
+    training = MTPTraining(draft, target, rope, DraftOptions(ttt_steps=STEPS, **options), DEPTH)
+    training.start()
+    return training
+
+
+def overlap_loss(teacher: Tensor, logits: Tensor) -> Tensor:
+    return 1 - torch.minimum(teacher.softmax(0), logits.softmax(0)).sum()
+
+
+def entropy_loss(teacher: Tensor, logits: Tensor) -> Tensor:
+    return -(teacher.softmax(0) * logits.log_softmax(0)).sum()
+
+
+def hybrid_loss(teacher: Tensor, logits: Tensor) -> Tensor:
+    divergence = entropy_loss(teacher, logits) - entropy_loss(teacher, teacher)
+    overlap = overlap_loss(teacher, logits)
+    share = torch.exp(-3 * (1 - overlap)).detach()
+    return share * divergence + (1 - share) * overlap
+
+
+LOSSES = {"soft_ce": entropy_loss, "tv": overlap_loss, "lk_lambda": hybrid_loss}
+
+
+def naive_terms(
+    training: MTPTraining, model: PreTrainedModel, naive: NaiveEagle3, document: Document
+) -> Iterator[tuple[int, Tensor, Tensor | None, bool]]:
+    """Per counting (row, step): step, distance of states, loss (None where the target's best token is outside the
+    vocabulary), agreement."""
+    tokens = torch.tensor(document[0])
+    mask = document[1]
+    ids = naive.target_ids
+    aux_states = target_aux_states(model, tokens, (4,))
+    states = naive.chains(aux_states, tokens, STEPS)
+    with torch.no_grad():
+        targets = model(input_ids=tokens[None]).logits[0]
+    for t in range(len(tokens)):
+        for step in range(STEPS):
+            last = t + 2 + step
+            if last >= len(tokens) or not all(mask[t + 1 : last + 1]):
+                continue
+            teacher = targets[last - 1].double()
+            logits = naive.logits(states[t, step])
+            best = int(teacher.argmax())
+            loss = LOSSES[training.options.loss](teacher[ids], logits) if best in ids.tolist() else None
+            gap = (states[t, step] - aux_states[last - 1]).abs()
+            yield step, torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean(), loss, int(ids[logits.argmax()]) == best
+
+
+def check_loss(training: MTPTraining, model: PreTrainedModel, naive: NaiveEagle3) -> tuple[Tensor, Tensor]:
+    """Compares the metrics; returns the loss and the one to be expected."""
+    rows = documents(1)
+    terms = [term for row in rows for document in row for term in naive_terms(training, model, naive, document)]
+    loss, metrics = training.loss(collate(rows, MAX_LENGTH))
+    for step in range(STEPS):
+        agreements = [agrees for s, _, _, agrees in terms if s == step]
+        assert metrics[f"accept_rate_{step}"].tolist() == [sum(agreements), len(agreements)]
+    expected = [0.6**step * term for step, _, term, _ in terms if term is not None]
+    if not training.draft.config.form:
+        expected += [0.6**step * distance for step, distance, _, _ in terms]
+    return loss, torch.stack(expected).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduced", "logits_at_once"), [("soft_ce", False, 500), ("tv", True, 10**6), ("lk_lambda", False, 10**6)]
+)
+def test_loss_gradient_and_metrics_equal_the_loops(
+    target_model: PreTrainedModel,
+    token_map: TokenMap,
+    kind: Kind,
+    reduced: bool,
+    logits_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", logits_at_once)
+    training = make_training(target_model, token_map.ids if reduced else None, kind)
+    naive = PlainMTP(training.draft, *shared_weights(target_model))
+    assert_same_gradients(*check_loss(training, target_model, naive), training.draft)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@torch.no_grad()
+def test_the_loss_of_a_familys_head_equals_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    target = save_mtp_target(kind, tmp_path / kind)
+    loss, expected = check_loss(family_training(target.folder), target.model, NaiveMTP(target))
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_of_a_layer_with_experts_learns_but_the_router(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In bf16 as on a GPU."""
+    training = family_training(save_mtp_target("glm4-moe", tmp_path / "target").folder)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        loss, _ = training.loss(collate(documents(1), MAX_LENGTH))
+    loss.backward()
+    still = {name for name, parameter in training.draft.named_parameters() if parameter.grad is None}
+    assert still == {f"layers.4.mlp.gate.{name}" for name in ("weight", "correction")}
+    gradients = [parameter.grad for parameter in training.draft.parameters() if parameter.grad is not None]
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
+
+
+def test_tokens_have_weights(target_model: PreTrainedModel, token_map: TokenMap) -> None:
+    check_weights(make_training(target_model, token_map.ids), MAX_LENGTH)
+
+
+def test_the_walk_equals_a_server_that_runs_the_chain(target_model: PreTrainedModel) -> None:
+    training = make_training(target_model)
+    check_walk(training, PlainMTP(training.draft, *shared_weights(target_model)), target_model, documents(0), DEPTH)
+
+
+def test_layers_that_training_lacks_are_refused(tmp_path: Path) -> None:
+    config = family_training(save_mtp_target("glm4-moe", tmp_path / "target").folder).draft.config
+    attention = replace(config.layer_spec.attention, sinks=True)
+    sunk = replace(config, layer_spec=replace(config.layer_spec, mixer=attention))
+    with pytest.raises(ValueError, match="the MTP layer of Glm4MoeForCausalLM has sinks, which training lacks"):
+        check_layer(sunk, DraftOptions())
+    with pytest.raises(ValueError, match="draft.intermediate_size is 8, but the MTP layer of Glm4MoeForCausalLM has"):
+        check_layer(config, DraftOptions(intermediate_size=8))
+    with pytest.raises(ValueError, match="draft.init_from_target is false, but the MTP layer of .* has experts"):
+        check_layer(config, DraftOptions(init_from_target=False))
