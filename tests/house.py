@@ -7,7 +7,6 @@ Size is Python tokens without comments and docstrings, so that plain names and s
 raises a number says why. Subjects are checked from the commit on that brought this file.
 """
 
-import ast
 import io
 import json
 import re
@@ -25,21 +24,21 @@ AREAS = {
 }
 SLACK = 2000  # tokens by which an area may be smaller than its number
 SUBJECT = re.compile(r"(?=.{1,72}$)[a-z][a-z_0-9/]*(, [a-z][a-z_0-9/]*)*: \S.*")
-LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
+LAYOUT = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)  # before a statement
+IGNORED = (*LAYOUT, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
 
 
 def num_tokens(source: str) -> int:
-    """Tokens of a file, without layout, comments and docstrings."""
-    docstrings = set[int]()  # lines where they begin
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            docstrings.add(node.lineno)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    skipped = (*LAYOUT, tokenize.ENDMARKER)
-    return sum(
-        token.type not in skipped and not (token.type == tokenize.STRING and token.start[0] in docstrings)
-        for token in tokens
-    )
+    """Tokens of a file, without layout, comments and docstrings, which are strings at the beginning of a statement."""
+    count = 0
+    is_beginning = True
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in IGNORED:
+            count += not (is_beginning and token.type == tokenize.STRING)
+            is_beginning = False
+        elif token.type in LAYOUT:
+            is_beginning = True
+    return count
 
 
 def sizes() -> dict[str, int]:
