@@ -213,20 +213,20 @@ def check_prefix_hits(engine: Engine, oracle: Oracle, usable: tuple[int, int, in
         assert answers["next"].counts.cached_tokens == count // page_size * page_size
 
 
-def plain_answers(target: Path, requests: list[Request]) -> Tokens:
-    """Tokens by request id without a draft, computed once for a target and requests."""
-    key = str(target), repr(requests)
+def plain_answers(target: Path, requests: list[Request], **options: Any) -> Tokens:
+    """Tokens by request id without a draft, computed once for a target, requests and options of the engine."""
+    key = str(target), repr(requests), repr(options)
     if key not in _PLAIN:
-        _PLAIN[key] = tokens_of(run(build_engine(target), requests))
+        _PLAIN[key] = tokens_of(run(build_engine(target, **options), requests))
     return dict(_PLAIN[key])
 
 
-_PLAIN: dict[tuple[str, str], dict[str, list[int]]] = {}
+_PLAIN: dict[tuple[str, str, str], Tokens] = {}
 
 
-def texts_of(target: Path, requests: list[Request]) -> list[tuple[int, list[int]]]:
+def texts_of(target: Path, requests: list[Request], **options: Any) -> list[tuple[int, list[int]]]:
     """The target's own answers, for a draft to know: length of the prompt, and all tokens."""
-    answers = plain_answers(target, requests)
+    answers = plain_answers(target, requests, **options)
     return [(len(request.prompt), request.prompt + answers[request.id]) for request in requests]
 
 
