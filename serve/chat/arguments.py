@@ -143,6 +143,82 @@ class ParameterArguments:
         return self._written(json.dumps(text, ensure_ascii=False)[:-1]) if text else ""
 
 
+CLOSING = {"{": "}", "[": "]"}
+
+
+class QuotedArguments:
+    """Reads members of an object, up to the bracket that closes the call, as JSON whose keys are bare and whose texts
+    stand between `quote`s. A marker outside texts ends them, too."""
+
+    is_whole: ClassVar[bool] = False
+
+    def __init__(self, quote: str, spell_markers: Callable[[str], str]) -> None:
+        self._quote = quote
+        self._spell_markers = spell_markers
+        self._buffer = ""  # which may begin a quote
+        self._word = list[str]()  # a bare key or value
+        self._closing = list[str]()
+        self._in_text = False
+        self._is_begun = False
+
+    def feed(self, text: str, final: bool) -> Read:
+        self._buffer += text
+        pieces = list[str]()
+        if self._buffer and not self._is_begun:
+            self._is_begun = True
+            pieces.append("{")
+        while True:
+            place = self._buffer.find(self._quote)
+            part_len = self._num_read(final) if place < 0 else place
+            part = self._buffer[:part_len]
+            self._buffer = self._buffer[part_len:]
+            if self._in_text:
+                pieces.append(written(self._spell_markers(part))[1:-1])
+            elif (rest := self._read_bare(part, pieces)) is not None:
+                return "".join(pieces), rest + self._buffer
+            if place < 0:
+                return "".join(pieces), None
+            self._buffer = self._buffer[len(self._quote) :]
+            self._in_text = not self._in_text
+            pieces.append('"')
+
+    def _num_read(self, final: bool) -> int:
+        """Returns how many characters of the buffer, which has no quote, cannot begin one."""
+        lengths = range(min(len(self._quote) - 1, len(self._buffer)), 0, -1)
+        begun_len = next((length for length in lengths if self._buffer.endswith(self._quote[:length])), 0)
+        return len(self._buffer) - (0 if final else begun_len)
+
+    def _read_bare(self, text: str, pieces: list[str]) -> str | None:
+        """Reads what stands outside of texts. Returns what follows the arguments, if they have ended."""
+        for index, character in enumerate(text):
+            if self._spell_markers(character) != character:
+                pieces += [self._taken_word(), *reversed(self._closing), "}"]
+                return text[index:]
+            if character == ":":
+                word = "".join(self._word).strip()
+                self._word.clear()
+                pieces.append(f"{written(self._spell_markers(word)) if word else ''}: ")
+            elif character in CLOSING:
+                self._closing.append(CLOSING[character])
+                pieces.append(character)
+            elif character in "]}":
+                pieces += [self._taken_word(), self._closing[-1] if self._closing else "}"]
+                if not self._closing:
+                    return text[index:]
+                self._closing.pop()
+            elif character == ",":
+                pieces += [self._taken_word(), ", "]
+            else:
+                self._word.append(character)
+        return None
+
+    def _taken_word(self) -> str:
+        """Returns a bare value as JSON: a number, true, false, null, or else a text."""
+        word = "".join(self._word).strip()
+        self._word.clear()
+        return written(typed(word, None)) if word else ""
+
+
 class PythonArguments:
     """Reads keyword arguments up to the bracket that closes the call, and returns them as a whole."""
 

@@ -24,8 +24,9 @@ class ToolForm:
     first: tuple[str, ...] = ("",)  # before the first call
     between: str = ""  # two calls
     last: tuple[str, ...] = ("",)  # after the last call, any of them; the first is written
-    arguments: Literal["json", "parameters", "python"] = "json"
+    arguments: Literal["json", "parameters", "python", "quoted"] = "json"
     parameter: str = ""  # one of "parameters"
+    quote: str = ""  # around a text in "quoted" ones, which are JSON otherwise, with bare keys
     at_start: bool = False  # nothing but calls is in an answer with calls
     ends_answer: bool = False  # the end of a call is a stop token
     id_len: int | None = None  # of a call's id, if the template insists on letters and digits of that number
@@ -43,6 +44,7 @@ class ReasoningForm:
     next_message: str = ""  # between reasoning and what follows it
     is_first: bool = True  # the reasoning is at the beginning, or in the middle, too
     message_field: str = "reasoning_content"  # of an assistant's message, as the template reads it
+    is_rendered: bool = True  # by the chat template, in the last answer of a conversation
 
 
 HARMONY_START = "<|start|>assistant"
@@ -61,12 +63,34 @@ TOOL_FORMS: Mapping[str, ToolForm] = {
         ends_answer=True,
         signs=(("<|channel|>", "<|message|>"),),
     ),
-    "qwen3_coder": ToolForm(
+    "qwen3_coder": ToolForm(  # and Qwen3.5
         call=("<tool_call>\n<function=$name>\n$arguments</function>\n</tool_call>",),
         between="\n",
         arguments="parameters",
         parameter="<parameter=$key>\n$value\n</parameter>\n",
         signs=(("<tool_call>", "<function=", "<parameter="),),
+    ),
+    "glm": ToolForm(  # GLM-4.5 and later, Laguna
+        call=("<tool_call>$name\n$arguments</tool_call>",),
+        between="\n",
+        arguments="parameters",
+        parameter="<arg_key>$key</arg_key>\n<arg_value>$value</arg_value>\n",
+        signs=(("<tool_call>", "<arg_key>", "<arg_value>"),),
+    ),
+    "minimax_m2": ToolForm(
+        call=('<invoke name="$name">\n$arguments</invoke>',),
+        first=("<minimax:tool_call>\n",),
+        between="\n",
+        last=("\n</minimax:tool_call>",),
+        arguments="parameters",
+        parameter='<parameter name="$key">$value</parameter>\n',
+        signs=(("<minimax:tool_call>", "<invoke name="),),
+    ),
+    "gemma4": ToolForm(
+        call=("<|tool_call>call:$name{$arguments}<tool_call|>",),
+        arguments="quoted",
+        quote='<|"|>',
+        signs=(("<|tool_call>call:",),),
     ),
     "hermes": ToolForm(  # Qwen2.5, Qwen3
         call=('<tool_call>\n{"name": "$name", "arguments": $arguments}\n</tool_call>',),
@@ -144,7 +168,13 @@ REASONING_FORMS: Mapping[str, ReasoningForm] = {
         message_field="thinking",
         signs=(("<|channel|>", "<|message|>"),),
     ),
-    "think": ReasoningForm(  # Qwen3, DeepSeek
+    "gemma4": ReasoningForm(
+        begin=("<|channel>thought\n",),
+        end=("<channel|>",),
+        is_rendered=False,
+        signs=(("<|channel>thought", "<channel|>"),),
+    ),
+    "think": ReasoningForm(  # Qwen3, GLM, MiniMax, DeepSeek
         begin=("<think>\n",), end=("\n</think>\n\n",), signs=(("</think>",), ("<think>",))
     ),
     "mistral": ReasoningForm(begin=("[THINK]",), end=("[/THINK]",), signs=(("[THINK]",),)),  # Magistral

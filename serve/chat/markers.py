@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 FIRST_STAND_IN = 0xDC00
-HOLDS_WORD = re.compile(r"[<\[｜].*\w")  # an added token that may be (part of) a marker, unlike a space or `json`
+# An added token that may be (part of) a marker, unlike a space or `json`.
+MARKER = re.compile(r"[<\[｜].*\w|<\|.+\|>")
 
 PLACEHOLDERS = {
     "$name": r"(?P<name>[a-zA-Z0-9_-]{1,64})",
@@ -26,7 +27,7 @@ class Markers:
     def __init__(self, tokenizer: Any, forms: Iterable[str]) -> None:
         text = "\n".join(forms)
         added = {str(token): id for id, token in tokenizer.added_tokens_decoder.items()}
-        names = [name for name in added if HOLDS_WORD.match(name) and name in text]
+        names = [name for name in added if MARKER.match(name) and name in text]
         names.sort(key=len, reverse=True)
         self.ids = {name: added[name] for name in names}
         self._stand_ins = {name: chr(FIRST_STAND_IN + index) for index, name in enumerate(names)}

@@ -15,6 +15,7 @@ ANY_TEXT: Element = {"type": "any_text"}
 KEY = r'[^<>"\n]{1,64}'  # in a tag
 IDENTIFIER = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
 STEPS_OF_BRANCH = 8  # each, and each of its values, becomes an element
+MOST_NESTING = 8  # of values in "quoted" arguments, each a part of the grammar
 MOST_OPTIONAL = 64  # keywords: the grammar of more has more than 64 KiB
 OBJECT_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs"}
 
@@ -47,6 +48,8 @@ def arguments_of(form: ToolForm, schema: Any, markers: Markers, work: Work) -> l
         return [json_of(schema)]
     if form.arguments == "python":
         return keywords(rewritten)
+    if form.arguments == "quoted":
+        return QuotedMembers(form, markers, work).elements(rewritten)
     return Parameters(form.parameter, markers, work).elements(rewritten)
 
 
@@ -148,6 +151,76 @@ class Parameters:
         return sequence(*begin[:-1], tag)
 
 
+class QuotedMembers:
+    """Writes members with bare keys, whose texts stand between quotes, in the order of the schema."""
+
+    def __init__(self, form: ToolForm, markers: Markers, work: Work) -> None:
+        self._quote = markers.elements(form.quote)
+        self._call_end = markers.elements(form.call[0].partition("$arguments")[2])
+        self._work = work
+
+    def elements(self, schema: Any) -> list[Element]:
+        if properties(schema) is None:
+            return [self._any_until(self._call_end[-1])]
+        return self._members(schema, schema.get("$defs", {}), "", 0)
+
+    def _any_until(self, end: Element) -> Element:
+        if end["type"] == "token":
+            return {"type": "any_tokens", "exclude_tokens": [end["token"]]}
+        return {"type": "any_text", "excludes": [end["value"]]}
+
+    def _members(self, schema: Any, definitions: dict[str, Any], place: str, depth: int) -> list[Element]:
+        members = properties(schema)
+        if members is None:
+            raise Unsupported(place, "an object", "has no properties, which this form of calls needs; name them")
+        pairs = list[tuple[Element, bool]]()
+        for name, part, is_required in members:
+            path = f"{place}/properties/{name}"
+            if re.fullmatch(IDENTIFIER, name) is None:
+                raise Unsupported(path, "the name", "cannot be written without quotes; choose another")
+            pairs.append((sequence(text(f"{name}:"), self._value(part, definitions, path, depth + 1)), is_required))
+        return joined_pairs(pairs, ",")
+
+    def _value(self, schema: Any, definitions: dict[str, Any], place: str, depth: int) -> Element:
+        if depth > MOST_NESTING:
+            raise Unsupported(place, "the schema", f"nests more than {MOST_NESTING} deep in this form; make it flatter")
+        top = {keyword: value for keyword, value in schema.items() if keyword != "$defs"}
+        values = list[Element]()
+        for branch in branches(top, definitions, self._work, place):
+            values += self._values_of(branch, definitions, place, depth)
+        if not values:
+            raise Unsupported(place, "$ref", "refers to itself alone, which allows nothing; correct it")
+        return one_of(values)
+
+    def _values_of(self, branch: dict[str, Any], definitions: dict[str, Any], place: str, depth: int) -> list[Element]:
+        any_string = sequence(*self._quote, self._any_until(self._quote[0]), *self._quote)
+        kind = branch.get("type")
+        if not branch:
+            return [any_string, *(json_of({"type": name}) for name in ("number", "boolean", "null"))]
+        if "enum" in branch:
+            self._work.charge(place, STEPS_OF_BRANCH * len(branch["enum"]))
+            return [self._constant(value, place) for value in branch["enum"]]
+        if kind not in ("string", "array", "object"):
+            return [json_of(branch)]
+        keywords_of = {"string": set[str](), "array": {"items"}, "object": OBJECT_KEYWORDS}
+        for keyword in sorted(branch.keys() - keywords_of[kind] - {"type"}):
+            raise Unsupported(place, keyword, "is not supported in this form of calls; leave it out")
+        if kind == "string":
+            return [any_string]
+        if kind == "object":
+            return [sequence(text("{"), *self._members(branch, definitions, place, depth), text("}"))]
+        item = self._value(branch.get("items", {}), definitions, f"{place}/items", depth + 1)
+        more = {"type": "star", "content": sequence(text(","), item)}
+        return [sequence(text("["), optional(sequence(item, more)), text("]"))]
+
+    def _constant(self, value: Any, place: str) -> Element:
+        if isinstance(value, str):
+            return sequence(*self._quote, text(value), *self._quote)
+        if isinstance(value, list | dict):
+            raise Unsupported(place, "enum", "has an array or object, which this form of calls lacks; leave it out")
+        return text(json.dumps(value))
+
+
 def keywords(schema: Any) -> list[Element]:
     """Returns Python's keyword arguments, required ones first. Values are JSON; the parser reads its constants, too."""
     members = properties(schema)
@@ -158,6 +231,11 @@ def keywords(schema: Any) -> list[Element]:
         if re.fullmatch(IDENTIFIER, name) is None:
             raise Unsupported(f"/properties/{name}", "the name", "cannot be written as a keyword; choose another")
     pairs = [(sequence(text(f"{name}="), json_of(part)), is_required) for name, part, is_required in members]
+    return joined_pairs(pairs, ", ")
+
+
+def joined_pairs(pairs: Sequence[tuple[Element, bool]], comma: str) -> list[Element]:
+    """Returns pairs, each with whether it is required, with commas between them: required ones first."""
     required = [pair for pair, is_required in pairs if is_required]
     optional_pairs = [pair for pair, is_required in pairs if not is_required]
     if not required and len(optional_pairs) > MOST_OPTIONAL:
@@ -165,7 +243,7 @@ def keywords(schema: Any) -> list[Element]:
         raise Unsupported("", "properties", fault)
 
     def following(elements: Sequence[Element], wrap: Any = lambda element: element) -> list[Element]:
-        return [wrap(sequence(text(", "), element)) for element in elements]
+        return [wrap(sequence(text(comma), element)) for element in elements]
 
     if required:
         return [required[0], *following(required[1:]), *following(optional_pairs, optional)]

@@ -21,6 +21,7 @@ from slipstream.serve.chat.arguments import (
     ParameterSyntax,
     ParameterTypes,
     PythonArguments,
+    QuotedArguments,
 )
 from slipstream.serve.chat.forms import ReasoningForm, ToolForm
 from slipstream.serve.chat.markers import SPACE, Markers
@@ -131,7 +132,7 @@ class Syntax:
         any_of = self.markers.any_of
         begins = dict.fromkeys(call.partition(ARGUMENTS)[0] for call in form.call)
         ends = dict.fromkeys(call.partition(ARGUMENTS)[2] for call in form.call)
-        call = any_of(begins) + (r"\{" if form.arguments == "json" else "")
+        call = any_of(begins) + self._after_name(form, begins, ends)
         first = any_of(form.first) + SPACE + call
         places["call"] = first
         between = {"last": any_of(form.last), "call": f"(?:{any_of([form.between])}{SPACE}{call}|{first})"}
@@ -139,6 +140,14 @@ class Syntax:
         self.call_end = regex.compile(SPACE + any_of(ends))
         if form.parameter:
             self.parameter = self._parameter_syntax(form.parameter, [part for text in ends for part in text.split()])
+
+    def _after_name(self, form: ToolForm, begins: Iterable[str], ends: Iterable[str]) -> str:
+        """Returns what must follow the beginning of a call: where no text of the form ends the name, a parameter or
+        the call's end, without which a part of a name would be read as one."""
+        if any(begin.rstrip().endswith("$name") for begin in begins):
+            following = self.markers.any_of([form.parameter.partition("$key")[0], *ends])
+            return f"(?={following})"
+        return r"\{" if form.arguments == "json" else ""
 
     def _parameter_syntax(self, form: str, call_ends: Iterable[str]) -> ParameterSyntax:
         begin, _, end = form.partition("$value")
@@ -157,6 +166,8 @@ class Syntax:
         spell_markers = self.markers.shown
         if self.tools.arguments == "json":
             return JsonArguments(spell_markers, lambda character: spell_markers(character) != character)
+        if self.tools.arguments == "quoted":
+            return QuotedArguments(self.markers.hidden(self.tools.quote), spell_markers)
         if self.tools.arguments == "python":
             return PythonArguments(spell_markers)
         return ParameterArguments(self.parameter, types, spell_markers)

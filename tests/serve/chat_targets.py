@@ -23,6 +23,16 @@ TOOLS = (
     "{{ '<|im_end|>\n' }}{%- endif -%}"
 )
 OPENING = "{%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif -%}"
+# By form: how its template writes reasoning, and how it begins an answer.
+REASONING_PARTS = {
+    "hermes": (REASONING, OPENING),
+    "glm": (
+        "{{- '\n<think>' + (message.reasoning_content or '') + '</think>\n' if message.role == 'assistant' else '' -}}",
+        "{%- if enable_thinking is false %}{{ '\n<think></think>' }}{% endif -%}",
+    ),
+    "minimax_m2": (REASONING, "{{- '<think>\n' -}}"),
+    "gemma4": ("", "{%- if not enable_thinking %}{{ '<|channel>thought\n<channel|>' }}{% endif -%}"),
+}
 
 # By form: its markers that are tokens, and how its chat template writes a call, much shortened.
 TEMPLATES: dict[str, tuple[list[str], str]] = {
@@ -37,6 +47,37 @@ TEMPLATES: dict[str, tuple[list[str], str]] = {
         "{%- for name, value in call.function.arguments.items() -%}"
         "{{ '<parameter=' + name + '>\n' }}{{ value if value is string else value | tojson }}{{ '\n</parameter>\n' }}"
         "{%- endfor -%}{{ '</function>\n</tool_call>' }}",
+    ),
+    "glm": (
+        [
+            "<tool_call>",
+            "</tool_call>",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+            "<think>",
+            "</think>",
+        ],
+        "{{ '\n<tool_call>' + call.function.name + '\n' }}"
+        "{%- for name, value in call.function.arguments.items() -%}{{ '<arg_key>' + name + '</arg_key>\n<arg_value>' }}"
+        "{{ value if value is string else value | tojson }}{{ '</arg_value>\n' }}"
+        "{%- endfor -%}{{ '</tool_call>' }}",
+    ),
+    "minimax_m2": (
+        ["<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"],
+        "{%- if loop.first %}{{ '\n<minimax:tool_call>\n' }}{% endif -%}"
+        "{{ '<invoke name=\"' + call.function.name + '\">\n' }}"
+        "{%- for name, value in call.function.arguments.items() -%}{{ '<parameter name=\"' + name + '\">' }}"
+        "{{ value if value is string else value | tojson }}{{ '</parameter>\n' }}{%- endfor -%}{{ '</invoke>\n' }}"
+        "{%- if loop.last %}{{ '</minimax:tool_call>' }}{% endif -%}",
+    ),
+    "gemma4": (
+        ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"],
+        "{{ '<|tool_call>call:' + call.function.name + '{' }}"
+        "{%- for name, value in call.function.arguments.items() -%}{{ ('' if loop.first else ',') + name + ':' }}"
+        "{{ '<|\"|>' + value + '<|\"|>' if value is string else value | tojson }}{%- endfor -%}"
+        "{{ '}<tool_call|>' }}",
     ),
     "deepseek_v3": (
         [
@@ -90,9 +131,9 @@ TEMPLATES: dict[str, tuple[list[str], str]] = {
 
 
 def template(form: str) -> str:
+    reasoning, opening = REASONING_PARTS.get(form, ("", ""))
     text = TOOLS + MESSAGES.replace("CALLS", TEMPLATES[form][1])
-    reasons = form == "hermes"
-    return text.replace("REASONING", REASONING if reasons else "").replace("OPENING", OPENING if reasons else "")
+    return text.replace("REASONING", reasoning).replace("OPENING", opening)
 
 
 def write_target(form: str, folder: Path) -> Path:

@@ -93,6 +93,50 @@ EXAMPLES: list[tuple[str, str, str, Expected]] = [
         ("", "", [("weather", '{"city": "x</parameter> y </param')]),
     ),
     (
+        "glm",
+        "think",
+        "\n<think>hm</think>\nGo\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value> 4\n5</arg_value>\n"
+        "<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        ("hm", "Go", [("weather", '{"city": " 4\\n5", "n": 3}'), ("now", "{}")]),
+    ),
+    (  # GLM-4.7 writes no new lines
+        "glm",
+        "think",
+        "no thought</think><tool_call>weather<arg_key>city</arg_key><arg_value>q</arg_value></tool_call>"
+        "<tool_call>now</tool_call>",
+        ("", "no thought</think>", [("weather", CITY), ("now", "{}")]),
+    ),
+    ("glm", "none", "<tool_call>now or later", ("", "<tool_call>now or later", [])),
+    ("glm", "none", "<tool_call>now\n<arg_key>city</arg_key>\n<arg_value>x", ("", "", [("now", '{"city": "x')])),
+    (
+        "minimax_m2",
+        "think",
+        "<think>\nhm\n</think>\n\nGo\n<minimax:tool_call>\n"
+        '<invoke name="weather">\n<parameter name="city">7 </parameter>\n<parameter name="deep">[1]</parameter>\n'
+        '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        ("hm", "Go", [("weather", '{"city": "7 ", "deep": [1]}'), ("now", "{}")]),
+    ),
+    (
+        "gemma4",
+        "gemma4",
+        '<|channel>thought\nhm\n<channel|>Go<|tool_call>call:weather{city:<|"|>a}",b<|"|>,n:-3,deep:{a:[1,{b:true},'
+        '<|"|>x<|"|>],<|"|>c d<|"|>:null,e:f g}}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        (
+            "hm\n",
+            "Go",
+            [
+                (
+                    "weather",
+                    '{"city": "a}\\",b", "n": -3, "deep": {"a": [1, {"b": true}, "x"], "c d": null, "e": "f g"}}',
+                ),
+                ("now", "{}"),
+            ],
+        ),
+    ),
+    ("gemma4", "gemma4", "<|channel>thought\n<channel|>4 < 5", ("", "4 < 5", [])),
+    ("gemma4", "none", '<|tool_call>call:weather{city:<|"|>Pa<|', ("", "", [("weather", '{"city": "Pa<|')])),
+    ("gemma4", "none", "<|tool_call>call:bob{}<tool_call|>", ("", "<|tool_call>call:bob{}<tool_call|>", [])),
+    (
         "deepseek_v3",
         "think",
         "<think>a</think>Hm<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
@@ -255,11 +299,22 @@ ARGUMENTS = st.fixed_dictionaries(
 )
 
 
+def quoted(value: Any) -> str:
+    """A value as Gemma 4's template writes it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{quoted(key)}:{quoted(inner)}" for key, inner in value.items()) + "}"
+    return f"[{','.join(map(quoted, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
 def written(form: str, name: str, arguments: dict[str, Any]) -> str:
     """A call as models write it."""
     text = json.dumps(arguments, ensure_ascii=False)
     if form == "llama_pythonic":
         text = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    elif TOOL_FORMS[form].arguments == "quoted":
+        text = ",".join(f"{key}:{quoted(value)}" for key, value in arguments.items())
     elif TOOL_FORMS[form].arguments == "parameters":
         tags = []
         for key, value in arguments.items():
@@ -362,7 +417,8 @@ def test_the_form_is_told_by_the_chat_template(form: str) -> None:
     assert find_form(TOOL_FORMS, "none", template(form)) is None
     assert find_form(TOOL_FORMS, "hermes", "") is TOOL_FORMS["hermes"]
     reasoning = find_form(REASONING_FORMS, "auto", template(form))
-    assert reasoning is {"hermes": REASONING_FORMS["think"], "harmony": REASONING_FORMS["harmony"]}.get(form)
+    names = {**dict.fromkeys(["hermes", "glm", "minimax_m2"], "think"), "harmony": "harmony", "gemma4": "gemma4"}
+    assert reasoning is REASONING_FORMS.get(names.get(form, ""))
 
 
 class Watched(dict[str, Any]):
