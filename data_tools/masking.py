@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
 from slipstream.models.chat.messages import REASONING_FIELDS, Message
+from slipstream.serve.chat.forms import ReasoningForm
 
 END_OF_THINKING = "</think>"  # in contents
 THINKING = "<think>"
@@ -83,7 +84,7 @@ def read_turn(
     if number == 1:
         raise RowDropped("starts_with_assistant", "the first answer has no prompt")
     prompt = chat.render(messages[:-1], tools, prompt=True)
-    text = chat.render(messages, tools)
+    text = with_reasoning(chat.reasoning, answer, prompt, chat.render(messages, tools))
     if not text.startswith(prompt):
         raise RowDropped("prompt_rewritten", f"message {number} does not follow the template's own prompt")
     check_rendered(answer, text[len(prompt) :], number)
@@ -91,7 +92,25 @@ def read_turn(
         text = prompt + cut_text(answer, text[len(prompt) :], number)
     ids, start = token_ids(prompt, text, chat.encode)
     end = end_of_answer(ids, start, end_ids)
+    if not is_cut and ids[end - 1] not in end_ids and not answer.get("tool_calls"):
+        following = chat.question_ids[:1]
+        ids += [token for token in following if token in end_ids]  # as GLM, whose answers end where a question begins
+        end = len(ids)
     return Turn(ids[: end - 1] if is_cut and ids[end - 1] in end_ids else ids[:end], start)
+
+
+def with_reasoning(form: ReasoningForm | None, answer: Message, prompt: str, text: str) -> str:
+    """`text` of a conversation, with the reasoning of its last answer where the template's form says that it leaves
+    this out, as Gemma 4's: empty where the prompt ends it, else the answer's."""
+    if form is None or form.is_rendered:
+        return text
+    empty = form.begin[0] + form.end[0]
+    before = prompt.removesuffix(empty)
+    rest = text.removeprefix(before)
+    if rest == text or rest.startswith(form.begin[0]):
+        return text
+    reasoning = form.begin[0] + reasoning_of(answer) + form.end[0] if reasoning_of(answer) else ""
+    return before + (reasoning if before == prompt else empty) + rest
 
 
 def cut_text(answer: Message, text: str, number: int) -> str:

@@ -1,5 +1,6 @@
 """A target without its weights: tokenizer, chat template, vocabulary size, special tokens."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +9,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.models.chat.messages import Message
-from slipstream.models.chat.template import PromptTemplate, TemplateRefused
+from slipstream.models.chat.template import QUESTION, PromptTemplate, TemplateRefused
 from slipstream.models.files.checkpoint import resolve, tokenizer_hash
 from slipstream.models.files.text import read_text_file
 from slipstream.models.targets.config import most_positions
 from slipstream.models.targets.pretrained import end_of_text_ids, load_tokenizer, read_config
+from slipstream.serve.chat.forms import AUTO, REASONING_FORMS, ReasoningForm, find_form, template_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,19 @@ class ChatTemplate(PromptTemplate):
             return super().render(messages, tools, prompt=prompt, variables=variables)
         except TemplateRefused as error:
             raise RowDropped("template_refuses", str(error)) from error
+
+    @functools.cached_property
+    def reasoning(self) -> ReasoningForm | None:
+        """The form of reasoning that the template shows, if any."""
+        return find_form(REASONING_FORMS, AUTO, template_source(self.tokenizer))
+
+    @functools.cached_property
+    def question_ids(self) -> list[int]:
+        """The tokens with which the template begins a question after an answer."""
+        before: list[Message] = [QUESTION, {"role": "assistant", "content": "4"}]
+        text = self.render(before)
+        longer = self.render([*before, QUESTION])
+        return self.encode([longer[len(text) :]])[0] if longer.startswith(text) else []
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]

@@ -7,7 +7,18 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "<think>", "</think>"]
+SPECIAL = [
+    "<s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|head|>",
+    "<|/head|>",
+    "<|eot|>",
+    "<think>",
+    "</think>",
+    "<|channel>",
+    "<channel|>",
+]
 TEXTS = ["user assistant system Hello there", "How are you? I am fine, thank you.", "What is 2 + 2? It is four."] * 3
 
 CHATML = (
@@ -33,6 +44,20 @@ THINKING = (
     "{% if m['role'] == 'assistant' and loop.index0 < ns.last %}{% set content = content.split('</think>')[-1] %}"
     "{% endif %}{{ '<|im_start|>' + m['role'] + '\\n' + content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# Like GLM-4.6's: a question ends the answer before it. Thinking is removed from all answers but the last.
+GLM = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|head|>' if m.role == 'user' else '<|/head|>' }}"
+    "{% if m.role == 'assistant' %}"
+    "{{ '\n<think>' + (m.reasoning_content or '' if loop.index0 > ns.last else '') + '</think>' }}"
+    "{% endif %}{{ '\n' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|/head|>' }}{% endif %}"
+)
+# Like Gemma 4's: the prompt alone has the empty thinking, and answers have none.
+GEMMA4 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if not enable_thinking %}{{ '<|channel>thought\n<channel|>' }}{% endif %}{% endif %}"
 )
 
 Pieces = Sequence[tuple[str, bool]]  # text that begins or ends at a special token or newline, and: supervised?

@@ -12,6 +12,8 @@ from slipstream.models.chat.template import freeze_date
 from slipstream.tests.data_tools.chats import (
     CHATML,
     CHATML_TAGGED,
+    GEMMA4,
+    GLM,
     LLAMA,
     THINKING,
     Pieces,
@@ -43,9 +45,11 @@ LLAMA_PIECES = [
 ]
 
 
-def documents(template: str, messages: list[Any], *, end: str = "<|im_end|>", **options: Any) -> list[Document]:
+def documents(
+    template: str, messages: list[Any], *, end: str = "<|im_end|>", variables: Any = None, **options: Any
+) -> list[Document]:
     tokenizer = build_tokenizer(template, end)
-    wrapped = ChatTemplate(tokenizer, date="2023-03-05", variables={})
+    wrapped = ChatTemplate(tokenizer, date="2023-03-05", variables=variables or {})
     options = {"turns": "all", "end_ids": {tokenizer.eos_token_id}, **options}
     return mask_conversation(wrapped, messages, None, **options)
 
@@ -118,6 +122,37 @@ def test_an_answer_that_is_rendered_otherwise_later_begins_another_document() ->
     assert documents(THINKING, THINKING_CHAT[:2]) == expected[:1]
 
 
+def test_an_answer_ends_with_the_token_that_begins_the_next_question() -> None:
+    first, second = ({"role": "assistant", "content": text, "reasoning_content": "hm"} for text in ("fine", "four"))
+    messages = [*chat("Hello"), first, *chat("What?"), second]
+    hello = [("<|head|>", False), ("\nHello<|/head|>", False)]
+    middle = [("\n<think></think>\nfine<|head|>", False), ("\nWhat?<|/head|>", False)]
+    tokenizer = build_tokenizer(GLM, "<|head|>")
+    assert documents(GLM, messages, end="<|head|>") == [
+        join(tokenizer, [*hello, ("\n<think>hm</think>\nfine<|head|>", True)]),
+        join(tokenizer, [*hello, *middle, ("\n<think>hm</think>\nfour<|head|>", True)]),
+    ]
+    ids, _ = mask(GLM, messages[:2], end="<|head|>", is_cut=True)
+    assert ids[-1] != tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("is_thinking", "reasoning", "opening", "answer"),
+    [
+        (False, "", "<|channel>thought\n<channel|>", "fine<|im_end|>"),
+        (True, "hm\n", "", "<|channel>thought\nhm\n<channel|>fine<|im_end|>"),
+        (True, "", "", "fine<|im_end|>"),
+    ],
+)
+def test_thinking_that_a_template_leaves_out_is_supervised(
+    is_thinking: bool, reasoning: str, opening: str, answer: str
+) -> None:
+    message = {"role": "assistant", "content": "fine", **({"reasoning_content": reasoning} if reasoning else {})}
+    pieces = [("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n" + opening, False), (answer, True)]
+    options = {"variables": {"enable_thinking": is_thinking}}
+    assert mask(GEMMA4, [*chat("Hello"), message], **options) == join(build_tokenizer(GEMMA4), pieces)
+
+
 CALL = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
 
 
@@ -134,6 +169,7 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
         (CHATML, chat("Hello"), "no_assistant_turn: the row has no answer; make answers with `slipstream regenerate`"),
         (CHATML, chat("Hello", ""), "empty_answer: message 2"),
         (CHATML, [*chat("Hello"), {**chat("", "fine")[1], "reasoning_content": "hm"}], "reasoning_not_rendered"),
+        (GEMMA4, [*chat("Hello"), {**chat("", "fine")[1], "reasoning_content": "hm"}], "reasoning_not_rendered"),
         ("{% for m in messages %}{{ m['role'] + '\n' + m['content'].split('</think>')[-1] + '\n' }}{% endfor %}"
          "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}", THINKING_CHAT[:2], "reasoning_not_rendered"),
         (CHATML, [*chat("Hello"), {"role": "assistant", "content": "", "tool_calls": [CALL]}], "calls_not_rendered"),
