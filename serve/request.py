@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from slipstream.models.chat.quotes import quote, shorten
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+MissReason = Literal["no_snapshot", "given_up", "no_entry", "grid", "window"]  # docs/operations.md says what they mean
 INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
 OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -282,12 +283,15 @@ class RequestStats:
     Accept length, as everywhere in Slipstream: (completion_tokens - 1) / rounds, since the prefill samples the first
     token. A preempted request prefills again, all its tokens, when it resumes, and samples its next token there: in
     general (completion_tokens - prefills) / rounds. `cached_tokens` counts prompt tokens found in the prefix cache when
-    the request first ran. `accepted_by_position[j]` counts the rounds in which draft token j was accepted and emitted.
+    the request first ran, `missed_tokens` those after them that it knew, but not what every layer needs of them.
+    `accepted_by_position[j]` counts the rounds in which draft token j was accepted and emitted.
     A request without speculation has no rounds.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    missed_tokens: int = 0
+    miss_reason: MissReason | None = None
     completion_tokens: int = 0
     prefills: int = 0  # completed prefills: 1, and 1 more per resumption
     rounds: int = 0

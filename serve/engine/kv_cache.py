@@ -18,6 +18,7 @@ from typing import Any
 from slipstream.serve.engine.kv_pools import PagePool
 from slipstream.serve.engine.kv_states import StatePages
 from slipstream.serve.engine.kv_windows import WindowPages
+from slipstream.serve.request import MissReason
 
 Key = tuple[str | int, ...]  # namespace, then tokens
 GroupPages = WindowPages | StatePages
@@ -52,6 +53,8 @@ class PageTable:
     nodes: list[Node] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)  # a table of each further group, from admission to release
     num_sent: int = 0  # pages that plans have named
+    num_missed: int = 0  # pages that the tree knew when this was admitted, and a further group could not serve
+    miss_reason: MissReason | None = None
 
     def changes(self) -> list[tuple[int, int]]:
         """Returns the index and the page of each page that was added since the last call."""
@@ -134,7 +137,10 @@ class PageCache(PagePool):
         if not all(group.has_room(limit) for group in self.groups):
             return False
         nodes = self._known(tokens, table.namespace, table.lookahead) if shares else []
-        for node in nodes[: self._longest_hit(nodes)]:
+        hit = self._longest_hit(nodes)
+        table.num_missed = len(nodes) - hit
+        table.miss_reason = self._miss_reason(nodes, hit) if hit < len(nodes) else None
+        for node in nodes[:hit]:
             self._reference(table, node)
             table.pages.append(node.page)
         if self.extend(table, num_tokens, headroom):
@@ -238,6 +244,11 @@ class PageCache(PagePool):
         while self.groups and hit > (shorter := min(group.longest_hit(nodes, hit) for group in self.groups)):
             hit = shorter
         return hit
+
+    def _miss_reason(self, nodes: list[Node], hit: int) -> MissReason:
+        """Returns why the hit ends before the last node, by the further group that has the least of the path."""
+        group = min(self.groups, key=lambda group: group.longest_hit(nodes, len(nodes)))
+        return group.miss_reason(nodes, hit)
 
     def _attach(self, table: PageTable, index: int, node: Node) -> None:
         """Lets hits on `node` find the table's page `index` of every further group, too."""

@@ -52,6 +52,7 @@ class AttachedPages(PagePool):
         self._nodes: dict[int, Hashable] = {}  # by attached page
         self._attached: dict[Hashable, int] = {}  # by node
         self._hit: set[int] = set()  # attached pages that a hit has found
+        self._bereft: set[Hashable] = set()  # nodes of the tree whose page was given up
 
     def cut_chunk(self, table: Any, start: int, end: int) -> int:  # noqa: ARG002
         """Returns where a chunk from token `start` must end that does not end its prompt and could end at `end`; not
@@ -68,6 +69,7 @@ class AttachedPages(PagePool):
         others that hold it share the node, and a shared node is not given up: so this sequence alone is left.
         """
         page = self._attached.pop(node, None)
+        self._bereft.discard(node)
         if page is None:
             return
         del self._nodes[page]
@@ -82,6 +84,7 @@ class AttachedPages(PagePool):
         """Attaches a page, which has the text of `node` and is held by one table."""
         assert page not in self._nodes, "a page has the text of one node"
         self._attached[node] = page
+        self._bereft.discard(node)
         self._nodes[page] = node
         self._holders[page] = 1
 
@@ -113,7 +116,9 @@ class AttachedPages(PagePool):
             return self._free.pop()
         assert self._cached, "a table lacks a page: claims were counted wrong"
         page, _ = self._cached.popitem(last=False)
-        del self._holders[page], self._attached[self._nodes.pop(page)]
+        node = self._nodes.pop(page)
+        del self._holders[page], self._attached[node]
+        self._bereft.add(node)
         self._hit.discard(page)
         return page
 
@@ -122,6 +127,7 @@ class AttachedPages(PagePool):
         tree. Raises AssertionError."""
         assert self._attached == {node: page for page, node in self._nodes.items()}, "attached both ways"
         assert self._attached.keys() <= nodes, "a page is attached to a node that the tree has lost"
+        assert self._bereft <= nodes - self._attached.keys(), "a node is bereft that the tree has lost, or that has one"
         assert self._holders == {page: holders.get(page, 0) for page in self._nodes}, "holders are counted wrong"
         assert self._hit <= self._nodes.keys(), "a page without a node was hit"
         assert self._cached.keys() == {page for page, number in self._holders.items() if number == 0}, "cached in use"

@@ -17,6 +17,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from slipstream.serve.engine.kv_pools import AttachedPages
+from slipstream.serve.request import MissReason
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +78,15 @@ class StatePages(AttachedPages):
         step = self.grid // self.page_size
         counts = range(limit - limit % step, 0, -step)
         return next((count for count in counts if nodes[count - 1] in self._attached), 0)
+
+    def miss_reason(self, nodes: Sequence[Hashable], hit: int) -> MissReason:
+        """Returns why a hit on a path of the tree ends after `hit` nodes and not with the last."""
+        step = self.grid // self.page_size
+        if self.num_available < 2:
+            return "no_entry"
+        if hit == len(nodes) // step * step:
+            return "grid"
+        return "given_up" if not self._bereft.isdisjoint(nodes[hit:]) else "no_snapshot"
 
     def admit(self, nodes: Sequence[Hashable], limit: int, num_known: int) -> StateTable:  # noqa: ARG002
         """Returns the table of a sequence that computes the tokens after `nodes`, a hit. The tree knows the first

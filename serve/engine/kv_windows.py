@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from slipstream.serve.engine.kv_pools import AttachedPages
+from slipstream.serve.request import MissReason
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +95,10 @@ class WindowPages(AttachedPages):
             if nodes[index] not in self._attached:
                 hit = index
         return hit
+
+    def miss_reason(self, nodes: Sequence[Hashable], hit: int) -> MissReason:  # noqa: ARG002
+        """Returns why a hit on a path of the tree ends after `hit` nodes and not with the last."""
+        return "window"
 
     def admit(self, nodes: Sequence[Hashable], limit: int, num_known: int) -> WindowTable:  # noqa: ARG002
         """Returns a table of the pages that a pass over the tokens after `nodes`, a hit, reads. The tree knows the

@@ -358,6 +358,8 @@ class Scheduler:
         sequence.num_computed = len(sequence.table.nodes) * self.cache.page_size
         if sequence.num_preemptions == 0:
             sequence.stats.cached_tokens = sequence.num_computed
+            sequence.stats.missed_tokens = sequence.table.num_missed * self.cache.page_size
+            sequence.stats.miss_reason = sequence.table.miss_reason
         self._running.append(sequence)
         self.on_admit(sequence)
         return True

@@ -6,6 +6,7 @@ The server counts what requests see; the engine counts what its steps do and sen
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
@@ -14,13 +15,14 @@ from prometheus_client.registry import Collector
 
 from slipstream.serve.engine import counts as engine_counts
 from slipstream.serve.engine.counts import EngineCounts
-from slipstream.serve.request import RequestStats
+from slipstream.serve.request import MissReason, RequestStats
 
 PREFIX = "slipstream"
 TTFT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # s
 TOKEN_BOUNDS = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # s
 DURATION_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)  # s
 ACCEPT_BOUNDS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)  # tokens per round
+HIT_KINDS = ("whole", "shorter")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 # Engine counters without labels: the name at /metrics, the attribute of EngineCounts, the help text.
@@ -71,7 +73,14 @@ class Metrics:
             "decoded_tokens": self._counter("decoded_tokens", "Those that rounds emitted, drafted or not."),
             "rounds": self._counter("rounds", "Rounds of finished sequences: passes that verified a proposal."),
         }
-        self._prefix_hits = self._counter("prefix_hits", "Finished sequences that found some of their prompt cached.")
+        text = "Finished sequences that found some of their prompt cached: all that was known of it, or less."
+        self._prefix_hits = self._counter("prefix_hits", text, "kind")
+        for kind in HIT_KINDS:
+            self._prefix_hits.labels(kind)
+        text = "Prompt tokens that the prefix cache knew, but not what all layers need of them."
+        self._missed_tokens = self._counter("missed_tokens", text, "reason")
+        for reason in get_args(MissReason):
+            self._missed_tokens.labels(reason)
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From request to first token.", TTFT_BOUNDS
         )
@@ -105,7 +114,9 @@ class Metrics:
         for name, total in self._totals.items():
             total.inc(getattr(stats, name))
         if stats.cached_tokens:
-            self._prefix_hits.inc()
+            self._prefix_hits.labels(HIT_KINDS[stats.missed_tokens > 0]).inc()
+        if stats.miss_reason is not None:
+            self._missed_tokens.labels(stats.miss_reason).inc(stats.missed_tokens)
         if stats.rounds:
             self.accept_length.observe(stats.decoded_tokens / stats.rounds)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from slipstream.serve.engine.kv_cache import Node, PageCache, PageTable
+from slipstream.serve.engine.kv_states import StatePages
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.tests.pairwise import grouped, pairwise, rotating
 
@@ -262,6 +263,57 @@ def test_a_hit_ends_where_a_window_has_lost_its_pages() -> None:
     window._free.clear()
     window._take()
     assert num_matched_pages(cache, list(range(24))) == 3, "5 pages need pages 3 and 4, 4 pages 2 and 3"
+
+
+def computed_with_states(cache: PageCache, tokens: list[int]) -> PageTable:
+    """A table whose sequence has computed a prompt in one chunk."""
+    table = PageTable("", 0)
+    assert cache.admit(table, tokens, len(tokens), headroom=0)
+    cache.begin_chunk(table, tokens, len(table.nodes) * cache.page_size, len(tokens))
+    cache.publish(table, tokens, len(tokens))
+    cache.slide(table, len(tokens))
+    return table
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_entries", "num_shared", "num_hit"),
+    [
+        ("no_snapshot", 6, 12, 0),
+        ("grid", 6, 20, 16),
+        ("given_up", 6, 20, 0),
+        ("no_entry", 2, 24, 0),
+        (None, 6, 16, 16),
+        (None, 6, 2, 0),
+    ],
+)
+def test_a_shorter_hit_has_a_reason(reason: str | None, num_entries: int, num_shared: int, num_hit: int) -> None:
+    """Hits on a text of 23 tokens with a state after 16 of them, or of 28 with one after 24."""
+    states = StatePages(1 + num_entries, 4, 8)
+    cache = PageCache(100, 4, [states])
+    text = list(range(28 if reason == "no_entry" else 23))
+    cache.release(computed_with_states(cache, text), text, len(text))
+    if reason == "given_up":
+        entries = [states._take() for _ in range(num_entries)]
+        states._free += entries
+    table = PageTable("", 0)
+    neighbours = [PageTable("", 0)] if reason == "no_entry" else []
+    assert all(cache.admit(neighbour, [99], 1, headroom=0) for neighbour in neighbours)
+    assert cache.admit(table, [*text[:num_shared], 99, 98, 97, 96], 30, headroom=0)
+    assert (len(table.nodes) * 4, table.miss_reason) == (num_hit, reason)
+    assert table.num_missed * 4 == (num_shared // 4 * 4 - num_hit if reason else 0)
+    cache.check([table, *neighbours])
+
+
+def test_a_window_is_the_reason_of_a_shorter_hit() -> None:
+    cache = windowed(4, num_pages=12)
+    text = list(range(23))
+    cache.release(compute(cache, text), text, 23)
+    window = cache.groups[0]
+    node = cache.match([*text, 99], "", 0)[-1]
+    window.detach(node)
+    table = PageTable("", 0)
+    assert cache.admit(table, [*text, 99], 30, headroom=0)
+    assert (len(table.nodes), table.num_missed, table.miss_reason) == (4, 1, "window")
 
 
 def test_pages_behind_the_window_become_cached_or_free() -> None:

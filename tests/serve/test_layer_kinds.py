@@ -201,12 +201,19 @@ def test_a_hit_is_as_deep_as_a_snapshot(folders: dict[str, Path]) -> None:
         "branch": prompt[:80] + random_prompt(30, 2),  # the last snapshot before is that of the second chunk
         "next branch": prompt[:80] + random_prompt(30, 3),
     }
-    hits = {"first": 0, "again": 112, "branch": 48, "next branch": 80}
+    hits = {
+        "first": (0, None),
+        "again": (112, None),
+        "branch": (48, "no_snapshot"),
+        "next branch": (80, None),
+    }
     for name, text in texts.items():
         request = make_request(name, text, max_tokens=8, temperature=1.0)
         answers = run(engine, [request])
         assert answers[name].tokens == reference.answer(request)
-        assert answers[name].counts.cached_tokens == hits[name]
+        counts = answers[name].counts
+        assert (counts.cached_tokens, counts.miss_reason) == hits[name]
+        assert counts.missed_tokens == (80 - 48 if name == "branch" else 0)
     turn = make_request("turn", prompt + reference.answer(make_request("", prompt, max_tokens=8)), max_tokens=8)
     answers = run(engine, [turn])
     assert answers["turn"].tokens == reference.answer(turn)

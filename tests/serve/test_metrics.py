@@ -44,7 +44,9 @@ def test_what_a_scrape_shows() -> None:
     metrics = Metrics()
     engine = EngineCounts(kv_pages={("0", "used"): 7, ("1", "free"): 9})
     counts = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 9, "drafted_tokens": 12, "rounds": 4}
-    metrics.count_finished("stop", RequestStats(prefills=1, accepted_by_position=[3, 1], **counts), 2.0)
+    counts |= {"missed_tokens": 3, "prefills": 1}
+    miss = {"miss_reason": "no_snapshot"}
+    metrics.count_finished("stop", RequestStats(accepted_by_position=[3, 1], **counts, **miss), 2.0)
     metrics.count_finished("length", RequestStats(prompt_tokens=5, completion_tokens=1, prefills=1), 0.2)
     metrics.count_finished("abort", RequestStats(), 0.1)  # before its first token
     metrics.count_finished("length", RequestStats(completion_tokens=6, prefills=1), 0.2)  # without speculation
@@ -63,7 +65,9 @@ def test_what_a_scrape_shows() -> None:
         },
         ("error_responses_total", 'status="400"'): 1,
         **{("prompt_tokens_total", ""): 15, ("cached_tokens_total", ""): 4, ("completion_tokens_total", ""): 16},
-        **{("decoded_tokens_total", ""): 8, ("rounds_total", ""): 4, ("prefix_hits_total", ""): 1},
+        **{("decoded_tokens_total", ""): 8, ("rounds_total", ""): 4},
+        **{("prefix_hits_total", f'kind="{kind}"'): count for kind, count in (("shorter", 1), ("whole", 0))},
+        **{("missed_tokens_total", f'reason="{name}"'): count for name, count in (("no_snapshot", 3), ("grid", 0))},
         **{("accept_length_count", ""): 1, ("accept_length_sum", ""): 2.0},
         **{("request_duration_seconds_count", ""): 4, ("request_duration_seconds_bucket", 'le="0.25"'): 3},
         ("time_to_first_token_seconds_count", ""): 1,
