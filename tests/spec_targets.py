@@ -17,7 +17,7 @@ from slipstream.kernels.norm import norm_heads
 from slipstream.kernels.sampling.sample import Sampling, noise_key, sample
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
-from slipstream.models.layers.recurrence import Record, RecurrentLayer, zero_state
+from slipstream.models.layers.recurrence import Record, RecurrentLayer, State, zero_state
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import DecoderShape, LayerSpec, RopeConfig, TargetSpec
 from slipstream.models.targets.decoder import Target, load_target
@@ -92,10 +92,13 @@ def plan_spec(
 
 class NaiveAttention(Attention):
     """Every row of one text sees the rows before it and itself, as far as its layer's window reaches. `scales`: numbers
-    are rounded as a cache of codes with scales (2, G) of each layer rounds them."""
+    are rounded as a cache of codes with scales (2, G) of each layer rounds them. It keeps the states after each token
+    of the text, by the ids of layers with recurrent state."""
 
     def __init__(self, scales: Sequence[Tensor] | None = None) -> None:
         self.scales = scales
+        self.states: dict[int, list[State]] = {}
+        self.layers: dict[int, RecurrentLayer] = {}
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         raise AssertionError("a target's rows all ask")
@@ -104,11 +107,14 @@ class NaiveAttention(Attention):
         """Token by token, from an empty state."""
         state = zero_state(layer.spec.state_shapes, 1, torch.device("cpu"))
         outputs = []
+        self.layers[layer.id] = layer
+        self.states[layer.id] = []
         for index in range(len(next(iter(records.values())))):
             record = {name: values[index : index + 1] for name, values in records.items()}
             after = layer.step(state, record)
             outputs.append(layer.read(state, after, record))
             state = after
+            self.states[layer.id].append(state)
         return torch.cat(outputs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:

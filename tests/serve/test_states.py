@@ -1,0 +1,192 @@
+"""States of recurrent layers under traffic with drafts, hits, preemption and aborts: after every step those of running
+sequences, and all snapshots, are what their texts give from the first token on."""
+
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.models.layers.recurrence import State
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.kv_cache import Node
+from slipstream.serve.engine.kv_states import StatePages
+from slipstream.serve.engine.plan import StepOutput, StepPlan
+from slipstream.serve.request import Request
+from slipstream.tests.pairwise import gate_of
+from slipstream.tests.serve.engine_runs import make_request, random_prompt, run, serve_traffic, watch_outputs
+from slipstream.tests.serve.test_layer_kinds import DRAFTERS, SPECS, build_drafted, requests_of
+from slipstream.tests.spec_targets import NaiveAttention, Reference, save_spec, save_spec_draft
+
+HYBRIDS = ("delta nets", "recurrent")
+NUM_REQUESTS = 14
+NUM_NIGHTLY = 300
+
+
+@dataclass(slots=True)
+class StateOracle:
+    """States of texts by a plain reference, which computes each text once."""
+
+    reference: Reference
+    texts: list[tuple[list[int], NaiveAttention]] = field(default_factory=list)
+
+    @torch.inference_mode()
+    def states(self, tokens: list[int]) -> list[State]:
+        """After all tokens, of each layer."""
+        attention = next((run for text, run in self.texts if text[: len(tokens)] == tokens), None)
+        if attention is None:
+            attention = NaiveAttention()
+            self.reference.target(torch.tensor(tokens), attention)
+            self.texts.append((tokens, attention))
+        return [attention.states[id][len(tokens) - 1] for id in sorted(attention.states)]
+
+    @torch.inference_mode()
+    def replayed(self, state: Sequence[State], engine: Engine, slot: int) -> list[State]:
+        """States after the accepted nodes of the last round."""
+        device = engine.runner.passes.states
+        layers = self.texts[0][1].layers
+        result = list(state)
+        for node in (node for node in device.replays[slot].tolist() if node >= 0):
+            for id, layer in layers.items():
+                record = {name: values[slot, node][None] for name, values in device.records[id].items()}
+                result[id] = layer.step(result[id], record)
+        return result
+
+    def check(self, engine: Engine) -> None:
+        """Compares all that is kept. Raises AssertionError."""
+        place, pool = next(pair for pair in enumerate(engine.scheduler.cache.groups) if isinstance(pair[1], StatePages))
+        for node, entry in pool._attached.items():
+            compare(stored(engine, entry), self.states(text_of(node, pool.page_size)))
+        for sequence in engine.scheduler._running:
+            if sequence.num_computed == 0:
+                continue
+            expected = self.states(sequence.tokens[: sequence.num_computed])
+            states = stored(engine, sequence.table.groups[place].source)
+            compare(self.replayed(states, engine, sequence.slot) if sequence.decoding else states, expected)
+
+
+def stored(engine: Engine, entry: int) -> list[State]:
+    return [
+        {name: values[entry][None] for name, values in layer.items()} for layer in engine.runner.passes.states.layers
+    ]
+
+
+def text_of(node: Node, page_size: int) -> list[int]:
+    """The tokens from the root of the prefix tree to the end of a node's page."""
+    pages = deque[list[int]]()
+    while node.parent is not None:
+        pages.appendleft([int(token) for token in node.key[1 : 1 + page_size]])
+        node = node.parent
+    return [token for page in pages for token in page]
+
+
+def compare(states: Sequence[State], expected: Sequence[State]) -> None:
+    torch.testing.assert_close(list(states), list(expected), atol=1e-4, rtol=1e-4)
+
+
+@dataclass(slots=True)
+class Situations:
+    """Rounds that were seen: of requests without drafts."""
+
+    had_drafts: dict[int, bool] = field(default_factory=dict)  # by slot: in its last round
+    after_drafts: int = 0
+    beside_drafts: int = 0
+
+    def look(self, plan: StepPlan, output: StepOutput) -> None:
+        has_drafts = [int(count) > 1 for count in output.num_verified[: len(plan.slots)]]
+        for slot, drafted in zip(plan.slots, has_drafts, strict=True):
+            self.after_drafts += self.had_drafts.get(slot, False) and not drafted
+            self.beside_drafts += not drafted and any(has_drafts)
+            self.had_drafts[slot] = drafted
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {}
+    for name in HYBRIDS:
+        folder = folders[name] = tmp_path_factory.mktemp("hybrids")
+        save_spec(SPECS[name], folder / "target")
+        for kind in ("eagle3", "dflash"):
+            save_spec_draft(kind, SPECS[name], folder / "target", folder / kind)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def references(folders: dict[str, Path]) -> dict[str, Reference]:
+    return {name: Reference.load(SPECS[name], folders[name] / "target") for name in HYBRIDS}
+
+
+def kinds_of() -> Iterator[Request]:
+    """Greedy and sampled requests; every third without drafts."""
+    for temperature in (0.0, 1.0):
+        for index, request in enumerate(requests_of(temperature)):
+            params = replace(request.params, speculation={"enabled": index % 3 != 1})
+            yield replace(request, id=f"{request.id} {temperature}", params=params)
+
+
+def sizes_of(name: str, **options: Any) -> dict[str, Any]:
+    grid = max(spec.grid for spec in SPECS[name].recurrent)
+    return {"max_running": 4, "prefill_budget": max(16, grid), "kv_cache_tokens": 100, "page_size": 1, **options}
+
+
+def check_traffic(name: str, drafter: str, folder: Path, reference: Reference, num_requests: int) -> Situations:
+    kinds = {request.id: request for request in kinds_of()}
+    expected = reference.answers(list(kinds.values()))
+    oracle = StateOracle(reference)
+    for kind, request in kinds.items():
+        oracle.states([*request.prompt, *expected[kind]])
+    engine = build_drafted(SPECS[name], folder, drafter, **sizes_of(name))
+    situations = Situations()
+    watch_outputs(engine, situations.look)
+    rng = random.Random(3)
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < num_requests, 7, lambda: oracle.check(engine))
+    return situations
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"), gate_of(product(HYBRIDS, DRAFTERS), [("recurrent", "ngram"), ("delta nets", "tree")])
+)
+def test_states_are_those_of_the_text(
+    name: str, drafter: str, folders: dict[str, Path], references: dict[str, Reference]
+) -> None:
+    """Rounds of a request without drafts after others with, and beside those of others; slots used again."""
+    situations = check_traffic(name, drafter, folders[name], references[name], NUM_REQUESTS)
+    assert (situations.beside_drafts > 0) == (drafter != "none")
+    if drafter == "ngram":
+        assert situations.after_drafts > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "drafter"), list(product(HYBRIDS, DRAFTERS)))
+def test_states_of_long_traffic(
+    name: str, drafter: str, folders: dict[str, Path], references: dict[str, Reference]
+) -> None:
+    check_traffic(name, drafter, folders[name], references[name], NUM_NIGHTLY)
+
+
+@pytest.mark.parametrize("drafter", ["none", "tree"])
+def test_an_abort_in_mid_prompt_leaves_nothing(
+    drafter: str, folders: dict[str, Path], references: dict[str, Reference]
+) -> None:
+    """The next request has its slot and its entry, and begins like it."""
+    name = "recurrent"
+    oracle = StateOracle(references[name])
+    engine = build_drafted(SPECS[name], folders[name], drafter, **sizes_of(name, max_running=2))
+    prompt = random_prompt(50, 7)
+    for cut in (1, 2):
+        engine.add(make_request(f"cut {cut}", prompt, max_tokens=4))
+        for _ in range(cut):
+            engine.step()
+            oracle.check(engine)
+        [sequence] = engine.scheduler._running
+        assert 0 < sequence.num_computed < len(prompt)
+        assert engine.abort(f"cut {cut}") is not None
+    request = make_request("next", prompt[:40] + random_prompt(9, 8), max_tokens=12)
+    answers = run(engine, [request], lambda *_: oracle.check(engine))
+    assert answers["next"].tokens == references[name].answer(request)
+    assert answers["next"].counts.cached_tokens > 0
