@@ -44,7 +44,7 @@ class ConversationOptions:
     where: tuple[str, ...] = ()
     """Keep rows with this column value: column=value. Several must all hold."""
     limit: int | None = None
-    """Take only this many rows, counted after `where`."""
+    """Take only this many rows, the first that `where` keeps."""
     skip_bad: bool = False
     """Count malformed rows instead of stopping at the first."""
     target: str = ""

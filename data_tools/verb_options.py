@@ -22,7 +22,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "cut", "sampl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareConfig(TokenizeOptions):
-    """Conversations to tokens and loss masks."""
+    """Turns conversations into tokens and loss masks."""
 
     REQUIRED = {
         "data": "files, folders or hub datasets",
@@ -37,7 +37,7 @@ class PrepareConfig(TokenizeOptions):
     heldout: float = 0.02
     """Share of the rows in the held-out split."""
     heldout_data: tuple[str, ...] = ()
-    """Files whose rows are the held-out split, in their order, instead of a share of `data`."""
+    """Files of conversations for the held-out split, in their order, instead of a share of `data`."""
     seed: int = 0
     """Seed of the shuffle."""
     category_column: str | None = None
@@ -59,7 +59,7 @@ class PrepareConfig(TokenizeOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegenerateConfig(ConversationOptions):
-    """Replace the answers of conversations with the target's own."""
+    """Replaces the answers of conversations by the target's own."""
 
     REQUIRED = {"data": "files, folders or hub datasets", "output": "the JSONL file to write"}
 
@@ -81,9 +81,9 @@ class RegenerateConfig(ConversationOptions):
     retry_pause: float = 1.0
     """Seconds before the first retry; doubles with each further one."""
     timeout: float = 600.0
-    """Seconds without a piece of an answer after which it is given up. Endpoints stream, so answers may take longer."""
+    """Seconds without a new piece of an answer, after which the request fails; a whole answer may take longer."""
     max_failures: int = 100
-    """Stop when this many rows in a row got no answer."""
+    """Rows without an answer, one after the other, that end the run."""
     draft: str = "none"
     """Draft checkpoint for the target in this process; changes speed, not answers."""
     engine: dict[str, Any] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class RegenerateConfig(ConversationOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrequencyMapConfig(TokenizeOptions):
-    """Count answer tokens and choose a draft vocabulary. `data` may also name prepared datasets, of which `split` is
+    """Counts answer tokens and chooses a draft vocabulary. `data` may also name prepared datasets, of which `split` is
     counted."""
 
     REQUIRED = {"output": "the safetensors file to write"}
@@ -206,7 +206,7 @@ class FrequencyMapConfig(TokenizeOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureConfig:
-    """Run the target over a prepared dataset and keep its states for training."""
+    """Runs the target over a prepared dataset and keeps its states for training."""
 
     REQUIRED = {"data": "a folder", "target": "a folder or a hub id", "output": "a folder"}
 
@@ -234,9 +234,9 @@ class CaptureConfig:
     max_length: int = 4096
     """Longer documents are cut; training may use this data.max_length or a smaller one."""
     train_documents: int | None = None
-    """Take the first of the training split only."""
+    """Documents to take from the beginning of the training split. Default: all."""
     heldout_documents: int | None = 400
-    """Take the first of the heldout split only; training evaluates evaluation.documents (400) of them."""
+    """Documents to take from the beginning of the held-out split; training evaluates evaluation.documents (400)."""
     batch_tokens: int = 16384
     """Tokens in a pass of the target, padding included."""
     shard_gb: float = 2.0
@@ -278,7 +278,7 @@ class CaptureConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertConfig:
-    """Write a draft checkpoint in the layout that another server or trainer reads."""
+    """Writes a draft checkpoint in the layout that another server or trainer reads."""
 
     REQUIRED = {"input": "a draft checkpoint to read", "output": "the folder to write"}
 

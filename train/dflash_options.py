@@ -10,12 +10,14 @@ from slipstream.train.options import EvaluationOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(BaseDraftOptions):
+    """Network and loss of the draft."""
+
     aux_layers: tuple[int, ...] | None = None
     """target states that the draft reads: 0..n-1 is a layer's output, n after the final norm; default: by depth"""
     num_layers: int = 5
     """layers of the draft"""
     block_size: int = 16
-    """tokens of a block, the last emitted one included: it drafts one fewer, or as many with sample_from_anchor"""
+    """tokens of a block, the last emitted one included; it drafts one fewer, with sample_from_anchor as many"""
     sample_from_anchor: bool = False
     """a slot predicts the token after its place, the last emitted token's slot too, as in DSpark"""
     sliding_window: int | None = None
@@ -35,7 +37,7 @@ class DraftOptions(BaseDraftOptions):
     anchors: int = 512
     """most blocks drawn from a packed row in a step"""
     loss: Literal["dpace", "decay"] = "dpace"
-    """weight of a slot: by what it would add to the accepted length (dpace), or by its distance (decay)"""
+    """weight of a slot: by what it would add to the accept length (dpace), or by its place (decay)"""
 
     @property
     def reach(self) -> int:
@@ -49,6 +51,8 @@ class DraftOptions(BaseDraftOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockEvaluationOptions(EvaluationOptions):
+    """Evaluation on held-out documents."""
+
     depth: int = 63
 
 

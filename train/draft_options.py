@@ -21,8 +21,8 @@ class BaseDraftOptions:
     intermediate_size: int | None = None
     """width of the draft's MLPs; default: the target's"""
     interchange: Literal["own", "sglang", "vllm"] = "own"
-    """server that has to load the draft, too: sets the other defaults of `draft` so, and refuses options that it does
-    not load (docs/convert.md); own: this project's alone"""
+    """sglang, vllm: other options of `draft` default to what this server loads, too, and values that it does not load
+    are refused (docs/convert.md); own: all are allowed"""
 
     def __post_init__(self) -> None:
         size = self.intermediate_size
@@ -65,7 +65,7 @@ class DraftRunOptions(RunOptions):
     trust_remote_code: bool = False
     """run Python code that comes with the target"""
     init_from: str | None = None
-    """draft of the same kind to start from: folder or hub id; what it does not name, options of `draft` do"""
+    """draft of the same kind whose tensors the new one takes over: folder or hub id (docs/training.md)"""
     target_sharding: Literal["none", "machine", "all"] = "none"
     """shard the target's layers over the processes of a machine, or over all; none: each process holds all of them"""
     target_compile: bool = False

@@ -10,6 +10,8 @@ from slipstream.train.draft_options import ChainDraftOptions, DraftRunOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(ChainDraftOptions):
+    """Network and loss of the draft."""
+
     aux_layers: tuple[int, ...] | None = None
     """target states that the draft reads: 0..n-1 is a layer's output, n after the final norm; default: by depth"""
     num_layers: int = 1

@@ -7,6 +7,8 @@ from slipstream.train.draft_options import ChainDraftOptions, DraftRunOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(ChainDraftOptions):
+    """Network and loss of the draft."""
+
     bias: bool = True
     """whether fc has a bias: EAGLE's drafts have one, except those for Llama 3"""
     ttt_steps: int = 1

@@ -19,6 +19,8 @@ AT_LEAST_ONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
+    """Data to train on."""
+
     path: dict[str, float] | str
     """prepared dataset (slipstream prepare): splits train and heldout; or several with weights, such as
     {data/chat: 1, data/code: 0.5}: how often an epoch has their rows"""
@@ -74,6 +76,8 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimOptions:
+    """Optimizer and length of the run."""
+
     name: Literal["muon", "adamw"] = "muon"
     """muon: Muon for hidden matrices, AdamW for the rest; adamw for everything, as FSDP and ZeRO need"""
     lr: float | None = None
@@ -87,11 +91,13 @@ class OptimOptions:
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "linear"
     """decay to zero after the warm-up: cosine, linear, none (constant), or linear over the last fifth alone (wsd)"""
     momentum: float = 0.85
-    """Muon's"""
+    """momentum of Muon"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
+    """Evaluation on held-out documents."""
+
     every: int = 500
     """steps between evaluations; the last step is always evaluated"""
     depth: int = 3
@@ -99,14 +105,14 @@ class EvaluationOptions:
     documents: int = 400
     """held-out documents used"""
     patience: int | None = None
-    """evaluations in a row without a new best that end the run; default: it goes to its last step"""
+    """evaluations in a row without a new best that end the run; default: the run goes to its last step"""
     costs: str | None = None
-    """file of step times that `serve` keeps: the expected speed by these chooses `best`, not the accept length
-    (docs/training.md)"""
+    """file of step times that `serve` keeps: the expected speed by these times chooses `best`, instead of the accept
+    length (docs/training.md)"""
     requests: int = 1
     """requests that decode at once on that server"""
     temperature: float = 0.0
-    """of the simulated server; above 0 the held-out answers must be the target's samples at this temperature"""
+    """temperature of the simulated server; above 0 the held-out answers must be the target's samples at it"""
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -120,6 +126,8 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
+    """Checkpoints to write and to keep."""
+
     every: int = 500
     """steps between checkpoints; the last step is always saved"""
     keep: int = 2
@@ -128,7 +136,7 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerOptions:
-    """metrics.jsonl is always written to the output folder."""
+    """Trackers, besides metrics.jsonl in the output folder."""
 
     wandb: Literal["none", "metrics", "best", "all"] = "none"
     """log to Weights & Biases, offline without a key: metrics; also each new best checkpoint; or every checkpoint.
@@ -151,7 +159,7 @@ class RunOptions:
     seed: int = 0
     """seed of the weights and of the order of the data"""
     dry_run: bool = False
-    """print parameters, memory per GPU, size of captured states, steps and tokens; read no weights"""
+    """print parameters, memory per GPU, size of captured states, steps and tokens, and exit; reads no weights"""
 
     def __post_init__(self) -> None:
         for name in AT_LEAST_ONE:
@@ -161,7 +169,7 @@ class RunOptions:
         if self.optim.lr is not None and self.optim.lr <= 0:
             raise ValueError(f"optim.lr is {self.optim.lr}; give a positive number")
         if not 0 <= self.optim.momentum < 1:
-            raise ValueError(f"optim.momentum is {self.optim.momentum}; give a share from 0 to below 1")
+            raise ValueError(f"optim.momentum is {self.optim.momentum}; give at least 0 and below 1")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; give 0 or more, below 2**63")
 

@@ -56,7 +56,7 @@ def collect(config: PushConfig) -> Files:
     run = read_json(source.checkpoint / "run.json")
     target = config.target or public_target(values, run)
     if not target:
-        print("the draft's target has no name on the hub: who serves it names it by --target; give yours by --target")
+        print("the draft's target has no name on the hub, so users have to give --target to serve; name it by --target")
     public = with_target(values, target)
     public_run = without_paths(run, frozenset({str(values.get("target"))} - {target}))
     files: Files = {"config.json": encoded(public), "run.json": encoded(public_run)}

@@ -145,7 +145,7 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
     try:
         engine.close()
     except (OSError, ValueError, MemoryError) as error:  # ValueError: another process is writing the file
-        logger.error("what the drafter has learned is lost, since it could not be saved: %s", one_line(error))
+        logger.error("the n-grams of this run could not be saved: %s", one_line(error))
 
 
 def start_engine(make_engine: EngineFactory, config: EngineConfig, pipe: Pipe) -> EngineLike:

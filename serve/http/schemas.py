@@ -443,7 +443,7 @@ def grammar_of(body: SamplingBody, *, ignore_unknown: bool = False) -> tuple[Gra
     ]
     if len(grammars) > 1:
         fields = [field for _, field in grammars[:2]]
-        raise ApiError(400, f"{fields[0]} and {fields[1]} both say what the answer is; send one", fields[1])
+        raise ApiError(400, f"{fields[0]} and {fields[1]} both restrict the answer; send one of them", fields[1])
     return grammars[0] if grammars else None
 
 
@@ -526,7 +526,7 @@ def _structured_outputs(value: Values, read_fields: UnderstoodFields) -> list[tu
         elif name in ("regex", "grammar") and isinstance(entry, str):
             grammars.append((Grammar("regex" if name == "regex" else "ebnf", entry), place))
         else:
-            raise ApiError(400, f"{place} is not what it must be: a schema, a list of texts, or a text", place)
+            raise ApiError(400, f"{place} has the wrong type; it must be a schema, a list of texts, or a text", place)
     return grammars
 
 

@@ -53,7 +53,7 @@ DRAFT_OPTIONS = ("width", "simulate_accept_length")  # engine options that mean 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptConfig:
-    """Accept length and speed-up of a draft by category, of a server or in this process."""
+    """Measures accept length and speed-up of a draft by category, on a server or in this process."""
 
     url: str = ""
     """OpenAI-compatible server that drafts, with or without /v1. Empty: a target and draft in this process."""

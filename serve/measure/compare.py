@@ -41,7 +41,7 @@ FREE = ("output", "overwrite", "api_key_file", "seconds")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareConfig:
-    """Speed of one server, or of several side by side with confidence intervals."""
+    """Measures the speed of a server, or of several side by side, with confidence intervals."""
 
     REQUIRED = {"url": "the servers, --url A --url B, or one alone"}
 
@@ -52,7 +52,7 @@ class CompareConfig:
     concurrency: str = "1,8"
     """Requests open at once; several comma-separated levels are measured one after another."""
     seconds: float = 120.0
-    """Time to measure at each level, all servers together; at least six passes there and back."""
+    """Time to measure at each level, all servers together; at least six passes."""
     requests: int | None = None
     """Questions that a server answers before the next has its turn. Default: twice the concurrency, at least 4."""
     max_tokens: int = 128

@@ -97,8 +97,7 @@ class Journal:
         target or draft."""
         if not self.is_identified:
             raise ValueError(
-                f"{self.path} is finished, and it cannot be told whether its target and draft were those of today; "
-                f"{REMEDY}"
+                f"{self.path} is finished, but nothing tells whether target and draft are still the same; {REMEDY}"
             )
 
     def add(self, result: Fields) -> None:

@@ -234,7 +234,7 @@ def test_a_finished_run_of_a_server_that_may_be_another_is_refused(questions: st
         content = (tmp_path / "answers.jsonl").read_bytes()
         (tmp_path / "answers.jsonl").write_bytes(content[: len(content) // 2])
         accept(AcceptConfig(**options))  # an interrupted one continues
-        with pytest.raises(ValueError, match="answers.jsonl is finished, and it cannot be told whether"):
+        with pytest.raises(ValueError, match="answers.jsonl is finished, but nothing tells whether"):
             accept(AcceptConfig(**options, fail_below=1.0))
 
 

@@ -152,7 +152,7 @@ def test_passes_of_another_server_are_not_continued(
             compare(config)
         mixed = CompareConfig(url=[server.url, unknown.url], **options, output=str(tmp_path / "mixed"))
         compare(mixed)
-        with pytest.raises(ValueError, match="passes.jsonl is finished, and it cannot be told whether"):
+        with pytest.raises(ValueError, match="passes.jsonl is finished, but nothing tells whether"):
             compare(mixed)
 
 

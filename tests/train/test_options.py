@@ -95,7 +95,7 @@ BAD_VALUES = [  # program, flags, what the message names
         ["--data.long_documents=split", "--data.aux_states=f"],
         "data.long_documents is split, but data.aux_states f holds the states of each document's beginning alone",
     ),
-    ("eagle3", ["--optim.momentum=1"], "optim.momentum is 1.0; give a share from 0 to below 1"),
+    ("eagle3", ["--optim.momentum=1"], "optim.momentum is 1.0; give at least 0 and below 1"),
     ("eagle3", ["--optim.schedule=step"], "optim.schedule"),
     ("eagle3", ["--draft.norms=[fc_norm, layer_norm]"], "draft.norms"),
     ("eagle3", ["--draft.qk_norm=false"], "unrecognized arguments: --draft.qk_norm=false; did you mean --draft.norms?"),
