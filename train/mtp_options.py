@@ -8,6 +8,8 @@ from slipstream.train.draft_options import ChainDraftOptions, DraftRunOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(ChainDraftOptions):
+    """Network and loss of the draft."""
+
     ttt_steps: int = 3
     """steps of training-time test: the layer reads its own output in all but the first"""
     loss: Kind = "soft_ce"
