@@ -16,6 +16,8 @@ NOT_INSTALLED = ("tests", "bench", "configs", "assets", "deploy", "docs")
 SCRIPT_FOLDERS = ("train", "data_tools", "bench")  # `python train/eagle3.py` puts its folder first on sys.path
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+TABLE = re.compile(r"(?:^\|.*\n?)+", re.MULTILINE)
+PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("assets/*/README.md"))
 PATH = re.compile(r"(?<![\w*])[\w/]+\.py\b")
 # Files of other projects that comments name.
 OF_OTHERS = {"encoder.py", "generation/utils.py", "prepare_data.py", "vllm/v1/sample/sampler.py"}
@@ -68,9 +70,8 @@ def anchor(heading: str) -> str:
 
 def test_links_of_documents_lead_somewhere() -> None:
     broken = []
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("assets/*/README.md")):
-        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-        for link in LINK.findall(text):
+    for page in PAGES:
+        for link in LINK.findall(prose(page)):
             path, _, name = link.partition("#")
             if "://" in link:
                 continue
@@ -79,6 +80,22 @@ def test_links_of_documents_lead_somewhere() -> None:
             if not file.exists() or (name and name not in map(anchor, headings)):
                 broken.append(f"{page.relative_to(ROOT)}: {link}")
     assert not broken
+
+
+def test_tables_of_documents_are_whole() -> None:
+    """Each has a header and the line below it, and as many cells in every row; a `|` in code counts as text."""
+    broken = []
+    for page in PAGES:
+        for table in TABLE.findall(prose(page)):
+            header, *rows = re.sub(r"`[^`\n]*`", "", table).splitlines()
+            if not rows or not set(rows[0]) <= set("|-") or {row.count("|") for row in rows} != {header.count("|")}:
+                broken.append(f"{page.relative_to(ROOT)}: {table.splitlines()[0]}")
+    assert not broken
+
+
+def prose(page: Path) -> str:
+    """Returns a page without its blocks of code."""
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
 def test_pages_about_the_code_name_what_is_there() -> None:

@@ -324,7 +324,7 @@ class DFlashTraining(DraftTraining):
 
 
 def loss_weights(heads: Sequence[Head]) -> dict[str, float]:
-    """Weights of the losses of a draft with these heads: those that did best (docs/dflash.md, "Losses")."""
+    """Weights of the losses of a draft with these heads: those that did best (docs/dflash.md)."""
     weights = {"ce": 1.0}
     for head in heads:
         weights |= head.loss_weights
