@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import run
+from slipstream.data_tools.convert_mtp import TARGET, Source, extract, stitch
 from slipstream.data_tools.options import show_table
 from slipstream.data_tools.verb_options import ConvertConfig
 from slipstream.models.drafts.base import EMBEDDING, HEAD, Choices, DraftNetwork, load_draft
@@ -37,6 +38,7 @@ from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import POST_NORM, Eagle3
 from slipstream.models.drafts.heads.table import CONFIGS
 from slipstream.models.drafts.interchange import SERVERS, broken_rules, draft_values, shown
+from slipstream.models.drafts.mtp import MTP
 from slipstream.models.drafts.source import drafter_of
 from slipstream.models.drafts.speculators_layout import (
     AUX_LAYERS,
@@ -60,6 +62,8 @@ from slipstream.models.files.outputs import CHECKPOINT, check_output_folder
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import decoder_tensors, drop_tied_head, load_config
+from slipstream.models.targets.families import MTP as MTP_FORMS
+from slipstream.models.targets.families import architecture_of
 
 CPU = torch.device("cpu")
 # Fields of config.json that drafts of every kind may have. The last two lines say nothing about the network.
@@ -115,14 +119,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 def convert(config: ConvertConfig) -> None:
     """Writes `config.output` and prints how much of the draft kept its name."""
     inputs = {"input": [config.input], "target": [config.target]}
-    check_output_folder(config.output, CHECKPOINT, inputs, overwrite=config.overwrite)
+    kind = TARGET if config.layout == "target" else CHECKPOINT
+    check_output_folder(config.output, kind, inputs, overwrite=config.overwrite)
     path = resolve(config.input)
     values = read_json(path / "config.json")
+    if architecture_of(values) in MTP_FORMS and "drafter" not in values:
+        convert_target(config, path)
+        return
     form = form_of(values, config)
     name = config.target or named_target(path)
     if not name:
         raise ValueError("the draft names no target; add --target with the model it was trained for")
     target = read_target(name)
+    if config.layout == "target":
+        check_output_folder(config.output, kind, {"target": [name]}, overwrite=config.overwrite)
+        stitch(config, path, Source(name, resolve(name), target.config, target.shared))
+        return
     draft = read_draft(form, path, target, Choices.of(config))
     check_fields(from_speculators(values), form)
     check_fields(draft.values, form)
@@ -141,6 +153,16 @@ def convert(config: ConvertConfig) -> None:
     show_table({"tensors": tensors, "fields": changes(values, converted.values)})
     if max(converted.layers, default=0) >= target.config.num_layers - 1:
         print("  note: it reads the last layer's output, which other servers take after the final norm or not at all")
+
+
+def convert_target(config: ConvertConfig, path: Path) -> None:
+    """Writes the MTP head of the target in `path` as a draft."""
+    if config.layout != "slipstream":
+        raise ValueError(
+            f"input {config.input} is a target, whose MTP head only layout slipstream holds; set --layout slipstream"
+        )
+    target = read_target(config.input)
+    extract(config, Source(config.input, path, target.config, target.shared))
 
 
 def changes(before: Iterable[str], after: Iterable[str]) -> str:
@@ -350,6 +372,7 @@ FORMS = {
         (AUX_LAYERS, "use_aux_hidden_state", "num_aux_hidden_states", POST_NORM, *EAGLE3_FLAGS, *MODELOPT_FIELDS),
     ),
     "eagle": Form(Eagle, {"sglang": eagle_to_sglang, "slipstream": as_it_is}, ("bias", "qkv_bias")),
+    "mtp": Form(MTP, {"target": as_it_is}, ("mtp_form",)),  # convert_mtp.py
 }
 
 

@@ -283,14 +283,15 @@ class ConvertConfig:
     REQUIRED = {"input": "a draft checkpoint to read", "output": "the folder to write"}
 
     input: str = ""
-    """Draft checkpoint to read: a folder or a hub id."""
+    """Draft checkpoint to read, or a target whose MTP head becomes one: a folder or a hub id."""
     output: str = ""
     """Folder to write."""
     overwrite: bool = False
-    """Replace `output` if it is a draft checkpoint that was written here, and nothing else."""
-    layout: Literal["sglang", "speculators", "deepspec", "modelopt", "slipstream"] = "sglang"
+    """Replace `output` if it is a checkpoint that was written here, and nothing else."""
+    layout: Literal["sglang", "speculators", "deepspec", "modelopt", "slipstream", "target"] = "sglang"
     """sglang: the public layout, of drafts that SGLang loads. speculators: what vLLM and that library load. deepspec:
-    DeepSpec and vLLM. modelopt: ModelOpt and TensorRT-LLM. slipstream: ours, which holds every draft"""
+    DeepSpec and vLLM. modelopt: ModelOpt and TensorRT-LLM. slipstream: ours, which holds every draft. target: a copy of
+    the target with an MTP head, which all servers load"""
     target: str = ""
     """The draft's target (folder or hub id). Default: the one that the draft names."""
     aux_layers: tuple[int, ...] | None = None

@@ -35,6 +35,7 @@ from slipstream.models.targets.frozen import dequantized_tensors
 from slipstream.train.draft_setup import train
 from slipstream.train.loop import leave_processes
 from slipstream.train.losses import regression_losses
+from slipstream.train.options import OptimOptions
 from slipstream.train.target_files import TargetFiles
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, FrozenHeadTraining
@@ -48,6 +49,7 @@ class MTPTraining(FrozenHeadTraining):
     Network = MTP
     drafter = "mtp"
     rates = {"muon": 0.015, "adamw": 0.003}
+    share_of_rate = 0.33  # of a layer that is trained already
     state_weight = 1.0  # of a smooth L1 loss between the states that the head reads
 
     @classmethod
@@ -71,6 +73,11 @@ class MTPTraining(FrozenHeadTraining):
         if "norm.weight" in weights:
             self.draft.norm.get_parameter("weight").copy_(weights["norm.weight"])
         return "the MTP layer starts at random: the target has none"
+
+    def peak_lr(self, optim: OptimOptions, tokens: float) -> float:
+        rate = super().peak_lr(optim, tokens)
+        is_default = optim.lr is None and begins_in_target(self.draft.config, self.options)
+        return self.share_of_rate * rate if is_default else rate
 
     def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:
         embeds = super().embeds(tokens, positions)

@@ -17,7 +17,7 @@ of a family without such modules it has the form above, with a plain layer.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -51,7 +51,7 @@ from slipstream.models.layers.linear import Embedding, Head, Linear
 from slipstream.models.layers.moe import Router
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize
-from slipstream.models.targets.adapt import adapt_values, mtp_file_tensors, mtp_names, mtp_tensors
+from slipstream.models.targets.adapt import NAMES, adapt_values, mtp_file_tensors, mtp_names, mtp_tensors, renamed
 from slipstream.models.targets.config import DecoderShape, LayerSpec, TargetSpec
 from slipstream.models.targets.decoder import Target, target_name
 from slipstream.models.targets.families import MTP as FORMS
@@ -213,14 +213,20 @@ class MTP(DraftNetwork):
         modules = dict(self.named_modules())
         offset = {f"{path}.weight" for path, norm in modules.items() if isinstance(norm, RMSNorm) and norm.offset}
         routers = {path: router for path, router in modules.items() if isinstance(router, Router)}
-        wide = {
-            f"{path}.{name}": tensors[f"{path}.{name}"] for path, router in routers.items() for name in router.dtypes
-        }
+        wide_names = {f"{path}.{name}" for path, router in routers.items() for name in router.dtypes}
+        wide = {key: tensor for key, tensor in tensors.items() if key in wide_names}
         stored = {key: tensor - 1 if key in offset else tensor for key, tensor in tensors.items()}
         config = self.config
         return mtp_file_tensors(
             super().file_tensors(stored) | wide, config.form, config.target_num_layers, config.layer_spec
         )
+
+
+def file_keys(keys: Iterable[str], target: TargetSpec) -> dict[str, str]:
+    """Maps public names of the module's tensors to those in files that have the tensors `keys`."""
+    files = {target_name(key): key for key in keys}
+    names = {name: files[key] for key, name in mtp_names(files, target).items()}
+    return renamed(names, NAMES.get(target.architecture, {}))
 
 
 def check_files(config: MTPConfig, target: TargetSpec, path: Path) -> None:

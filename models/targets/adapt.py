@@ -6,6 +6,7 @@ Letters: E experts, I their intermediate size, H hidden, D head dim, R rotated d
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -108,6 +109,7 @@ FUSED_EXPERTS = re.compile(r"\.experts\.down_proj(?=_scale_inv$|$)")
 OUTPUTS = (".o_proj", ".down_proj")
 OUTPUT_NORMS = (".post_attention_layernorm", ".post_feedforward_layernorm")
 UNREAD = ("k_proj.", "v_proj.", "k_norm.")  # in files of Gemma 4, of layers that read keys and values of another
+Value = TypeVar("Value")
 BLOCK = 128  # rows that share a scale of FP8 weights in blocks
 
 
@@ -293,8 +295,10 @@ def scale_name(key: str, tensor: Tensor) -> str:
     return f"{path}.input_scale" if name == "activation_scale" else key
 
 
-def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+def renamed(tensors: Mapping[str, Value], names: Mapping[str, str]) -> dict[str, Value]:
     """Tensors with parts of their names, between dots, replaced; all at once, as parts may change places."""
+    if not names:
+        return dict(tensors)
     longest_first = sorted(names, key=len, reverse=True)
     part = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, longest_first))})(?![^.])")
     return {part.sub(lambda match: names[match[0]], key): tensor for key, tensor in tensors.items()}

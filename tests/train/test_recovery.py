@@ -21,7 +21,7 @@ from slipstream.tests.pairwise import gate_of
 from slipstream.tests.sources import ROOT
 from slipstream.tests.train.conftest import SaveData
 from slipstream.tests.train.runs import Arguments, Program, records, start_program
-from slipstream.train import dflash, eagle, eagle3
+from slipstream.train import dflash, eagle, eagle3, mtp
 from slipstream.train.eagle3 import main
 
 KILLS_IN_START = 3
@@ -43,6 +43,7 @@ BLOCKS = {"draft__num_layers": 2, "draft__block_size": 5, "draft__anchors": 6, "
 EVERY_HEAD: dict[str, tuple[Program, dict[str, Any]]] = {
     "eagle3": (eagle3.main, {"draft__ttt_steps": 2}),
     "eagle": (eagle.main, {"draft__ttt_steps": 2}),
+    "mtp": (mtp.main, {"draft__ttt_steps": 2}),
     "dflash2": (dflash.main, BLOCKS | {"draft__conv": "true", "draft__selector_rank": 4}),
     "dspark": (
         dflash.main,
@@ -130,7 +131,7 @@ def test_what_a_kill_left_beyond_the_newest_is_dropped(tmp_path: Path, arguments
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "metrics.jsonl", "step-5", "step-6"]
 
 
-@pytest.mark.parametrize("name", gate_of(((name,) for name in EVERY_HEAD), [("eagle3",), ("dspark",)]))
+@pytest.mark.parametrize("name", gate_of(((name,) for name in EVERY_HEAD), [("eagle3",), ("mtp",), ("dspark",)]))
 def test_every_draft_continues_as_if_it_had_not_stopped(name: str, tmp_path: Path, run_flags: Arguments) -> None:
     """Every file of the next checkpoint, before the next evaluation."""
     program, options = EVERY_HEAD[name]
