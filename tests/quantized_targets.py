@@ -1,6 +1,7 @@
 """Tiny targets as libraries write them, quantised here by plain formulas, and transformers' outputs with them."""
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,13 @@ MOE_CONFIG = Qwen3MoeConfig(
     moe_intermediate_size=128,
 )
 FP8 = torch.float8_e4m3fn
+# Weights of linear layers of decoders, but for routers and gates of a few rows.
+QUANTIZED = re.compile(r"^(?!.*\.vision_).*(_proj|\.w[123]|\.in_proj_(qkv|z|qkvz))\.weight$")
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"))
+EXPERT_INPUT_SCALES = tuple(
+    tuple(f"{name}.input_scale" for name in names)
+    for names in (("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2"))
+)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble
 Tensors = dict[str, Tensor]
 Quantized = tuple[Tensors, Tensor]  # of a layer: tensors of the file by the end of their names, and its weight in fp32
@@ -211,8 +219,9 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def save_quantized(layout: Layout, plain: Path, folder: Path) -> Tensors:
-    """Writes the target of `plain` in another layout into `folder`; returns its weights in fp32."""
+def save_quantized(layout: Layout, plain: Path, folder: Path, ignored: Sequence[str] = ()) -> Tensors:
+    """Writes the target of `plain` in another layout into `folder`; returns its weights in fp32. `ignored`: regular
+    expressions of modules that stay in 16 bits, which the config lists."""
     folder.mkdir()
     for file in plain.glob("*.json"):
         (folder / file.name).write_text(file.read_text())
@@ -221,7 +230,8 @@ def save_quantized(layout: Layout, plain: Path, folder: Path) -> Tensors:
     for name, tensor in load_file(plain / "model.safetensors").items():
         values[name] = tensor
         tensors[name] = tensor
-        if name.endswith("_proj.weight") and ".vision_" not in name:
+        module = name.removesuffix(".weight")
+        if QUANTIZED.search(name) and not any(re.fullmatch(pattern, module) for pattern in ignored):
             stored, values[name] = layout.quantize(tensor)
             if layout.config:
                 del tensors[name]
@@ -229,7 +239,11 @@ def save_quantized(layout: Layout, plain: Path, folder: Path) -> Tensors:
                 tensors |= {f"{base}{end}": part.contiguous().clone() for end, part in stored.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if layout.file == "config.json":
-        change_json(folder / "config.json", quantization_config=dict(layout.config) or None)
+        config = dict(layout.config)
+        if ignored:
+            field = "ignore" if config["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
+            config[field] = [*config.get(field, ()), *(f"re:{pattern}" for pattern in ignored)]
+        change_json(folder / "config.json", quantization_config=config or None)
     else:
         (folder / layout.file).write_text(json.dumps(layout.config))
     return values
@@ -323,22 +337,32 @@ def reference(layout: Layout, plain: Path, folder: Path, values: Tensors) -> Pre
     model = load_model(dense, dtype=torch.float32)
     stored = load_file(folder / "model.safetensors")
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and path.endswith("_proj"):
-            kind = path.rpartition(".")[2]
-            fused = next((group for group in (("q", "k", "v"), ("gate", "up")) if kind[:-5] in group), (kind[:-5],))
-            parent = path.removesuffix(kind).replace("shared_experts.", "shared_expert.")  # in files of Laguna
-            names = [f"{parent}{part}_proj.input_scale" for part in fused]
-            static = max((stored[name] for name in names if name in stored), default=None)
+        weight = stored.get(f"{path}.weight") if layout.config else None
+        is_ignored = weight is not None and weight.dtype == torch.float32
+        if isinstance(module, nn.Linear) and QUANTIZED.search(f"{path}.weight") and not is_ignored:
+            static = static_scale(path, stored)
             module.register_forward_pre_hook(
                 lambda _module, args, static=static: (rounded(args[0], layout.inputs, static),)
             )
         if path.endswith(".experts"):
+            layer = ".".join(path.split(".")[:3])
+            names = [name for name in stored if name.startswith(f"{layer}.") and ".experts." in name]
             static = [
-                max((x for name, x in stored.items() if name.startswith(path) and name.endswith(ends)), default=None)
-                for ends in (("gate_proj.input_scale", "up_proj.input_scale"), ("down_proj.input_scale",))
+                max((stored[name] for name in names if name.endswith(ends)), default=None)
+                for ends in EXPERT_INPUT_SCALES
             ]
-            module.forward = partial(mixed, module, layout.inputs, static)
+            if not layout.config or any("scale" in name for name in names):
+                module.forward = partial(mixed, module, layout.inputs, static)
     return model
+
+
+def static_scale(path: str, stored: Tensors) -> Tensor | None:
+    """The largest scale of inputs of the layers that read what `path` reads."""
+    parent, _, name = path.rpartition(".")
+    parts = next((group for group in FUSED if name in group), (name,))
+    parents = {parent, parent.replace("shared_experts", "shared_expert")}  # the latter in files of Laguna
+    keys = {f"{prefix}.{part}.input_scale" for prefix in parents for part in parts}
+    return max((stored[key] for key in keys & stored.keys()), default=None)
 
 
 def mixed(
@@ -350,6 +374,6 @@ def mixed(
         outputs = []
         for expert in row_experts:
             gate, up = F.linear(rounded(row, inputs, static[0]), module.gate_up_proj[expert]).chunk(2)
-            outputs.append(F.linear(rounded(F.silu(gate) * up, inputs, static[1]), module.down_proj[expert]))
+            outputs.append(F.linear(rounded(module.act_fn(gate) * up, inputs, static[1]), module.down_proj[expert]))
         rows.append(shares @ torch.stack(outputs))
     return torch.stack(rows)

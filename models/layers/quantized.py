@@ -23,7 +23,9 @@ from slipstream.models.layers.moe import Experts
 
 logger = logging.getLogger(__name__)
 
-GATES = ".shared_expert_gate"  # routes, as a router does, which is not quantised either
+# Small layers that are not quantised on the fly, as routers are not: the gate of a shared expert, and those by which
+# delta nets forget.
+GATES = (".shared_expert_gate", ".linear_attn.gate_proj")
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 """Ends of names of tensors for a KV cache in FP8 (models/targets/cache_scales.py)."""
 

@@ -110,6 +110,8 @@ OUTPUTS = (".o_proj", ".down_proj")
 OUTPUT_NORMS = (".post_attention_layernorm", ".post_feedforward_layernorm")
 UNREAD = ("k_proj.", "v_proj.", "k_norm.")  # in files of Gemma 4, of layers that read keys and values of another
 Value = TypeVar("Value")
+OF_INPUTS = ("g_idx", "weight_g_idx", "input_scale")  # tensors of the inputs, which all rows share
+WORD = 8  # rows in a word of 4-bit zeros or, in AWQ's files, codes
 BLOCK = 128  # rows that share a scale of FP8 weights in blocks
 
 
@@ -223,7 +225,7 @@ def delta_net_tensors(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict
         elif projection == "in_proj_qkvz" and isinstance(mixer, DeltaNetSpec):
             values = mixer.group * mixer.value_dim
             q, k, v, z = heads_apart(key, tensor, mixer.num_key_heads, [mixer.key_dim] * 2 + [values] * 2)
-            parts |= {f"{layer}.in_proj_qkv.{name}": torch.cat((q, k, v)), f"{layer}.in_proj_z.{name}": z}
+            parts |= {f"{layer}.in_proj_qkv.{name}": joined(key, (q, k, v)), f"{layer}.in_proj_z.{name}": z}
         elif projection == "in_proj_ba" and isinstance(mixer, DeltaNetSpec):
             b, a = heads_apart(key, tensor, mixer.num_key_heads, [mixer.group] * 2)
             parts |= {f"{layer}.in_proj_b.{name}": b, f"{layer}.in_proj_a.{name}": a}
@@ -233,19 +235,35 @@ def delta_net_tensors(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict
 
 
 def heads_apart(key: str, tensor: Tensor, heads: int, sizes: Sequence[int]) -> list[Tensor]:
-    """The parts of a projection's rows, or of their scales, of which each head has `sizes` together. Raises ValueError
-    where that is not so, as with blocks that two parts share."""
+    """The parts of a projection's tensor, of whose rows each head has `sizes` together. Raises ValueError where they
+    cannot be told apart, as in blocks or words that two parts share."""
     name = key.rpartition(".")[2]
-    if name in SCALES and tensor.numel() == 1:
+    if name in OF_INPUTS or (name in SCALES and tensor.numel() == 1):
         return [tensor] * len(sizes)
-    if name in SCALES and not any(size % BLOCK for size in sizes) and tensor.shape[0] * BLOCK == heads * sum(sizes):
-        sizes = [size // BLOCK for size in sizes]
-    if name in ACROSS_OUTPUTS or tensor.dim() == 0 or tensor.shape[0] != heads * sum(sizes):
+    if name == "weight_shape":
+        return [tensor.new_tensor([heads * size, int(tensor[1])]) for size in sizes]
+    axis = 1 if name in ACROSS_OUTPUTS else 0
+    num_entries = tensor.shape[axis] if tensor.dim() > axis else 0
+    units = (1, *([BLOCK] if name in SCALES else []), *([] if tensor.is_floating_point() else [WORD]))
+    fitting = (unit for unit in units if num_entries * unit == heads * sum(sizes))
+    unit = next((unit for unit in fitting if not any(size % unit for size in sizes)), None)
+    if unit is None:
         raise ValueError(
             f"{key} is {list(tensor.shape)}: its rows are taken apart by heads when they are loaded, which this format "
             "of weights does not allow; use a checkpoint in 16 bits or FP8"
         )
-    return [part.flatten(0, 1) for part in tensor.unflatten(0, (heads, -1)).split(list(sizes), dim=1)]
+    parts = tensor.unflatten(axis, (heads, -1)).split([size // unit for size in sizes], dim=axis + 1)
+    return [part.flatten(axis, axis + 1) for part in parts]
+
+
+def joined(key: str, parts: Sequence[Tensor]) -> Tensor:
+    """Parts of a projection's tensor, as `heads_apart` gives them, one after the other."""
+    name = key.rpartition(".")[2]
+    if parts[0] is parts[1]:
+        return parts[0]
+    if name == "weight_shape":
+        return parts[0].new_tensor([sum(int(part[0]) for part in parts), int(parts[0][1])])
+    return torch.cat(list(parts), dim=1 if name in ACROSS_OUTPUTS else 0)
 
 
 def flat(key: str, tensor: Tensor) -> Tensor:

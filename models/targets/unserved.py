@@ -6,10 +6,13 @@ docs/families.md has the same table. A family that is served leaves it.
 LAYER_NORM = "LayerNorm"
 NO_GATE = "MLPs without a gate"
 PARALLEL = "attention and MLP in parallel"
+MAKERS_CODE = "its makers' code, which transformers lacks"
 
 NEEDS: dict[str, str] = {
     "AfmoeForCausalLM": "gates of attention's output by layer, norms of inputs and outputs",
     "ApertusForCausalLM": f"{NO_GATE} (xIELU)",
+    "BailingMoeForCausalLM": MAKERS_CODE,  # Ling and Ring
+    "BailingMoeV2ForCausalLM": MAKERS_CODE,
     "BeamForCausalLM": "biases of attention's output gates, queries that grow in full layers alone",
     "BitNetForCausalLM": "norms inside attention and MLP, ternary weights",
     "BloomForCausalLM": f"{LAYER_NORM}, {NO_GATE}",

@@ -21,6 +21,7 @@ from slipstream.models.layers.formats.int4 import Int4Format, Int4Linear
 from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.adapt import adapt_values
+from slipstream.models.targets.config import MoESpec
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
@@ -122,14 +123,35 @@ if "laguna" in RELATIVES:
     )
 if "gemma4" in RELATIVES:
     sizes = {"head_dim": 128, "global_head_dim": 256, "layer_types": ["sliding_attention", "full_attention"]}
-    ADAPTED["gemma4"] = transformers.Gemma4TextConfig(  # a layer without v_proj
-        **WIDE, **sizes, sliding_window=9, attention_k_eq_v=True, hidden_size_per_layer_input=0
+    sizes |= {"sliding_window": 9, "hidden_size_per_layer_input": 0}
+    # A layer without v_proj; experts beside the MLP.
+    ADAPTED["gemma4"] = transformers.Gemma4TextConfig(**WIDE, **sizes, attention_k_eq_v=True)
+    experts = {"enable_moe_block": True, "num_experts": 3, "top_k_experts": 2, "moe_intermediate_size": 128}
+    ADAPTED["gemma4-experts"] = transformers.Gemma4TextConfig(**WIDE, **sizes, **experts)
+BLOCK_OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+if "glm4-moe" in RELATIVES:
+    ADAPTED["glm4-moe"] = transformers.Glm4MoeConfig(
+        **WIDE | BLOCK_OF_EXPERTS, head_dim=128, n_routed_experts=4, first_k_dense_replace=1
     )
+if "minimax-m2" in RELATIVES:
+    ADAPTED["minimax-m2"] = transformers.MiniMaxM2Config(
+        **WIDE | BLOCK_OF_EXPERTS | {"intermediate_size": 128}, head_dim=128, num_local_experts=4
+    )
+HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "head_dim": 128}
+HYBRID = WIDE | HEADS | {"layer_types": ["linear_attention", "full_attention"]}
+SHARED = {**BLOCK_OF_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 128}
+for family, config, fields in (
+    ("qwen3-5", "Qwen3_5TextConfig", {}),
+    ("qwen3-5-moe", "Qwen3_5MoeTextConfig", SHARED),
+    ("qwen3-next", "Qwen3NextConfig", SHARED),
+):
+    if family in RELATIVES:
+        ADAPTED[family] = getattr(transformers, config)(**HYBRID | fields)
 
 
 @grouped("family")
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("family", some_of(ADAPTED, ["ernie", "granite", "laguna"]))
+@pytest.mark.parametrize("family", some_of(ADAPTED, ["ernie", "granite", "laguna", "qwen3-5"]))
 @torch.no_grad()
 def test_quantised_files_are_adapted_too(family: str, name: str, tmp_path: Path) -> None:
     """Where rows are packed across outputs they cannot be reordered, and the error says so. A factor rounds the scales
@@ -142,7 +164,7 @@ def test_quantised_files_are_adapted_too(family: str, name: str, tmp_path: Path)
         with pytest.raises(ValueError, match="rows of Ernie4_5ForCausalLM are reordered when they are loaded"):
             load(tmp_path / name, name)
         return
-    if family == "laguna" and name == "gptq-order":
+    if isinstance(load_config(plain).layers[-1].mlp, MoESpec) and name == "gptq-order":
         with pytest.raises(ValueError, match="experts has act order"):
             load(tmp_path / name, name)
         return
@@ -153,6 +175,38 @@ def test_quantised_files_are_adapted_too(family: str, name: str, tmp_path: Path)
     difference = (model(tokens[None]).logits[0] - logits(target, tokens)).square().mean()
     assert effect > 1e-8, "quantisation makes a difference"
     assert difference < (1e-5 if layout.inputs == "exact" else 0.2) * effect
+
+
+IGNORED = {  # by family: modules that published files leave in 16 bits
+    "qwen3-5": [r".*\.linear_attn\..*"],
+    "qwen3-5-moe": [r".*\.self_attn\..*", r".*shared_expert.*"],
+    "glm4-moe": [r".*layers\.0\..*", r".*shared_experts.*"],
+    "gemma4-experts": [r".*\.self_attn\..*"],
+    "minimax-m2": [r".*\.self_attn\.[qkv]_proj"],
+}
+
+
+@grouped("family")
+@pytest.mark.parametrize("name", ["fp8-blocks", "compressed-channel", "packed"])
+@pytest.mark.parametrize("family", some_of([name for name in IGNORED if name in ADAPTED], ["qwen3-5-moe", "glm4-moe"]))
+@torch.no_grad()
+def test_modules_that_a_config_lists_stay_in_16_bits(family: str, name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    plain = tmp_path / "plain"
+    save_random_target(copy.deepcopy(ADAPTED[family]), plain)
+    values = save_quantized(layout, plain, tmp_path / name, IGNORED[family])
+    target = load(tmp_path / name)
+    formats = read_quantization(tmp_path / name)
+    for path, module in target.named_modules():
+        if isinstance(module, FP8Linear | Int4Linear):
+            assert all(formats.listed_format(f"{path.rpartition('.')[0]}.{part}") for part in module.parts or
+                       [path.rpartition(".")[2]]), path  # fmt: skip
+    model = reference(layout, plain, tmp_path / name, values)
+    tokens = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens[None]).logits[0]
+    effect = (expected - logits(load(plain), tokens)).square().mean()
+    assert effect > 1e-8, "quantisation makes a difference"
+    assert (expected - logits(target, tokens)).square().mean() < (1e-5 if layout.inputs == "exact" else 0.2) * effect
 
 
 @pytest.mark.parametrize("name", ["qweight", "qzeros", "scales", "g_idx"])

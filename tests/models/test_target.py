@@ -180,20 +180,21 @@ for wrapper, name in (("Qwen3_5", "qwen3-5"), ("Qwen3_5Moe", "qwen3-5-moe")):
         WRAPPERS[name] = (kind, RELATIVES[name], getattr(transformers, f"{wrapper}VisionConfig")(**TOWER))
 
 
-@pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale", "qweight"])
-def test_queries_and_their_gates_are_taken_apart_with_their_scales(name: str) -> None:
-    """Heads of 256: two blocks of 128 rows of queries, two of gates."""
-    rows = torch.arange(4 * 512).view(-1, 1)
-    tensors = {"weight_scale_inv": rows[::128], "weight_scale": rows, "qweight": rows[::2]}
+@pytest.mark.parametrize(
+    ("name", "unit", "axis"),
+    [
+        *(("weight_scale_inv", 128, 0), ("weight_scale", 1, 0), ("weight_packed", 1, 0), ("weight_zero_point", 8, 0)),
+        *(("qweight", 8, 1), ("qweight", 1, 1), ("scales", 1, 1)),
+    ],
+)
+def test_queries_and_their_gates_are_taken_apart_with_their_scales(name: str, unit: int, axis: int) -> None:
+    """Heads of 256: two blocks of 128 rows of queries, two of gates. Words of AWQ and of zeros have 8 rows."""
+    rows = torch.arange(4 * 512).view(4, 2, 256)
+    stored, q, gate = (part.reshape(-1, 1)[::unit].transpose(0, axis) for part in (rows, rows[:, 0], rows[:, 1]))
     key = f"layers.3.self_attn.q_proj.{name}"
-    if name == "qweight":
-        with pytest.raises(ValueError, match="taken apart by heads .*; use a checkpoint in 16 bits or FP8"):
-            heads_apart(key, tensors[name], 4, [256, 256])
-        return
-    q, gate = heads_apart(key, tensors[name], 4, [256, 256])
-    heads = rows.view(4, 2, 256)
-    assert torch.equal(q, heads[:, 0].reshape(-1, 1)[:: len(rows) // len(tensors[name])])
-    assert torch.equal(gate, heads[:, 1].reshape(-1, 1)[:: len(rows) // len(tensors[name])])
+    assert all(map(torch.equal, heads_apart(key, stored, 4, [256, 256]), (q, gate)))
+    with pytest.raises(ValueError, match="taken apart by heads .*; use a checkpoint in 16 bits or FP8"):
+        heads_apart(key, stored, 4, [260, 260])
 
 
 def test_clipped_projections_are_refused(make_target: MakeTarget, tmp_path: Path) -> None:
@@ -381,7 +382,8 @@ HUB_PHI4MM = {"img_processor": None, "vision_lora": {"r": 256}, "embd_layer": {"
     ("values", "reason"),
     [
         ({"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm", **HUB_PHI4MM, **CODE}, ": it reads images"),
-        ({"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing", **CODE}, "; supported: ArceeForCausal"),
+        ({"architectures": ["Unknown"], "model_type": "unknown", **CODE}, "; supported: ArceeForCausal"),
+        ({"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing", **CODE}, ": it needs its makers' code"),
         (
             {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "llama"}},
             ": its text part is a llama",
