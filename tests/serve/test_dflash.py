@@ -39,7 +39,7 @@ from slipstream.serve.runner.step import StepPasses
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import load_float64, save_random_dflash
-from slipstream.tests.random_targets import MakeTarget, shared_weights, target_aux_states
+from slipstream.tests.random_targets import RELATIVES, MakeTarget, shared_weights, target_aux_states
 from slipstream.tests.serve.engine_runs import (
     Answer,
     Nodes,
@@ -63,6 +63,7 @@ from slipstream.tests.serve.test_step_graphs import check_replay, record
 requests_of = partial(sized_requests, temperature=0.7)
 OURS = "prefill=sdpa,verify=triton,draft=triton"  # on the CPU their kernels' references
 MakeDraft = Callable[[str, str], Path]
+needs_hybrid = pytest.mark.skipif("qwen3-5" not in RELATIVES, reason="this transformers does not know it")
 CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8}
 NON_CAUSAL = {"sliding_window": 12, "windowed_layers": (0, 1), "sliding_window_non_causal": True}
 ANCHOR = {"sample_from_anchor": True}
@@ -173,26 +174,29 @@ def test_proposals_of_a_batch_equal_the_oracle(
 
 
 @pytest.mark.parametrize(
-    ("variant", "options", "candidates"),
+    ("family", "variant", "options", "candidates"),
     [
-        ("plain", {"topk": 3, "nodes": 9}, 3),
-        ("from the anchor", {"topk": 2, "nodes": 8}, 2),
-        ("dflash 2", {"topk": 4, "nodes": 12}, None),
-        ("dspark", {"topk": 3, "markov_candidates": 8}, 8),
-        pytest.param("gated", {"topk": 4, "nodes": 9}, 64, marks=pytest.mark.slow),
-        ("lilicorr", {"topk": 3, "nodes": 9, "block": 3}, None),
-        pytest.param("lilicorr", {"topk": 3}, None, marks=pytest.mark.slow),
+        ("qwen3", "plain", {"topk": 3, "nodes": 9}, 3),
+        ("qwen3", "from the anchor", {"topk": 2, "nodes": 8}, 2),
+        ("qwen3", "dflash 2", {"topk": 4, "nodes": 12}, None),
+        ("qwen3", "dspark", {"topk": 3, "markov_candidates": 8}, 8),
+        pytest.param("qwen3", "gated", {"topk": 4, "nodes": 9}, 64, marks=pytest.mark.slow),
+        ("qwen3", "lilicorr", {"topk": 3, "nodes": 9, "block": 3}, None),
+        pytest.param("qwen3", "lilicorr", {"topk": 3}, None, marks=pytest.mark.slow),
+        pytest.param("qwen3-5", "dflash 2", {"topk": 2, "nodes": 9}, None, marks=needs_hybrid),
+        pytest.param("qwen3-5", "dspark", {"topk": 2, "nodes": 9}, 64, marks=[needs_hybrid, pytest.mark.slow]),
     ],
 )
 def test_trees_equal_the_oracle(
+    family: str,
     variant: str,
     options: dict[str, Any],
     candidates: int | None,
     make_target: MakeTarget,
     make_draft: MakeDraft,
 ) -> None:
-    target = make_target("qwen3")
-    draft = make_draft("qwen3", variant)
+    target = make_target(family)
+    draft = make_draft(family, variant)
     attention = OURS if options["topk"] == 3 else "auto"
     engine = build_engine(target, draft, drafter=options, attention=attention)
     width = engine.planner.limits.most_nodes

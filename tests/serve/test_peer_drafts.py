@@ -109,6 +109,21 @@ def test_zlab_dflash(fields: dict[str, Any], target: Path, tmp_path: Path) -> No
     check(build_engine(target, tmp_path / "theirs"), oracle, target)
 
 
+@pytest.mark.skipif("qwen3-5" not in RELATIVES, reason="this transformers does not know it")
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_drafts_of_others_for_hybrids(kind: str, make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    """They read outputs of delta nets and of attention."""
+    target = make_target("qwen3-5")
+    oracle: test_eagle.Oracle | test_dflash.Oracle
+    if kind == "eagle3":
+        oracle = save_eagle3(target, tmp_path / "ours", (0, 1, 3))
+        save_as_specforge(tmp_path / "ours", tmp_path / "theirs", (0, 1, 3))
+    else:
+        oracle = save_dflash(target, tmp_path / "ours", **NON_CAUSAL)
+        save_as_zlab(tmp_path / "ours", tmp_path / "theirs")
+    check(build_engine(target, tmp_path / "theirs"), oracle, target)
+
+
 def test_muse_glimmers_own_draft(make_target: Callable[[str], Path], tmp_path: Path) -> None:
     """By transformers' network, the target's table without its norm, and what the target makes of logits."""
     transformers = pytest.importorskip("transformers")
