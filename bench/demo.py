@@ -1,6 +1,6 @@
 """Trains a draft for the bundled target and serves with it: answers, token map, training, comparison, report.
 
-    python bench/demo.py [--drafter eagle3] [--target moe] [--output runs/demo]
+    python bench/demo.py [--drafter eagle3] [--target hybrid] [--output runs/demo]
 
 Each step is an ordinary command of this repository, printed before it runs, with as many threads as there are cores
 that nothing else uses. Ends with a table, a plot, report.json and the training run's page in the output folder.
@@ -31,8 +31,13 @@ from slipstream.serve.options import check_at_least
 from slipstream.train.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGETS = {"dense": ROOT / "assets" / "tiny-target", "moe": ROOT / "assets" / "tiny-moe-target"}
-QUESTIONS = ROOT / "assets" / "gsm8k.jsonl.gz"
+ASSETS = ROOT / "assets"
+TARGETS = {
+    "dense": ASSETS / "tiny-target",
+    "moe": ASSETS / "tiny-moe-target",
+    "hybrid": ASSETS / "tiny-hybrid-target",
+}
+QUESTIONS = ASSETS / "gsm8k.jsonl.gz"
 QUESTIONS_FILE = "questions.jsonl"
 VOCABULARY = 1024  # tokens that the draft may guess
 MARKER = "demo.json"  # written first; identifies a demo's folder
@@ -59,8 +64,8 @@ class DemoConfig:
 
     drafter: str = "eagle3"
     """Draft to train: a program of train/ with a recipe configs/DRAFTER/tiny.yaml, or a recipe tiny-DRAFTER.yaml."""
-    target: Literal["dense", "moe"] = "dense"
-    """Bundled target: dense, or a mixture of experts."""
+    target: Literal["dense", "moe", "hybrid"] = "dense"
+    """Bundled target: dense, a mixture of experts, or a hybrid of gated delta nets and attention."""
     output: str = "runs/demo"
     """Folder for all results. Replaces an earlier demo."""
     train_questions: int = 1100

@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "assets" / "tiny-target"
+HYBRID = ROOT / "assets" / "tiny-hybrid-target"
 
 
 def python_files() -> list[Path]:

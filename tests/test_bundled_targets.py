@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slipstream.tests.sources import ROOT
 
 ASSETS = ROOT / "assets"
-NAMES = ("tiny-target", "tiny-moe-target")
+NAMES = ("tiny-target", "tiny-moe-target", "tiny-hybrid-target")
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", *(f"<|spare_{i}|>" for i in range(16))]
 TEXTS = ["12 + 345 = 357", "\n\n  indented\n", "naïve 日本 🙂\t|", " ", "", "a\r\nb\x00c", "<|spare_3|> x <|mask|>"]
 
@@ -89,6 +89,7 @@ def test_mt_bench() -> None:
     [
         ("tiny-target", "Qwen3ForCausalLM", (4096, 256, 6), 14e6),
         ("tiny-moe-target", "Qwen3MoeForCausalLM", (2048, 192, 4), 7e6),
+        ("tiny-hybrid-target", "Qwen3_5ForCausalLM", (4096, 192, 8), 6e6),
     ],
 )
 def test_model_files(name: str, architecture: str, sizes: tuple[int, int, int], size: float) -> None:

@@ -145,9 +145,10 @@ def test_a_loss_is_drawn_as_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_draft_learns_a_mixture_of_experts(tmp_path: Path) -> None:
-    """The demo on fewer questions, three minutes: steps of a depth of 3, and the answers of the target alone."""
-    main(["--target", "moe", "--output", str(tmp_path / "demo"), "--train_questions", "600"])
+@pytest.mark.parametrize("target", ["moe", "hybrid"])
+def test_a_draft_learns_the_other_targets(target: str, tmp_path: Path) -> None:
+    """The demo on fewer questions, minutes each: steps of a depth of 3, and the answers of the target alone."""
+    main(["--target", target, "--output", str(tmp_path / "demo"), "--train_questions", "600"])
     report = json.loads((tmp_path / "demo" / "report.json").read_text())
     assert report["accept_length"] >= 2.0
     assert report["identical"]

@@ -19,14 +19,16 @@ from slipstream.serve.request import Grammar, Logprobs, Request, read_speculatio
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, run
 from slipstream.tests.serve.test_lossless import AnyPolicy
-from slipstream.tests.sources import ROOT
+from slipstream.tests.sources import HYBRID, ROOT
 
 ASSETS = ROOT / "assets"
 TARGET = ASSETS / "tiny-target"
+BUNDLED = {"dense": TARGET, "mixture": ASSETS / "tiny-moe-target", "hybrid": HYBRID}
 WINDOW = 12  # shorter than prompts and answers
 TARGETS = {
     "dense": "The bundled target",
     "mixture": "The bundled mixture of experts",
+    "hybrid": "The bundled hybrid",
     "windows": f"The bundled target with windows of {WINDOW} tokens in every other layer",
 }
 PERSON = {
@@ -98,7 +100,7 @@ def tokenizer(target: Path) -> Any:
 def find_target(kind: str, folder: Path) -> Path:
     """One of TARGETS; that with windows is made in `folder`."""
     if kind != "windows":
-        return TARGET if kind == "dense" else ASSETS / "tiny-moe-target"
+        return BUNDLED[kind]
     path = folder / "windows"
     path.mkdir()
     for file in TARGET.iterdir():

@@ -1,5 +1,6 @@
 """MTP heads as drafters. The oracle is transformers' module (modeling_layers.MtpModel) over whole texts."""
 
+import gzip
 import json
 import logging
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
 from slipstream.doctor.options import DoctorConfig
@@ -26,8 +28,10 @@ from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_drafts import load_float64
 from slipstream.tests.random_targets import MakeTarget, change_json, load_model
 from slipstream.tests.serve.engine_runs import (
+    acceptance,
     build_engine,
     check_prefix_hits,
+    generated,
     make_request,
     plain_answers,
     random_prompt,
@@ -36,6 +40,7 @@ from slipstream.tests.serve.engine_runs import (
     sized_requests,
     tokens_of,
 )
+from slipstream.tests.sources import HYBRID, ROOT
 
 
 def bytes_of(module: torch.nn.Module) -> int:
@@ -80,6 +85,25 @@ def test_proposals_equal_those_of_transformers(
     answers = run_checked(engine, Oracle(target, TreeOptions(**options)), requests)
     assert tokens_of(answers) == plain_answers(target.folder, requests)
     assert sum(answer.counts.drafted_tokens for answer in answers.values()) > 0
+
+
+def test_the_bundled_module_is_accepted() -> None:
+    """Answers to questions that were held out of its training are those of transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(HYBRID)
+    with gzip.open(ROOT / "assets" / "gsm8k.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(next(lines)) for _ in range(3)]
+    requests = [
+        make_request(
+            row["id"],
+            tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=False),
+            max_tokens=40,
+        )
+        for row in rows
+    ]
+    answers = run(build_engine(HYBRID, "mtp", drafter={"depth": 1}, width=2), requests)
+    model = load_model(HYBRID, dtype=torch.float32)
+    assert tokens_of(answers) == {request.id: generated(model, request) for request in requests}
+    assert acceptance(answers) > 0.6
 
 
 def test_the_module_of_a_multimodal_checkpoint_drafts(make_mtp: MakeMTP, tmp_path: Path) -> None:
