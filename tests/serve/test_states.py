@@ -18,6 +18,7 @@ from slipstream.serve.engine.kv_cache import Node
 from slipstream.serve.engine.kv_states import StatePages
 from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request
+from slipstream.serve.runner import recurrence
 from slipstream.tests.pairwise import gate_of
 from slipstream.tests.serve.engine_runs import make_request, random_prompt, run, serve_traffic, watch_outputs
 from slipstream.tests.serve.test_layer_kinds import DRAFTERS, SPECS, build_drafted, requests_of
@@ -167,6 +168,16 @@ def test_states_of_long_traffic(
     name: str, drafter: str, folders: dict[str, Path], references: dict[str, Reference]
 ) -> None:
     check_traffic(name, drafter, folders[name], references[name], NUM_NIGHTLY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["ngram", "tree"])
+def test_states_of_the_kernels(
+    drafter: str, folders: dict[str, Path], references: dict[str, Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels that a GPU runs, interpreted."""
+    monkeypatch.setattr(recurrence, "use_triton", lambda _: True)
+    check_traffic("delta nets", drafter, folders["delta nets"], references["delta nets"], NUM_REQUESTS)
 
 
 @pytest.mark.parametrize("drafter", ["none", "tree"])
