@@ -92,9 +92,9 @@ def read_turn(
         text = prompt + cut_text(answer, text[len(prompt) :], number)
     ids, start = token_ids(prompt, text, chat.encode)
     end = end_of_answer(ids, start, end_ids)
-    if not is_cut and ids[end - 1] not in end_ids and not answer.get("tool_calls"):
-        following = chat.question_ids[:1]
-        ids += [token for token in following if token in end_ids]  # as GLM, whose answers end where a question begins
+    if not is_cut and ids[end - 1] not in end_ids:  # as of GLM, whose answers end where the next message begins
+        following = chat.first_ids["tool" if answer.get("tool_calls") else "user"][:1]
+        ids += [token for token in following if token in end_ids]
         end = len(ids)
     return Turn(ids[: end - 1] if is_cut and ids[end - 1] in end_ids else ids[:end], start)
 

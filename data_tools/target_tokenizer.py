@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.models.chat.messages import Message
-from slipstream.models.chat.template import QUESTION, PromptTemplate, TemplateRefused
+from slipstream.models.chat.template import ARGUMENTS, QUESTION, PromptTemplate, TemplateRefused
 from slipstream.models.files.checkpoint import resolve, tokenizer_hash
 from slipstream.models.files.text import read_text_file
 from slipstream.models.targets.config import most_positions
@@ -108,12 +108,21 @@ class ChatTemplate(PromptTemplate):
         return find_form(REASONING_FORMS, AUTO, template_source(self.tokenizer))
 
     @functools.cached_property
-    def question_ids(self) -> list[int]:
-        """The tokens with which the template begins a question after an answer."""
-        before: list[Message] = [QUESTION, {"role": "assistant", "content": "4"}]
-        text = self.render(before)
-        longer = self.render([*before, QUESTION])
-        return self.encode([longer[len(text) :]])[0] if longer.startswith(text) else []
+    def first_ids(self) -> Mapping[str, Sequence[int]]:
+        """The tokens with which the template begins a message after an answer, by its role: `user`, or `tool` after a
+        call. Empty where that cannot be told."""
+        call = {"id": "call12345", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
+        answer: Message = {"role": "assistant", "content": "4"}
+        result: Message = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
+        texts = {"user": ([QUESTION, answer], QUESTION), "tool": ([QUESTION, {**answer, "tool_calls": [call]}], result)}
+        return {role: self._first_ids(before, message) for role, (before, message) in texts.items()}
+
+    def _first_ids(self, before: Sequence[Message], message: Message) -> Sequence[int]:
+        try:
+            text, longer = (self.render(messages) for messages in (before, [*before, message]))
+        except RowDropped:
+            return []
+        return self.encode([longer.removeprefix(text)])[0] if longer.startswith(text) else []
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]

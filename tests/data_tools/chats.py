@@ -45,13 +45,15 @@ THINKING = (
     "{% endif %}{{ '<|im_start|>' + m['role'] + '\\n' + content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# Like GLM-4.6's: a question ends the answer before it. Thinking is removed from all answers but the last.
+# Like GLM-4.6's: the next message ends an answer. Thinking is removed from all answers but the last.
 GLM = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|head|>' if m.role == 'user' else '<|/head|>' }}"
-    "{% if m.role == 'assistant' %}"
-    "{{ '\n<think>' + (m.reasoning_content or '' if loop.index0 > ns.last else '') + '</think>' }}"
-    "{% endif %}{{ '\n' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|/head|>' }}{% endif %}"
+    "{% set heads = {'user': '<|head|>', 'tool': '<|eot|>', 'assistant': '<|/head|>'} %}"
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ heads[m.role] }}{% if m.role == 'assistant' %}"
+    "{{ '\n<think>' + (m.reasoning_content or '' if loop.index0 > ns.last else '') + '</think>' }}{% endif %}"
+    "{{ '\n' + m.content }}{% for c in m.tool_calls or [] %}{{ '\n' + c.function.name }}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|/head|>' }}{% endif %}"
 )
 # Like Gemma 4's: the prompt alone has the empty thinking, and answers have none.
 GEMMA4 = (

@@ -122,7 +122,10 @@ def test_an_answer_that_is_rendered_otherwise_later_begins_another_document() ->
     assert documents(THINKING, THINKING_CHAT[:2]) == expected[:1]
 
 
-def test_an_answer_ends_with_the_token_that_begins_the_next_question() -> None:
+CALL = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+
+
+def test_an_answer_ends_with_the_token_that_begins_the_next_message() -> None:
     first, second = ({"role": "assistant", "content": text, "reasoning_content": "hm"} for text in ("fine", "four"))
     messages = [*chat("Hello"), first, *chat("What?"), second]
     hello = [("<|head|>", False), ("\nHello<|/head|>", False)]
@@ -132,6 +135,10 @@ def test_an_answer_ends_with_the_token_that_begins_the_next_question() -> None:
         join(tokenizer, [*hello, ("\n<think>hm</think>\nfine<|head|>", True)]),
         join(tokenizer, [*hello, *middle, ("\n<think>hm</think>\nfour<|head|>", True)]),
     ]
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    end_ids = set(tokenizer.convert_tokens_to_ids(["<|head|>", "<|eot|>"]))
+    pieces = [*hello, ("\n<think></think>\n\nweather<|eot|>", True)]
+    assert mask(GLM, [*messages[:1], call], end="<|head|>", end_ids=end_ids) == join(tokenizer, pieces)
     ids, _ = mask(GLM, messages[:2], end="<|head|>", is_cut=True)
     assert ids[-1] != tokenizer.eos_token_id
 
@@ -151,9 +158,6 @@ def test_thinking_that_a_template_leaves_out_is_supervised(
     pieces = [("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n" + opening, False), (answer, True)]
     options = {"variables": {"enable_thinking": is_thinking}}
     assert mask(GEMMA4, [*chat("Hello"), message], **options) == join(build_tokenizer(GEMMA4), pieces)
-
-
-CALL = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
