@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -126,28 +127,18 @@ class NaiveEagle3(NaiveLayers):
 
         Every node's state is computed from its path alone.
         """
-        topk, depth = shape
-        candidates: list[tuple[float, list[int], int]] = []  # score, path, parent
-        frontier = [-1]
         states = dict[tuple[int, ...], Tensor]()
-        for level in range(depth):
-            children: list[int] = []
-            for parent in frontier:
-                score, path = candidates[parent][:2] if parent >= 0 else (0.0, [])
-                before = states[tuple(path[:-1])] if path else self.fuse(aux_states)
-                states[tuple(path)] = self._with_state_behind(before, [*tokens, *path])
-                logits = self.logits(states[tuple(path)][-1:])[0]
-                position = torch.tensor([len(tokens) + level])
-                noise = gumbel(torch.tensor([key]), position, self.target_ids)[0].double()
-                best = (logits + temperature * noise).log_softmax(0).sort(descending=True, stable=True)
-                for value, column in list(zip(best.values.tolist(), best.indices.tolist(), strict=True))[:topk]:
-                    children.append(len(candidates))
-                    candidates.append((score + value, [*path, int(self.target_ids[column])], parent))
-            frontier = sorted(children, key=lambda index: -candidates[index][0])[:topk]
-        proposal = sorted(range(len(candidates)), key=lambda index: -candidates[index][0])[: nodes - 1]
-        parents = [1 + proposal.index(candidates[index][2]) if candidates[index][2] >= 0 else 0 for index in proposal]
-        scores = [0.0, *(candidates[index][0] for index in proposal)]
-        return [tokens[-1], *(candidates[index][1][-1] for index in proposal)], [-1, *parents], scores
+
+        def children_of(path: list[int]) -> list[tuple[float, int]]:
+            before = states[tuple(path[:-1])] if path else self.fuse(aux_states)
+            states[tuple(path)] = self._with_state_behind(before, [*tokens, *path])
+            logits = self.logits(states[tuple(path)][-1:])[0]
+            position = torch.tensor([len(tokens) + len(path)])
+            noise = gumbel(torch.tensor([key]), position, self.target_ids)[0].double()
+            best = (logits + temperature * noise).log_softmax(0).sort(descending=True, stable=True)
+            return list(zip(best.values.tolist(), self.target_ids[best.indices].tolist(), strict=True))
+
+        return grown_tree(tokens[-1], shape, nodes, children_of)
 
     def _with_state_behind(self, hidden: Tensor, tokens: list[int]) -> Tensor:
         """`hidden` (n - 1, H), from before tokens (n,), and the draft's state that predicts the next token."""
@@ -168,3 +159,26 @@ class NaiveEagle3(NaiveLayers):
         hidden = pairs.triu(1) | pairs.tril(-window)
         outputs = attended(self._turn(q), self._turn(k), v, hidden)
         return self._project(outputs.flatten(1), f"{name}.o_proj")
+
+
+def grown_tree(
+    root: int, shape: tuple[int, int], nodes: int, children_of: Callable[[list[int]], list[tuple[float, int]]]
+) -> tuple[list[int], list[int], list[float]]:
+    """Tokens, parents and scores of a proposal of `nodes` grown as EAGLE-2 does. shape: (children, depth).
+
+    `children_of` returns log-probabilities and tokens after a path, best first."""
+    topk, depth = shape
+    candidates: list[tuple[float, list[int], int]] = []  # score, path, parent
+    frontier = [-1]
+    for _ in range(depth):
+        children: list[int] = []
+        for parent in frontier:
+            score, path = candidates[parent][:2] if parent >= 0 else (0.0, [])
+            for value, token in children_of(path)[:topk]:
+                children.append(len(candidates))
+                candidates.append((score + value, [*path, token], parent))
+        frontier = sorted(children, key=lambda index: -candidates[index][0])[:topk]
+    proposal = sorted(range(len(candidates)), key=lambda index: -candidates[index][0])[: nodes - 1]
+    parents = [1 + proposal.index(candidates[index][2]) if candidates[index][2] >= 0 else 0 for index in proposal]
+    scores = [0.0, *(candidates[index][0] for index in proposal)]
+    return [root, *(candidates[index][1][-1] for index in proposal)], [-1, *parents], scores

@@ -1,8 +1,9 @@
-"""Gemma 4's assistants: they draft a chain from the target's state and its KV cache.
+"""Gemma 4's assistants: they draft a chain or a tree from the target's state and its KV cache.
 
 No KV of their own and lookahead 0. State per request: the target's state after the final norm at the last committed
-token. A step's query stands at the position of the round's first token and sees the committed tokens.
-Letters: B requests, H hidden size, R request slots.
+token. The query of every node stands at the position of the round's first token and sees the committed tokens alone, so
+the nodes of a tree's level are queries of as many requests with one text.
+Letters: B requests, k nodes of a tree's level, H hidden size, R request slots.
 """
 
 import torch
@@ -10,14 +11,17 @@ from torch import Tensor
 
 from slipstream.kernels.gemm.gathered_head import head_logits, head_topk
 from slipstream.kernels.sampling.sample import Sampling, perturbed_topk
+from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place, choose, grow
 from slipstream.models.drafts.gemma4_assistant import Gemma4Assistant, Gemma4AssistantConfig
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
 from slipstream.serve.drafters.options import AssistantOptions, widths_up_to
 from slipstream.serve.drafters.vocabulary import DraftVocabulary
-from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
+from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.request_state import RequestState
+
+NO_PAGES = 1 << 30  # a page size that no text reaches: nodes have no KV, so their slots say nothing
 
 
 class Drafter(base.NetworkDrafter):
@@ -26,14 +30,16 @@ class Drafter(base.NetworkDrafter):
     def __init__(self, module: Gemma4Assistant, vocabulary: DraftVocabulary, options: AssistantOptions) -> None:
         self.module = module
         self.vocabulary = vocabulary
-        self.options = options
+        self.shape = options.shape
+        self.branches = options.topk > 1
         self.aux_layers = (module.config.target_num_layers,)
         self.clusters = module.masked_embedding
         self.cluster_ids = None if self.clusters is None else self.clusters.cluster_ids()
 
     @classmethod
     def plan_network(cls, options: AssistantOptions, config: Gemma4AssistantConfig) -> base.DraftPlan:  # noqa: ARG003
-        return base.DraftPlan(widths=widths_up_to(options.depth + 1), reads_target=True)
+        widths = widths_up_to(options.verified_nodes)
+        return base.DraftPlan(widths=widths, branches=options.topk > 1, reads_target=True)
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
@@ -48,16 +54,15 @@ class Drafter(base.NetworkDrafter):
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if width == 1:
             return super().propose(batch, width)
+        if self.branches and width > 2:  # two nodes are a chain: the best child alone
+            return self._propose_tree(batch, width)
         hidden = self.hidden[batch.requests]
-        # Rows of the last committed tokens see all of these; the queries are turned one position further.
-        rows = batch.uniform((batch.lengths - 1).clamp(min=0), 1)  # padding has no tokens
-        self.attention.plan(rows)
-        self.attention.plan_writes(batch.lengths, rows.slots)
+        self._plan(batch, 1)
         chain = [batch.roots]
         log_probs = [base.root_scores(len(batch.roots), batch.roots.device)]
         for step in range(1, width):
             states = self.module(self.target.embed(chain[-1].clamp(min=0)), hidden, self.attention)
-            values, columns = self._find(states, batch.lengths + step, batch.sampling)
+            values, columns = self._find(states, 1, batch.lengths + step, batch.sampling)
             log_probs.append(values)
             chain.append(self.vocabulary.target_ids(columns[:, 0]))
             if step < width - 1:
@@ -65,11 +70,44 @@ class Drafter(base.NetworkDrafter):
         parents = base.chain_parents(len(batch.roots), width, batch.roots.device)
         return Proposal(torch.stack(chain, dim=1), parents, torch.cat(log_probs, dim=1).cumsum(dim=1))
 
-    def _find(self, states: Tensor, positions: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """The best token after each state: log-probability and column (B, 1)."""
+    def _plan(self, batch: DraftBatch, count: int) -> None:
+        """Plans `count` queries of each request. Rows of the last committed tokens see all of these; the queries are
+        turned one position further."""
+        requests, lengths = (x.repeat_interleave(count) for x in (batch.requests, batch.lengths))
+        last = (lengths - 1).clamp(min=0)  # padding has no tokens
+        rows = AttentionMetadata.uniform("draft", batch.state, requests, last, 1, batch.kv_bound)
+        self.attention.plan(rows)
+        self.attention.plan_writes(lengths, rows.slots)
+
+    def _propose_tree(self, batch: DraftBatch, width: int) -> Proposal:
+        shape = self.shape.within(width)
+        place = Place(batch.state.pages[0], NO_PAGES, batch.requests, batch.lengths)
+        candidates = Candidates.empty(len(batch.roots), shape, batch.roots.device)
+        tokens = batch.roots
+        hidden = self.hidden[batch.requests]
+        positions = batch.lengths + 1
+        sampling = batch.sampling
+        frontier: Frontier | None = None
+        for level in range(shape.depth):
+            if level < 2:
+                self._plan(batch, shape.topk if level else 1)
+            states = self.module(self.target.embed(tokens.clamp(min=0)), hidden, self.attention)
+            best = self._find(states, shape.topk, positions, sampling)
+            frontier = grow(
+                candidates, frontier, *best, self.vocabulary.head.ids, place, level, level == shape.depth - 1
+            )
+            if frontier is not None:
+                hidden = self.module.post_projection(states)[frontier.sources]
+                tokens = frontier.tokens
+                positions = frontier.sampled_at
+                sampling = batch.sampling.repeat(shape.topk)
+        return Proposal(*choose(candidates, batch.roots, width))
+
+    def _find(self, states: Tensor, count: int, positions: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """The best tokens after each state: log-probabilities and columns (B, count)."""
         head = self.vocabulary.head
         if self.clusters is None or self.cluster_ids is None:
-            return head_topk(head, states, 1, positions, sampling)
+            return head_topk(head, states, count, positions, sampling)
         logits = head_logits(head, states)
         is_open = self.clusters(states, self.cluster_ids)
-        return perturbed_topk(logits.masked_fill(~is_open, -torch.inf), 1, positions, sampling, head.ids)
+        return perturbed_topk(logits.masked_fill(~is_open, -torch.inf), count, positions, sampling, head.ids)

@@ -55,21 +55,15 @@ class TokenMapOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeOptions:
+class ShapeOptions:
     depth: int = 3
     """Depth of a proposal: tokens drafted one after the other."""
     topk: int = 1
     """Continuations drafted for each token; 1: a chain."""
     nodes: int | None = None
     """Most nodes that the target verifies, root included. Default: depth + 1 for a chain, up to 16 for a tree."""
-    window: int | None = None
-    """Tokens that the draft's layers see at most, of a draft that was trained to see all."""
-    kv_cache_dtype: str = "auto"
-    """Numbers in the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
 
     def __post_init__(self) -> None:
-        check_draft_cache(self.kv_cache_dtype)
-        check_window(self.window)
         if not 1 <= self.depth <= MAX_NODES - 1:
             raise ValueError(f"drafter.depth is {self.depth}; it must be between 1 and {MAX_NODES - 1}")
         if not 1 <= self.topk <= MAX_K:
@@ -96,6 +90,19 @@ class TreeOptions:
     @property
     def verified_nodes(self) -> int:
         return self.nodes or (min(TREE_NODES, self.most_nodes) if self.topk > 1 else self.depth + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeOptions(ShapeOptions):
+    window: int | None = None
+    """Tokens that the draft's layers see at most, of a draft that was trained to see all."""
+    kv_cache_dtype: str = "auto"
+    """Numbers in the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
+
+    def __post_init__(self) -> None:
+        check_draft_cache(self.kv_cache_dtype)
+        check_window(self.window)
+        ShapeOptions.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +202,9 @@ class DFlashOptions(TokenMapOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class AssistantOptions:
+class AssistantOptions(ShapeOptions):
     depth: int = 4
-    """Tokens drafted one after the other, at most."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.depth <= MAX_NODES - 1:
-            raise ValueError(f"drafter.depth is {self.depth}; it must be between 1 and {MAX_NODES - 1}")
+    """Depth of a proposal: tokens drafted one after the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from slipstream.serve import dry_run
 from slipstream.serve.engine import build as engine_build
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import Request
+from slipstream.tests.naive_eagle3 import grown_tree
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import fit, load_float64
 from slipstream.tests.random_targets import RELATIVES, MakeTarget, change_json, roughen
@@ -48,9 +49,11 @@ MakeAssistant = Callable[[str], Path]
 
 
 class Oracle:
-    """The chain that transformers' network drafts behind any text."""
+    """The chain or tree that transformers' network drafts behind any text."""
 
-    def __init__(self, target: Path, draft: Path) -> None:
+    def __init__(self, target: Path, draft: Path, topk: int = 1, nodes: int = DEPTH + 1) -> None:
+        self.shape = (topk, DEPTH)
+        self.nodes = nodes
         self.target = load_float64(target)
         self.draft = transformers.Gemma4AssistantForCausalLM.from_pretrained(draft, dtype=torch.float64)
         self.window = self.draft.config.text_config.sliding_window
@@ -58,19 +61,22 @@ class Oracle:
     @torch.no_grad()
     def __call__(self, tokens: list[int], request: Request) -> Nodes:
         key = noise_key(request.seed, request.choice)
-        chain = [tokens[-1]]
-        scores = [0.0]
         hidden, shared = self.read(tokens[:-1])
-        for step in range(DEPTH):
-            logits, _, hidden = self.step(chain[-1], hidden, shared, len(tokens) - 1)
+        states = {(): hidden}  # by path: what the step after it reads
+
+        def children_of(path: list[int]) -> list[tuple[float, int]]:
+            before = states[tuple(path)]
+            logits, _, after = self.step([tokens[-1], *path][-1], before, shared, len(tokens) - 1)
             if self.draft.config.use_ordered_embeddings:  # the network gives others one less than the worst of these
                 logits = logits.masked_fill(logits == logits.min(), -torch.inf)
-            place = torch.tensor([len(tokens) + step])
-            noise = gumbel(torch.tensor([key]), place, torch.arange(len(logits)))[0].double()
-            best = (logits + request.params.temperature * noise).log_softmax(-1).max(-1)
-            chain.append(int(best.indices))
-            scores.append(scores[-1] + float(best.values))
-        return chain, list(range(-1, DEPTH)), scores
+            noise = gumbel(torch.tensor([key]), torch.tensor([len(tokens) + len(path)]), torch.arange(len(logits)))
+            scores = (logits + request.params.temperature * noise[0].double()).log_softmax(-1)
+            best = scores.sort(descending=True, stable=True)
+            children = list(zip(best.values.tolist(), best.indices.tolist(), strict=True))[: self.shape[0]]
+            states.update({(*path, token): after for _, token in children})
+            return children
+
+        return grown_tree(tokens[-1], self.shape, self.nodes, children_of)
 
     def read(self, tokens: list[int]) -> tuple[Tensor, dict[str, Any]]:
         """The state behind `tokens` (1, 1, H), and the keys and values that a step sees."""
@@ -163,11 +169,26 @@ def test_proposals_equal_transformers(
 
 
 @pytest.mark.parametrize(
+    ("family", "topk", "nodes"), [("gemma4", 3, 9), pytest.param("gemma4 in clusters", 2, 8, marks=pytest.mark.slow)]
+)
+def test_trees_equal_transformers(
+    family: str, topk: int, nodes: int, make_target: MakeTarget, make_assistant: MakeAssistant
+) -> None:
+    target = make_target(family.split()[0])
+    draft = make_assistant(family)
+    engine = build_engine(target, draft, drafter={"depth": DEPTH, "topk": topk, "nodes": nodes})
+    answers = run_checked(engine, Oracle(target, draft, topk, nodes), requests_of())
+    assert tokens_of(answers) == plain_answers(target, requests_of())
+    assert sum(answer.counts.accepted_tokens for answer in answers.values())
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"page_size": 1, "prefill_budget": 7, "kv_cache_tokens": 110, "max_running": 6},  # requests are preempted
         {"attention": "prefill=sdpa,verify=triton,draft=triton", "page_size": 64},
         {"drafter": {"depth": 2, "ngram_first": 2}},  # trees, whose accepted KV moves
+        {"drafter": {"topk": 4}, "page_size": 1, "prefill_budget": 7, "kv_cache_tokens": 110, "max_running": 6},
     ],
 )
 def test_answers_are_those_without_a_draft(
@@ -178,18 +199,22 @@ def test_answers_are_those_without_a_draft(
     assert tokens_of(answers) == plain_answers(target, requests_of())
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize(("kv_cache_dtype", "drafter"), [("auto", {"topk": 3}), ("fp8", {})])
 def test_captured_passes_answer_alike(
-    kv_cache_dtype: str, make_target: MakeTarget, make_assistant: MakeAssistant, monkeypatch: pytest.MonkeyPatch
+    kv_cache_dtype: str,
+    drafter: dict[str, Any],
+    make_target: MakeTarget,
+    make_assistant: MakeAssistant,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Over the target's codes, too."""
+    """Trees, and over the target's codes, too."""
     monkeypatch.setattr(engine_build, "tokens_of", lambda *_: list(range(120)))  # the target has no tokenizer
     target = str(make_target("gemma4"))
     sizes: dict[str, Any] = {"target": target, "max_running": 5, "kv_cache_tokens": 400, "grammar_drafts": False}
     config = EngineConfig(**sizes, kv_cache_dtype=kv_cache_dtype)
     answers = [
-        run(build_played(replace(config, draft=draft)), requests_of())
-        for draft in ("none", str(make_assistant("gemma4")))
+        run(build_played(replace(config, draft=draft, drafter=options)), requests_of())
+        for draft, options in (("none", {}), (str(make_assistant("gemma4")), drafter))
     ]
     assert tokens_of(answers[0]) == tokens_of(answers[1])
     assert sum(answer.counts.accepted_tokens for answer in answers[1].values())
