@@ -33,8 +33,8 @@ GPUS = {
     "b200": Device(is_hopper=False, programs=148, library=frozenset()),
 }
 EXACT_INPUTS = 64  # products in a fixed order need a multiple of so many
-NOTE = """With a fixed order torch's library takes products of many rows where start-up sees that it adds alike and is
-faster. docs/internals/quantisation.md explains the kernels."""
+NOTE = """In exact arithmetic torch's library multiplies many rows if start-up finds that it adds in the same order and
+is faster. docs/internals/quantisation.md explains the kernels."""
 
 
 class Line(NamedTuple):
