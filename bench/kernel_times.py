@@ -5,6 +5,7 @@ where it is installed (its first use compiles), and with torch.
     python bench/kernel_times.py --rows 1 32 --kernels rms_norm sample --output bench/results/kernels.jsonl
     python bench/kernel_times.py --kernels attention --batches 8 --contexts 8192 --nodes 4 16 --page-sizes 16
     python bench/kernel_times.py --kernels "linear qkv" head --rows 1 4 32
+    python bench/kernel_times.py --kernels "delta prompt" "delta blocks" "delta walk 27B" --rows 1 32 128 2048 8192
     python bench/kernel_times.py --kernels ragged_attention plan_work --batches 64 --contexts 128 --nodes 1 --chunks 0 5
     python bench/kernel_times.py --kernels ragged_attention --batches 64 --contexts 8192 --nodes 1 4 --page-sizes 16 \\
         --kv-dtypes bf16 fp8
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from slipstream.bench.delta_cases import DELTA_MAKERS, delta_cases
 from slipstream.bench.gpu import copy_bandwidth, milliseconds
 from slipstream.bench.kernel_cases import MAKERS, Case, all_cases, attention, ragged_pass
 from slipstream.bench.lines import Lines, origin
@@ -40,7 +42,8 @@ class KernelsConfig:
     """Options of this benchmark."""
 
     rows: list[int] = field(default_factory=lambda: [1, 4, 32, 128, 2048, 8192])
-    """Packed tokens. Sampling, masks, moves and matrix products take at most 128."""
+    """Packed tokens. Sampling, masks, moves and matrix products take at most 128. Of gated delta nets: tokens of a
+    prompt, or requests."""
     kernels: list[str] = field(default_factory=list)
     """Kernels, by the beginning of their names. Default: all."""
     batches: list[int] = field(default_factory=lambda: [1, 8, 32, 64])
@@ -67,7 +70,7 @@ class KernelsConfig:
     """File to append the JSON lines to."""
 
     def __post_init__(self) -> None:
-        names = (*MAKERS, ATTENTION, RAGGED, PLAN)
+        names = (*MAKERS, *DELTA_MAKERS, ATTENTION, RAGGED, PLAN)
         for kernel in self.kernels:
             if not any(name.startswith(kernel) for name in names):
                 raise ValueError(f"kernels holds {kernel!r}; choose of {', '.join(names)}")
@@ -76,6 +79,7 @@ class KernelsConfig:
 
     def cases(self) -> Iterator[tuple[dict[str, Any], Case]]:
         yield from all_cases(self.rows, self.kernels)
+        yield from delta_cases(self.rows, self.kernels)
         kernels = [kernel for kernel in (ATTENTION, RAGGED, PLAN) if kernel.startswith(tuple(self.kernels or [""]))]
         axes: dict[str, list[Any]] = {
             "batch": self.batches,

@@ -29,7 +29,9 @@ def add_products_in_order() -> None:
 
 
 def widened(operand: Any) -> NDArray[Any]:
-    """Returns the operand's numbers, those of FP8 as fp16."""
+    """Returns the operand's numbers, those of FP8 as fp16, and of bf16, which the interpreter has as bits, as fp32."""
+    if operand.dtype == tl.bfloat16:
+        return (operand.data.astype(np.uint32) << 16).view(np.float32)
     if operand.dtype.primitive_bitwidth > 8 or not operand.dtype.is_floating():
         return operand.data
     return interpreter._convert_float(operand.data, operand.dtype, tl.float16, None).view(np.float16)

@@ -3,8 +3,8 @@
     S <- e^g S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q
 
 with k and q of norm 1, and q / sqrt(DK) (Yang et al., "Gated Delta Networks", arXiv 2412.06464, equation 10). States
-are fp32. Requests walk their nodes (walks.py), prompts go from token to token; both in the arithmetic of `_step`, so a
-text has one state however it was computed.
+are fp32. Requests walk their nodes (walks.py), and ends of prompts go from token to token, both in the arithmetic of
+`_step`; whole blocks of prompts go by products (delta_blocks.py).
 Letters: T rows, B decoding requests, M chunks of prompts, R slots, W nodes, E entries, HK key heads of DK numbers, HV
 value heads of DV, C = 2 HK DK + HV DV channels: queries, keys, values.
 """
@@ -17,21 +17,22 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import pdl_options, wait_for_inputs
-from slipstream.kernels.recurrent.walks import EMIT, NOTHING, NUM_COLUMNS, RESTART, ROW, STATE, TAPS, PassPlan
+from slipstream.kernels.recurrent.delta_blocks import EPSILON, Sizes, absorb_blocks
+from slipstream.kernels.recurrent.walks import (
+    BLOCK_TOKENS,
+    EMIT,
+    NOTHING,
+    NUM_COLUMNS,
+    RESTART,
+    ROW,
+    STATE,
+    TAPS,
+    PassPlan,
+)
 
-EPSILON = 1e-6  # under the root of the norms of k and q
 BLOCK_CHANNELS = 1024  # of a program of the convolution
 BLOCK_VALUES = 16  # columns of a state that a program steps
 WARPS = 1
-
-
-class Sizes(NamedTuple):
-    """Sizes of a layer."""
-
-    num_keys: int  # HK
-    num_values: int  # HV, a multiple of HK
-    key_dim: int  # DK
-    value_dim: int  # DV
 
 
 class States(NamedTuple):
@@ -59,10 +60,10 @@ class Weights(NamedTuple):
 def delta_net(rows: Records, stored: Records, states: States, weights: Weights, sizes: Sizes, plan: PassPlan) -> Tensor:
     """Takes the rows of a pass through the layer; returns outputs (T, HV, DV), zeros in unused rows.
 
-    Updates `states`, and stores the nodes' records for the next pass. Three
-    launches; the reference is the layer's own step (models/layers/delta_net.py).
+    Updates `states`, and stores the nodes' records for the next pass. Three launches, and three more for blocks of
+    prompts; the reference is the layer's own step (models/layers/delta_net.py).
     """
-    layout, walks, columns, num_decoding = plan
+    layout, walks, columns, blocks, num_decoding = plan
     num_rows, num_channels = rows.inputs.shape
     num_nodes = stored.inputs.shape[1]
     num_segments = len(layout.segment_slots)
@@ -76,21 +77,22 @@ def delta_net(rows: Records, stored: Records, states: States, weights: Weights, 
     if num_rows == 0 or num_segments == 0:
         return outputs.zero_()
     heads = triton.next_power_of_2(sizes.num_values)
-    blocks = triton.cdiv(num_channels, BLOCK_CHANNELS)
+    channel_blocks = triton.cdiv(num_channels, BLOCK_CHANNELS)
     shared = {"BLOCK": BLOCK_CHANNELS, "HEADS": heads, "STATE": STATE, "NOTHING": NOTHING, **pdl_options(device)}
-    _convolve[(num_buffer, blocks + 1)](
+    _convolve[(num_buffer, channel_blocks + 1)](
         channels, gates, outputs, rows, stored, states.inputs, weights, walks, rows.inputs.stride(0),
         rows.gates.stride(0), num_rows, num_channels, sizes.num_values * sizes.value_dim, sizes.num_values,
         TAPS=TAPS, num_warps=4, **shared,
     )  # fmt: skip
+    absorb_blocks(outputs, channels, gates, states.memory, sizes, plan)
     block = min(BLOCK_VALUES, triton.next_power_of_2(sizes.value_dim))
     _step_states[(num_segments, sizes.num_values, triton.cdiv(sizes.value_dim, block))](
-        outputs, channels, gates, states.memory, layout, walks, columns, num_decoding, walks.steps.shape[1],
+        outputs, channels, gates, states.memory, layout, walks, columns, blocks, num_decoding, walks.steps.shape[1],
         EPSILON, sizes.key_dim**-0.5, KEY_HEADS=sizes.num_keys, VALUE_HEADS=sizes.num_values, DK=sizes.key_dim,
         DV=sizes.value_dim, KEYS=triton.next_power_of_2(sizes.key_dim), VALUES=block, ROW=ROW, RESTART=RESTART,
-        EMIT=EMIT, num_warps=WARPS, **pdl_options(device),
+        EMIT=EMIT, TOKENS=BLOCK_TOKENS, num_warps=WARPS, **pdl_options(device),
     )  # fmt: skip
-    _keep[(num_segments, blocks + 1)](
+    _keep[(num_segments, channel_blocks + 1)](
         rows, stored, states.inputs, layout, walks, columns, rows.inputs.stride(0),
         rows.gates.stride(0), num_decoding, num_nodes, num_channels, sizes.num_values, TAPS=TAPS, num_warps=4, **shared,
     )  # fmt: skip
@@ -188,11 +190,12 @@ def _step(
 
 @triton.jit
 def _step_states(
-    outputs, channels, gates, memory, layout, walks, columns, num_decoding, longest, epsilon, scale,
+    outputs, channels, gates, memory, layout, walks, columns, blocks, num_decoding, longest, epsilon, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, ROW: tl.constexpr, RESTART: tl.constexpr, EMIT: tl.constexpr, PDL: tl.constexpr,
+    VALUES: tl.constexpr, ROW: tl.constexpr, RESTART: tl.constexpr, EMIT: tl.constexpr, TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """A request or a chunk (axis 0), a value head (axis 1), VALUES columns of its state (axis 2)."""
+    """A request or a chunk after its blocks (axis 0), a value head (axis 1), VALUES columns of its state (axis 2)."""
     wait_for_inputs(PDL)
     segment = tl.program_id(0)
     head = tl.program_id(1)
@@ -206,19 +209,25 @@ def _step_states(
     is_decoding = segment < num_decoding
     start = tl.load(layout.starts + segment)
     size = tl.load(layout.starts + segment + 1) - start
-    # Of a request: it writes its state after what it replays. Of a chunk: after its last row.
+    # A request writes its state after what it replays, a chunk after its last row.
     count = size
     source = 0
-    mark = 0
+    mark = -1
+    has_begun = tl.load(layout.segment_lengths + segment) > 0
     if is_decoding:
         count = tl.load(walks.counts + segment)
         source = tl.load(columns.entries + segment * NUM_COLUMNS).to(tl.int32)
         mark = tl.load(walks.replayed + segment)
+        has_begun = True
     else:
+        chunk = segment - num_decoding
+        num_done = (tl.load(blocks.starts + chunk + 1) - tl.load(blocks.starts + chunk)) * TOKENS
+        start += num_done
+        count -= num_done
         source = tl.load(columns.sources + segment * NUM_COLUMNS).to(tl.int32)
-        position = tl.load(columns.positions + segment * NUM_COLUMNS)
-        mark = (position - tl.load(layout.segment_lengths + segment)).to(tl.int32)
-    has_begun = is_decoding | (tl.load(layout.segment_lengths + segment) > 0)
+        if num_done > 0:
+            source = tl.load(columns.entries + segment * NUM_COLUMNS).to(tl.int32)
+            has_begun = True
     state = tl.load(tile + source.to(tl.int64) * SIZE, mask=inside, other=0.0)
     state = tl.where(has_begun, state, 0.0)
     base = tl.zeros_like(state)  # not `state`: Triton carries names of one value through a loop as one
@@ -238,9 +247,6 @@ def _step_states(
         if code & EMIT != 0:
             place = outputs + (row.to(tl.int64) * VALUE_HEADS + head) * DV + value
             tl.store(place, output.to(outputs.dtype.element_ty), mask=has_value)
-        if (index + 1 == mark) & (segment >= num_decoding):
-            snapshot = tl.load(columns.snapshots + segment * NUM_COLUMNS)
-            tl.store(tile + snapshot * SIZE, state, mask=inside)
     if (segment >= num_decoding) & (count > 0):
         entry = tl.load(columns.entries + segment * NUM_COLUMNS)
         tl.store(tile + entry * SIZE, state, mask=inside)

@@ -21,6 +21,7 @@ from slipstream.kernels.speculation.ragged import Layout
 
 TAPS = 4  # of a convolution: a row and the three before it
 BLOCK_ROWS = 64  # of one program
+BLOCK_TOKENS = 64  # of a prompt, which a layer may take at once
 # A step is a row of the buffer with flags.
 ROW = (1 << 28) - 1
 RESTART = 1 << 28  # from the written state, not from the step before
@@ -47,9 +48,17 @@ class Columns(NamedTuple):
     entries: Tensor  # (S,) int64 those that requests begin with, and that all write
     snapshots: Tensor  # (S,) int64 entries for a copy of a chunk's state on the way
     positions: Tensor  # (S,) int64 tokens of the text after which it is taken
+    prompts: Tensor  # (S,) int64 tokens of the prompt: in a chunk, an answer may follow; 0: all are
 
 
 NUM_COLUMNS = tl.constexpr(len(Columns._fields))
+
+
+class Blocks(NamedTuple):
+    """The whole blocks of 64 tokens in prompts. Tokens after them, and those of answers, are stepped through."""
+
+    rows: Tensor  # (N,) int32 the first of each block; -1: no block
+    starts: Tensor  # (M + 1,) int32 the first block of each chunk
 
 
 class PassPlan(NamedTuple):
@@ -58,12 +67,77 @@ class PassPlan(NamedTuple):
     layout: Layout
     walks: Walks
     columns: Columns
+    blocks: Blocks
     num_decoding: int
 
 
 def max_steps(num_nodes: int, branches: bool) -> int:
     """Returns the most steps of a request: all nodes of the last pass, then paths to each of this one."""
     return num_nodes + (num_nodes * (num_nodes + 1) // 2 if branches else num_nodes)
+
+
+@Op
+def plan_blocks(layout: Layout, columns: Columns, num_decoding: int) -> Blocks:
+    """A chunk with blocks begins at a multiple of 64 tokens."""
+    prompts = columns.prompts[num_decoding:]
+    lengths = layout.segment_lengths[num_decoding:]
+    sizes = layout.starts.diff()[num_decoding:]
+    counts = torch.where(prompts > 0, torch.minimum(prompts - lengths, sizes), sizes).clamp(min=0) // BLOCK_TOKENS
+    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
+    rows = torch.full((count_blocks(layout, num_decoding),), -1, dtype=torch.int32)
+    for first, block, count in zip(
+        layout.starts[num_decoding:].tolist(), starts.tolist(), counts.tolist(), strict=False
+    ):
+        rows[block : block + count] = first + BLOCK_TOKENS * torch.arange(count, dtype=torch.int32)
+    return Blocks(rows.to(starts.device), starts)
+
+
+def count_blocks(layout: Layout, num_decoding: int) -> int:
+    """Returns the most blocks of a pass."""
+    return len(layout.nodes) // BLOCK_TOKENS if len(layout.segment_slots) > num_decoding else 0
+
+
+@plan_blocks.kernel(when=lambda layout, *_: use_triton(layout.starts))
+def plan_blocks_triton(layout: Layout, columns: Columns, num_decoding: int) -> Blocks:
+    """One launch, if there are chunks."""
+    num_blocks = count_blocks(layout, num_decoding)
+    num_chunks = len(layout.segment_slots) - num_decoding
+    device = layout.starts.device
+    sizes = num_blocks, num_chunks + 1
+    blocks = Blocks(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+    if num_chunks:
+        _plan_blocks[(max(triton.cdiv(num_blocks, BLOCK_ROWS), 1),)](
+            blocks, layout, columns, num_decoding, num_blocks, ROWS=BLOCK_ROWS,
+            CHUNKS=triton.next_power_of_2(num_chunks), NUM_CHUNKS=num_chunks, TOKENS=BLOCK_TOKENS, num_warps=1,
+            **pdl_options(device),
+        )  # fmt: skip
+    return blocks
+
+
+@triton.jit
+def _plan_blocks(
+    blocks, layout, columns, num_decoding, num_blocks,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    chunk = tl.arange(0, CHUNKS)
+    segment = num_decoding + chunk
+    exists = chunk < NUM_CHUNKS
+    first_row = tl.load(layout.starts + segment, mask=exists, other=0)
+    size = tl.load(layout.starts + segment + 1, mask=exists, other=0) - first_row
+    length = tl.load(layout.segment_lengths + segment, mask=exists, other=0)
+    prompt = tl.load(columns.prompts + segment * NUM_COLUMNS, mask=exists, other=0)
+    left = tl.where(prompt > 0, tl.minimum(prompt - length, size), size).to(tl.int32)
+    count = tl.maximum(left, 0) // TOKENS
+    end = tl.cumsum(count, axis=0)
+    block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = tl.sum((end[None, :] <= block[:, None]).to(tl.int32), axis=1)
+    shift = tl.where(chunk[None, :] == place[:, None], (first_row - (end - count) * TOKENS)[None, :], 0)
+    row = tl.where(block < tl.max(end, axis=0), tl.sum(shift, axis=1) + block * TOKENS, -1)
+    tl.store(blocks.rows + block, row, mask=block < num_blocks)
+    if tl.program_id(0) == 0:
+        tl.store(blocks.starts + 1 + chunk, end, mask=exists)
+        tl.store(blocks.starts, 0)
 
 
 @Op

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from slipstream.kernels.norm import rms_norm_gated
-from slipstream.kernels.recurrent.delta import Records, Sizes, States, Weights, delta_net
+from slipstream.kernels.recurrent.delta import Records, States, Weights, delta_net
+from slipstream.kernels.recurrent.delta_blocks import Sizes, absorb_block
 from slipstream.kernels.recurrent.walks import PassPlan
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.linear import Linear
@@ -67,11 +68,10 @@ class DeltaNet(RecurrentMixer):
         inputs = torch.cat((state["inputs"], record["inputs"].float()[:, None]), dim=1)  # (n, taps, C)
         keys, values = self._convolve(inputs, self.sizes[0], sum(self.sizes)).split(self.sizes[1:], dim=-1)
         k = self._heads(keys)  # (n, B, K)
-        beta, steps = record["gates"].chunk(2, dim=-1)
-        decay = -self.A_log.exp() * softplus(steps.float() + self.dt_bias)
+        beta, decay = self._gates(record)
         memory = state["memory"] * decay.exp()[..., None, None]
         recalled = (memory * k[..., None]).sum(-2)
-        update = beta.sigmoid().float()[..., None] * (values.unflatten(-1, (self.num_heads, -1)) - recalled)
+        update = beta[..., None] * (values.unflatten(-1, (self.num_heads, -1)) - recalled)
         return {"inputs": inputs[:, 1:], "memory": memory + k[..., None] * update[..., None, :]}
 
     def read(self, before: State, after: State, record: Record) -> Tensor:
@@ -79,17 +79,32 @@ class DeltaNet(RecurrentMixer):
         q = self._heads(self._convolve(inputs, 0, self.sizes[0])) * self.key_dim**-0.5
         return (after["memory"] * q[..., None]).sum(-2).to(record["inputs"].dtype)
 
+    def absorb(self, state: State, record: Record) -> tuple[State, Tensor]:
+        inputs = torch.cat((state["inputs"], record["inputs"].float()), dim=1)
+        windows = inputs.unfold(1, self.spec.taps, 1).transpose(-1, -2)  # (n, G, taps, C)
+        q, k, v = self._convolve(windows, 0, sum(self.sizes)).split(self.sizes, dim=-1)
+        beta, decay = self._gates(record)  # (n, G, B)
+        tokens = (self._heads(q), self._heads(k), v.unflatten(-1, (self.num_heads, -1)), decay, beta)
+        memory, outputs = absorb_block(state["memory"], *(x.transpose(1, 2) for x in tokens))
+        after = {"inputs": inputs[:, self.spec.grid :], "memory": memory}
+        return after, outputs.transpose(1, 2).to(record["inputs"].dtype)
+
     def run(self, rows: Record, stored: Record, states: State, plan: PassPlan) -> Tensor:
         weights = Weights(self.conv1d.weight[:, 0], self.A_log, self.dt_bias)
         return delta_net(Records(**rows), Records(**stored), States(**states), weights, self.kernel_sizes, plan)
 
     def _convolve(self, inputs: Tensor, start: int, end: int) -> Tensor:
-        """inputs (n, taps, C) -> (n, end - start) of these channels."""
+        """inputs (..., taps, C) -> (..., end - start) of these channels."""
         weight = self.conv1d.weight[start:end, 0].float().t()  # (taps, channels)
-        return silu((inputs[..., start:end] * weight).sum(1))
+        return silu((inputs[..., start:end] * weight).sum(-2))
+
+    def _gates(self, record: Record) -> tuple[Tensor, Tensor]:
+        """Returns beta and the decay, (..., B) fp32."""
+        beta, steps = record["gates"].chunk(2, dim=-1)
+        return beta.sigmoid().float(), -self.A_log.exp() * softplus(steps.float() + self.dt_bias)
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(n, A * K) -> (n, B, K) of length 1: consecutive value heads share a key head."""
+        """(..., A * K) -> (..., B, K) of length 1: consecutive value heads share a key head."""
         heads = x.unflatten(-1, (-1, self.key_dim))
         heads = heads * (heads.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
-        return heads.repeat_interleave(self.group, dim=1)
+        return heads.repeat_interleave(self.group, dim=-2)

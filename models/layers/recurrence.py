@@ -2,8 +2,10 @@
 how a record changes a state. Who calls the network keeps the states: serving by replay (serve/runner/recurrence.py),
 training over whole documents.
 
-One step function serves prompts, nodes and replays, so a text's states do not depend on how it was computed.
-Letters: n states, S tokens of each.
+One step function serves nodes, replays and ends of prompts. Whole blocks of prompts, on a grid from the first token on,
+may be computed in another form. So a text's states depend on where its prompt ends, and on nothing else of how they
+were computed.
+Letters: n states, S tokens of each, G tokens of a block.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,6 +31,9 @@ class RecurrentLayer(NamedTuple):
     place; a row depends on no other."""
     read: Callable[[State, State, Record], Tensor]
     """States before and after tokens, and their records -> outputs (n, ...)."""
+    absorb: Callable[[State, Record], tuple[State, Tensor]]
+    """States before a block, and its records (n, G, ...), of as many tokens as the spec's `grid` says -> states after
+    it, outputs (n, G, ...)."""
     run: Callable[[Record, Record, State, PassPlan], Tensor]
     """Takes the rows of a pass (T, ...) through kernels, where `has_kernels` of its spec says that there are some, with
     the records of slots (R, W, ...) and all states (E, ...), which it updates. Returns outputs (T, ...)."""
@@ -47,7 +52,7 @@ class RecurrentMixer(nn.Module):
 
     @property
     def layer(self) -> RecurrentLayer:
-        return RecurrentLayer(self.id, self.spec, self.step, self.read, self.run)
+        return RecurrentLayer(self.id, self.spec, self.step, self.read, self.absorb, self.run)
 
     def step(self, state: State, record: Record) -> State:
         """See RecurrentLayer."""
@@ -56,6 +61,16 @@ class RecurrentMixer(nn.Module):
     def read(self, before: State, after: State, record: Record) -> Tensor:
         """See RecurrentLayer."""
         raise NotImplementedError
+
+    def absorb(self, state: State, record: Record) -> tuple[State, Tensor]:
+        """See RecurrentLayer. Goes token by token; a subclass may have a faster form."""
+        outputs = []
+        for index in range(self.spec.grid):
+            token = {name: values[:, index] for name, values in record.items()}
+            after = self.step(state, token)
+            outputs.append(self.read(state, after, token))
+            state = after
+        return state, torch.stack(outputs, dim=1)
 
     def run(self, rows: Record, stored: Record, states: State, plan: PassPlan) -> Tensor:
         """See RecurrentLayer."""
@@ -70,18 +85,50 @@ class Scan(NamedTuple):
     outputs: Tensor  # (n, S, ...); arbitrary after the last token
 
 
-def scan(layer: RecurrentLayer, state: State, records: Record, counts: Tensor, marks: Tensor) -> Scan:
-    """Takes n states through their first counts (n,) of S tokens, records (n, S, ...). The snapshot is the state after
-    marks (n,) tokens, at most as many as counted; arbitrary for 0."""
+def scan(
+    layer: RecurrentLayer,
+    state: State,
+    records: Record,
+    counts: Tensor,
+    prompts: Tensor,
+    marks: Tensor,
+    most_steps: int | None = None,
+) -> Scan:
+    """Takes n states through their first counts (n,) of S tokens, records (n, S, ...). Of these, the first prompts (n,)
+    go block by block, as far as blocks are whole, the others token by token. The snapshot is the state after marks (n,)
+    tokens, those of whole blocks; arbitrary for 0. most_steps: the most tokens outside of blocks; None asks the device
+    for it."""
+    size = layer.spec.grid
+    length = next(iter(records.values())).shape[1]
+    blocks = torch.minimum(counts, prompts).clamp(min=0) // size
     snapshot = state
-    outputs = []
-    for index in range(next(iter(records.values())).shape[1]):
-        record = {name: values[:, index] for name, values in records.items()}
+    outputs = None
+    for index in range(length // size):
+        rows = slice(index * size, (index + 1) * size)
+        after, block = layer.absorb(state, {name: values[:, rows] for name, values in records.items()})
+        outputs = _room(block, length) if outputs is None else outputs
+        outputs[:, rows] = block
+        state = select(index < blocks, after, state)
+        snapshot = select((index + 1) * size <= marks, after, snapshot)
+    first = blocks * size
+    texts = torch.arange(len(counts), device=counts.device)
+    for index in range(int((counts - first).max()) if most_steps is None else most_steps):
+        places = (first + index).clamp(max=length - 1)
+        record = {name: values[texts, places] for name, values in records.items()}
         after = layer.step(state, record)
-        outputs.append(layer.read(state, after, record))
-        state = select(index < counts, after, state)
-        snapshot = select(index < marks, after, snapshot)
-    return Scan(state, snapshot, torch.stack(outputs, dim=1))
+        token = layer.read(state, after, record)
+        outputs = _room(token[:, None], length) if outputs is None else outputs
+        exists = first + index < counts
+        is_new = exists.view(-1, *[1] * (token.dim() - 1))
+        outputs[texts, places] = torch.where(is_new, token, outputs[texts, places])
+        state = select(exists, after, state)
+    assert outputs is not None, "texts have tokens"
+    return Scan(state, snapshot, outputs)
+
+
+def _room(part: Tensor, length: int) -> Tensor:
+    """Returns room for the outputs of `length` tokens, of which `part` has some."""
+    return part.new_zeros(len(part), length, *part.shape[2:])
 
 
 def select(is_new: Tensor, new: State, old: State) -> State:

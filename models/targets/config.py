@@ -292,6 +292,7 @@ class DeltaNetSpec(RecurrentSpec):
     """A gated delta net (models/layers/delta_net.py)."""
 
     module_name = "linear_attn"
+    grid = 64  # tokens of a block (kernels/recurrent/delta_blocks.py)
 
     num_key_heads: int  # of queries, too
     num_value_heads: int

@@ -70,14 +70,14 @@ class PackedAttention(Attention):
         return k, v
 
     def recur(self, records: Record, layer: RecurrentLayer) -> Tensor:
-        """Each document from an empty state, token by token; all documents at once."""
+        """Each document from an empty state, as a prompt; all documents at once."""
         starts = self.ends[:-1].long()
         counts = self.ends.diff()
         rows = starts[:, None] + torch.arange(int(counts.max()), device=starts.device)  # sync
         rows = rows.clamp(max=len(self.positions) - 1)
         state = zero_state(layer.spec.state_shapes, len(starts), starts.device)
         documents = {name: values[rows] for name, values in records.items()}
-        outputs = scan(layer, state, documents, counts, torch.zeros_like(counts)).outputs
+        outputs = scan(layer, state, documents, counts, counts, torch.zeros_like(counts)).outputs
         return outputs[(self.positions == 0).cumsum(0) - 1, self.positions]
 
     def _rope(self, spec: AttentionSpec, device: torch.device) -> RotaryEmbedding:

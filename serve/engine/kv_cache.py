@@ -49,6 +49,7 @@ class PageTable:
 
     namespace: str
     lookahead: int
+    num_prompt: int = 0  # tokens of the prompt, before the answer; 0: no answer follows
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)  # a table of each further group, from admission to release
@@ -137,6 +138,7 @@ class PageCache(PagePool):
         if not all(group.has_room(limit) for group in self.groups):
             return False
         nodes = self._known(tokens, table.namespace, table.lookahead) if shares else []
+        nodes = nodes[: self._most_shared(table, len(tokens)) // self.page_size]
         hit = self._longest_hit(nodes)
         table.num_missed = len(nodes) - hit
         table.miss_reason = self._miss_reason(nodes, hit) if hit < len(nodes) else None
@@ -144,7 +146,7 @@ class PageCache(PagePool):
             self._reference(table, node)
             table.pages.append(node.page)
         if self.extend(table, num_tokens, headroom):
-            table.groups = [group.admit(table.nodes, limit, len(nodes)) for group in self.groups]
+            table.groups = [group.admit(table.nodes, limit, len(nodes), table.num_prompt) for group in self.groups]
             return True
         self._unreference_all(table)
         table.pages.clear()
@@ -257,9 +259,15 @@ class PageCache(PagePool):
 
     def _num_full(self, table: PageTable, tokens: list[int], num_computed: int) -> int:
         """Returns how many pages have complete KV, the drafter's too: they may enter the tree."""
-        num_full = max(0, min(num_computed, len(tokens) - table.lookahead)) // self.page_size
+        num_shared = self._most_shared(table, len(tokens) - table.lookahead)
+        num_full = max(0, min(num_computed, num_shared)) // self.page_size
         assert num_full >= len(table.nodes), "a table shares pages that it has not computed"
         return num_full
+
+    def _most_shared(self, table: PageTable, num_tokens: int) -> int:
+        """Returns how many of so many tokens other texts may share."""
+        limits = (group.most_shared(table.num_prompt) for group in self.groups)
+        return min([num_tokens, *(limit for limit in limits if limit is not None)])
 
     def _insert(self, table: PageTable, parent: Node, key: Key, page: int) -> Node:
         """Adds the table's page to the tree; returns its node, which the table references."""

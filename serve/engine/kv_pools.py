@@ -54,6 +54,10 @@ class AttachedPages(PagePool):
         self._hit: set[int] = set()  # attached pages that a hit has found
         self._bereft: set[Hashable] = set()  # nodes of the tree whose page was given up
 
+    def most_shared(self, num_prompt: int) -> int | None:  # noqa: ARG002
+        """Returns how many tokens of a text other texts may share, whose prompt has so many. None: all."""
+        return None
+
     def cut_chunk(self, table: Any, start: int, end: int) -> int:  # noqa: ARG002
         """Returns where a chunk from token `start` must end that does not end its prompt and could end at `end`; not
         after `start` if it must wait."""

@@ -7,6 +7,10 @@ the tree which ends there. A chunk writes a snapshot
 - at the last multiple of `grid` in it, so at the end of a prompt (nearly) and at the end of each part of a long one;
 - where its text leaves one that the tree knows: the next text that begins like both hits there.
 
+A layer may compute whole blocks of `grid` tokens of a prompt in another form than the tokens after them and those of an
+answer, whose numbers then differ in their last bits. So a text shares no more than the whole blocks of its prompt
+(`most_shared`), neither in what it finds nor in what it leaves; a preempted one computes its answer as before.
+
 Running sequences have an entry each; snapshots take what is left, and those that were not used for longest give way.
 Chunks that do not end their prompt end at multiples of `grid`, so that a layer may compute prompts in blocks of so many
 tokens from the first one on, and a text's numbers do not depend on how it was cut.
@@ -28,6 +32,7 @@ class StateTable:
     source: int  # the entry that its next chunk begins with
     snapshot: int = 0  # the entry that the chunk begun last writes a snapshot to; 0: none
     position: int = 0  # how many tokens the snapshot is of
+    prompt: int = 0  # tokens of the prompt; 0: no answer follows
     branch: int = 0  # tokens after which the text leaves a known one; 0: the hit has all of it
     last_node: Hashable | None = None  # the node to which it attached a snapshot last
     named_columns: tuple[int, ...] = ()  # by plans
@@ -35,8 +40,8 @@ class StateTable:
     @property
     def columns(self) -> tuple[int, ...]:
         """Numbers that a pass reads: the entries from which a chunk's state comes, to which states go, and to which a
-        snapshot goes; and of how many tokens the snapshot is."""
-        return self.source, self.entry, self.snapshot, self.position
+        snapshot goes; of how many tokens the snapshot is; and how many the prompt has."""
+        return self.source, self.entry, self.snapshot, self.position, self.prompt
 
     def changes(self) -> list[tuple[int, int]]:
         """Returns the index and the value of each column that has changed since the last call."""
@@ -70,6 +75,11 @@ class StatePages(AttachedPages):
     def extend(self, table: StateTable, num_tokens: int) -> None:
         """Does nothing, likewise."""
 
+    def most_shared(self, num_prompt: int) -> int | None:
+        """Returns how many tokens of a text other texts may share: the whole blocks of its prompt. None: all, since no
+        answer follows."""
+        return num_prompt // self.grid * self.grid if num_prompt else None
+
     def longest_hit(self, nodes: Sequence[Hashable], limit: int) -> int:
         """Returns how many of the first `limit` nodes, a path of the tree, end with the deepest snapshot. 0 if a new
         sequence takes the last entry that is left, which may be that snapshot."""
@@ -88,14 +98,14 @@ class StatePages(AttachedPages):
             return "grid"
         return "given_up" if not self._bereft.isdisjoint(nodes[hit:]) else "no_snapshot"
 
-    def admit(self, nodes: Sequence[Hashable], limit: int, num_known: int) -> StateTable:  # noqa: ARG002
+    def admit(self, nodes: Sequence[Hashable], limit: int, num_known: int, num_prompt: int) -> StateTable:  # noqa: ARG002
         """Returns the table of a sequence that computes the tokens after `nodes`, a hit. The tree knows the first
-        `num_known` pages of the text."""
+        `num_known` pages of the text, whose prompt has num_prompt tokens."""
         source = self._hold(nodes[-1]) if nodes else 0
         entry = self._take()
         branch = num_known * self.page_size // self.grid * self.grid
         has_branch = branch > len(nodes) * self.page_size
-        return StateTable(entry, source or entry, branch=branch if has_branch else 0)
+        return StateTable(entry, source or entry, prompt=num_prompt, branch=branch if has_branch else 0)
 
     def cut_chunk(self, table: StateTable, start: int, end: int) -> int:
         if start < table.branch < end:
@@ -105,7 +115,7 @@ class StatePages(AttachedPages):
     def begin_chunk(self, table: StateTable, start: int, end: int, num_keyed: int) -> None:
         """Finds an entry for the snapshot of a chunk, if there is one."""
         assert table.snapshot == 0, "the snapshot before was attached, or given back"
-        position = min(end, num_keyed) // self.grid * self.grid
+        position = min(end, num_keyed, table.prompt or end) // self.grid * self.grid
         if position > start and self.num_available:
             table.snapshot = self._take()
             table.position = position

@@ -100,9 +100,9 @@ class WindowPages(AttachedPages):
         """Returns why a hit on a path of the tree ends after `hit` nodes and not with the last."""
         return "window"
 
-    def admit(self, nodes: Sequence[Hashable], limit: int, num_known: int) -> WindowTable:  # noqa: ARG002
+    def admit(self, nodes: Sequence[Hashable], limit: int, num_known: int, num_prompt: int) -> WindowTable:  # noqa: ARG002
         """Returns a table of the pages that a pass over the tokens after `nodes`, a hit, reads. The tree knows the
-        first `num_known` pages of the text."""
+        first `num_known` pages of the text, whose prompt has num_prompt tokens."""
         table = WindowTable(self.quota(limit), self.first_read(len(nodes) * self.page_size))
         for node in nodes[table.first :]:
             table.pages.append(self._hold(node))

@@ -53,7 +53,7 @@ class Sequence:
             request=request,
             tokens=list(request.prompt),
             stop_ids=end_ids.union(params.stop_token_ids),
-            table=PageTable(request.namespace, lookahead),
+            table=PageTable(request.namespace, lookahead, len(request.prompt)),
             stats=RequestStats(prompt_tokens=len(request.prompt)),
             traits=SamplingTraits.of(params),
         )
@@ -75,7 +75,7 @@ class Sequence:
 
     def resumed(self) -> "Sequence":
         """Returns a copy that waits after a preemption. Passes in flight point to the old object and are ignored."""
-        table = PageTable(self.table.namespace, self.table.lookahead)
+        table = PageTable(self.table.namespace, self.table.lookahead, self.table.num_prompt)
         return replace(
             self,
             table=table,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import use_triton
-from slipstream.kernels.recurrent.walks import Columns, PassPlan, plan_walks
+from slipstream.kernels.recurrent.walks import Columns, PassPlan, plan_blocks, plan_walks
 from slipstream.kernels.speculation.ragged import Layout, Verified
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.recurrence import Record, RecurrentLayer, State, scan, select, zero_state
@@ -81,7 +81,8 @@ class RecurrentStates:
     def kernel_plan(self, layout: Layout, num_requests: int) -> PassPlan:
         """Plans a pass for the kernels of all layers."""
         columns = self.columns(layout.segment_slots)
-        return PassPlan(layout, plan_walks(layout, self.replays, columns, num_requests), columns, num_requests)
+        walks = plan_walks(layout, self.replays, columns, num_requests)
+        return PassPlan(layout, walks, columns, plan_blocks(layout, columns, num_requests), num_requests)
 
     def commit(self, layout: Layout, verified: Verified, num_requests: int) -> None:
         """Marks the records of accepted nodes to be replayed by the next pass of their requests."""
@@ -158,9 +159,12 @@ class ChunkScan:
     counts: Tensor  # (M,) int64
     columns: Columns  # (M,) each
     rows: Tensor  # (M, S) int64; T where a chunk has no such token
+    most_steps: int | None  # as `scan` takes it
 
     @classmethod
-    def of(cls, states: RecurrentStates, layout: Layout, count: int, most_tokens: int) -> "ChunkScan":
+    def of(
+        cls, states: RecurrentStates, layout: Layout, count: int, most_tokens: int, *, is_captured: bool
+    ) -> "ChunkScan":
         """The chunks after `count` decoding requests."""
         ends = layout.starts[count + 1 :].long()
         first_rows = layout.starts[count:-1].long()
@@ -168,7 +172,8 @@ class ChunkScan:
         rows = first_rows[:, None] + torch.arange(most_tokens, device=ends.device)
         rows = torch.where(rows < ends[:, None], rows, num_rows)
         columns = states.columns(layout.segment_slots[count:])
-        return cls(layout.segment_lengths[count:], ends - first_rows, columns, rows)
+        most_steps = most_tokens if is_captured else None
+        return cls(layout.segment_lengths[count:], ends - first_rows, columns, rows, most_steps)
 
     def run(self, state: State, records: Record, layer: RecurrentLayer) -> Tensor:
         """state: the layer's, (E, ...); records (T, ...) of the pass -> outputs (M, S, ...)."""
@@ -178,8 +183,10 @@ class ChunkScan:
         )
         num_rows = len(next(iter(records.values())))
         rows = self.rows.clamp(max=num_rows - 1)
+        texts = {name: values[rows] for name, values in records.items()}
+        prompts = torch.where(self.columns.prompts > 0, self.columns.prompts - self.starts, self.counts)
         marks = self.columns.positions - self.starts
-        result = scan(layer, before, {name: values[rows] for name, values in records.items()}, self.counts, marks)
+        result = scan(layer, before, texts, self.counts, prompts, marks, self.most_steps)
         for name, values in state.items():
             values.index_copy_(0, self.columns.snapshots, result.snapshot[name])
             values.index_copy_(0, self.columns.entries, result.state[name])
@@ -219,7 +226,7 @@ class MixedAttention(Attention):
             attention,
             states,
             NodeWalk.of(states, layout, num_requests, most_nodes, are_chains=are_chains) if num_requests else None,
-            ChunkScan.of(states, layout, num_requests, most_tokens) if has_chunks else None,
+            ChunkScan.of(states, layout, num_requests, most_tokens, is_captured=host is None) if has_chunks else None,
         )
 
     def recur(self, records: Record, layer: RecurrentLayer) -> Tensor:

@@ -9,15 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.qwen3_next import modeling_qwen3_next as oracle
 
-from slipstream.kernels.recurrent.delta import Records, Sizes, States, Weights, delta_net
-from slipstream.kernels.recurrent.walks import NOTHING, Columns, PassPlan, Walks, plan_walks
+from slipstream.kernels.recurrent.delta import Records, States, Weights, delta_net
+from slipstream.kernels.recurrent.delta_blocks import Sizes, absorb_block
+from slipstream.kernels.recurrent.walks import NOTHING, Blocks, Columns, PassPlan, Walks, plan_blocks, plan_walks
 from slipstream.kernels.speculation.ragged import Layout
 from slipstream.kernels.speculation.verify import ancestor_masks
 from slipstream.tests.kernels.triton_runs import SLOW, each_device, poisoned
 
 SMALL = Sizes(num_keys=2, num_values=4, key_dim=16, value_dim=16)
-NUM_CHANNELS = 128
-WIDTH = NUM_CHANNELS + 2 * SMALL.num_values  # of random inputs: channels, gates
+ODD = Sizes(num_keys=2, num_values=2, key_dim=24, value_dim=16)
+NUM_CHANNELS = 128  # of both
+WIDTH = NUM_CHANNELS + 2 * SMALL.num_values  # of random inputs: channels, and the most gates
 SLOTS = 5
 NODES = 8
 
@@ -30,16 +32,18 @@ class Segment:
     inputs: Tensor  # (n, C + 2 HV)
     parents: list[int] | None = None
     path: list[int] = field(default_factory=list)  # accepted nodes
+    prompt: int = 0  # tokens of the prompt; 0: the chunk is of it alone
 
 
 class Layer:
     """A layer that computes passes as the engine runs them. Entry i is the state of slot i, the last one a snapshot."""
 
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, device: str, dtype: torch.dtype, sizes: Sizes = SMALL) -> None:
         rng = torch.Generator().manual_seed(0)
+        self.sizes = sizes
         self.device = torch.device(device)
         self.dtype = dtype
-        heads = SMALL.num_values
+        heads = sizes.num_values
         conv = (torch.randn(NUM_CHANNELS, 4, generator=rng) * 0.6).to(device, dtype)
         rates, biases = torch.randn(2, heads, generator=rng).to(device)
         self.weights = Weights(conv, rates, biases)
@@ -49,7 +53,7 @@ class Layer:
         )
         self.states = States(
             torch.full((SLOTS + 1, 3, NUM_CHANNELS), torch.nan, device=device),
-            torch.full((SLOTS + 1, heads, SMALL.key_dim, SMALL.value_dim), torch.nan, device=device),
+            torch.full((SLOTS + 1, heads, sizes.key_dim, sizes.value_dim), torch.nan, device=device),
         )
         self.replays = torch.full((SLOTS, NODES), -1, dtype=torch.int32, device=device)
         self.lengths = [0] * SLOTS
@@ -87,13 +91,19 @@ class Layer:
         inputs = torch.cat([s.inputs for s in segments] + [torch.ones(spare, WIDTH)]).to(self.device)
         num_decoding = sum(segment.parents is not None for segment in segments)
         slots = layout.segment_slots
+        prompts = torch.tensor([segment.prompt for segment in segments], device=self.device)
         columns = Columns(
-            *torch.stack((slots, slots, torch.full_like(slots, SLOTS), torch.full_like(slots, mark)), dim=1).unbind(1)
+            *torch.stack(
+                (slots, slots, torch.full_like(slots, SLOTS), torch.full_like(slots, mark), prompts), dim=1
+            ).unbind(1)
         )
-        rows = Records(*inputs.to(self.dtype).split((NUM_CHANNELS, 2 * SMALL.num_values), dim=1))
-        plan = PassPlan(layout, self.plan(layout, columns, num_decoding), columns, num_decoding)
+        inputs = inputs.to(self.dtype)
+        gates = slice(NUM_CHANNELS, NUM_CHANNELS + 2 * self.sizes.num_values)
+        rows = Records(inputs[:, :NUM_CHANNELS], inputs[:, gates])
+        blocks = self.plan_blocks(layout, columns, num_decoding)
+        plan = PassPlan(layout, self.plan(layout, columns, num_decoding), columns, blocks, num_decoding)
         with poisoned():
-            outputs = delta_net(rows, self.stored, self.states, self.weights, SMALL, plan)
+            outputs = delta_net(rows, self.stored, self.states, self.weights, self.sizes, plan)
         assert not outputs[layout.starts[-1] :].any(), "of unused rows"
         for segment in segments:
             path = segment.path if segment.parents is not None else []
@@ -116,22 +126,33 @@ class Layer:
         assert (walks.sources[~in_use, 0] == NOTHING).all()
         return walks
 
+    def plan_blocks(self, layout: Layout, columns: Columns, num_decoding: int) -> Blocks:
+        """Returns the kernel's plan, once it equals the reference's."""
+        with poisoned():
+            blocks = plan_blocks.triton(layout, columns, num_decoding)
+        expected = plan_blocks.reference(layout, columns, num_decoding)
+        assert torch.equal(blocks.rows, expected.rows)
+        if len(layout.segment_slots) > num_decoding:
+            assert torch.equal(blocks.starts, expected.starts)
+        return blocks
+
 
 def alone(layer: Layer, text: Tensor) -> Tensor:
     """Outputs (n, HV, DV) of one text by the convolution of torch and the recurrence of transformers."""
+    sizes = layer.sizes
     x = text[:, :NUM_CHANNELS].to(layer.dtype).float()
     weights = layer.weights
     conv = weights.conv.float().cpu()
     mixed = F.silu(F.conv1d(F.pad(x.T, (3, 0)), conv[:, None], groups=NUM_CHANNELS)).T.to(layer.dtype).float()
-    keys = SMALL.num_keys * SMALL.key_dim
-    q, k, v = (part[None] for part in mixed.split((keys, keys, SMALL.num_values * SMALL.value_dim), dim=1))
-    b, a = text[:, NUM_CHANNELS:].to(layer.dtype).chunk(2, dim=1)
+    keys = sizes.num_keys * sizes.key_dim
+    q, k, v = (part[None] for part in mixed.split((keys, keys, sizes.num_values * sizes.value_dim), dim=1))
+    b, a = text[:, NUM_CHANNELS : NUM_CHANNELS + 2 * sizes.num_values].to(layer.dtype).chunk(2, dim=1)
     decay = -weights.A_log.exp().cpu() * F.softplus(a.float() + weights.dt_bias.cpu())
-    ratio = SMALL.num_values // SMALL.num_keys
+    ratio = sizes.num_values // sizes.num_keys
     outputs, _ = oracle.torch_recurrent_gated_delta_rule(
-        q.unflatten(-1, (SMALL.num_keys, -1)).repeat_interleave(ratio, dim=2),
-        k.unflatten(-1, (SMALL.num_keys, -1)).repeat_interleave(ratio, dim=2),
-        v.unflatten(-1, (SMALL.num_values, -1)),
+        q.unflatten(-1, (sizes.num_keys, -1)).repeat_interleave(ratio, dim=2),
+        k.unflatten(-1, (sizes.num_keys, -1)).repeat_interleave(ratio, dim=2),
+        v.unflatten(-1, (sizes.num_values, -1)),
         decay[None], b.sigmoid().float()[None], initial_state=None, output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
@@ -159,12 +180,19 @@ def check(outputs: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SLOW)])
-def test_texts_equal_the_recurrence_over_each_alone(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        (SMALL, torch.float32),
+        pytest.param(ODD, torch.float32, marks=SLOW),
+        pytest.param(ODD, torch.bfloat16, marks=SLOW),
+    ],
+)
+def test_texts_equal_the_recurrence_over_each_alone(sizes: Sizes, dtype: torch.dtype, device: str) -> None:
     """Prompts in chunks beside trees and chains of random nodes, of which random paths are accepted."""
     rng = random.Random(1)
-    layer = Layer(device, dtype)
-    prompts = {0: 1, 1: 20, 2: 50, 3: 2}
+    layer = Layer(device, dtype, sizes)
+    prompts = {0: 63, 1: 1, 2: 200, 3: 64}
     texts = {slot: torch.empty(0, WIDTH) for slot in prompts}
     for turn in range(9):
         segments: list[Segment] = []
@@ -172,7 +200,8 @@ def test_texts_equal_the_recurrence_over_each_alone(dtype: torch.dtype, device: 
             left = length - len(texts[slot])
             if left > 0:
                 if rng.random() < 0.7:
-                    segments.append(Segment(slot, random_inputs(rng, rng.randint(1, left))))
+                    count = min(left, 64 * rng.randint(1, 2))
+                    segments.append(Segment(slot, random_inputs(rng, count)))
             elif rng.random() < 0.8:
                 size = rng.choice([1, 1, 2, 5, 8])
                 parents = random_parents(rng, size)
@@ -201,15 +230,17 @@ def test_bits_depend_neither_on_drafts_nor_on_company(device: str) -> None:
     rng = random.Random(2)
     plain = Layer(device, torch.bfloat16)
     drafted = Layer(device, torch.bfloat16)
-    prompt = random_inputs(rng, 30)
-    company = random_inputs(rng, 7)
-    plain.step([Segment(0, prompt)])
-    drafted.step([Segment(2, prompt[:17]), Segment(1, company)])
-    drafted.step([Segment(2, prompt[17:])], spare=3, mark=20)
+    prompt = random_inputs(rng, 185)
+    company = random_inputs(rng, 65)
+    [whole] = plain.step([Segment(0, prompt)])
+    first = drafted.step([Segment(2, prompt[:64]), Segment(1, company)])[0]
+    second = drafted.step([Segment(2, prompt[64:])], spare=3, mark=128)[0]
+    assert torch.equal(torch.cat((first, second)), whole)
     from_snapshot = Layer(device, torch.bfloat16)
-    from_snapshot.step([Segment(0, prompt[:20])])
+    from_snapshot.step([Segment(0, prompt[:128])])
     for states, expected in zip(drafted.states, from_snapshot.states, strict=True):
-        assert torch.equal(states[SLOTS], expected[0]), "the snapshot is the state after 20 tokens"
+        assert torch.equal(states[SLOTS], expected[0]), "the snapshot is the state after 128 tokens"
+    answer: list[Tensor] = []
     for _ in range(4):
         size = rng.choice([3, 8])
         parents = random_parents(rng, size)
@@ -220,7 +251,28 @@ def test_bits_depend_neither_on_drafts_nor_on_company(device: str) -> None:
         for node in path:
             [expected] = plain.step([Segment(0, inputs[node : node + 1], [-1], [0])])
             assert torch.equal(outputs[node], expected[0])
+            answer.append(inputs[node : node + 1])
     for layer in (plain, drafted):  # writes the states of all accepted nodes
         layer.step([Segment(0 if layer is plain else 2, company[:1], [-1], [0])])
     for states, expected in zip(drafted.states, plain.states, strict=True):
         assert torch.equal(states[2], expected[0])
+    resumed = Layer(device, torch.bfloat16)  # after a preemption
+    text = torch.cat([prompt, *answer])
+    assert len(text) > 192, "its third block is partly of the answer"
+    for part in text.split(192):
+        resumed.step([Segment(0, part, prompt=len(prompt))])
+    for states, expected in zip(resumed.states, plain.states, strict=True):
+        assert torch.equal(states[0], expected[0])
+
+
+def test_a_block_equals_the_chunk_rule_of_transformers() -> None:
+    rng = torch.Generator().manual_seed(3)
+    q, k, v = torch.randn(3, 1, 64, 2, 16, generator=rng)
+    q, k = (F.normalize(x, dim=-1) for x in (q, k))
+    g = -torch.rand(1, 64, 2, generator=rng)
+    beta = torch.rand(1, 64, 2, generator=rng)
+    state = torch.randn(1, 2, 16, 16, generator=rng)
+    expected, last = oracle.torch_chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, output_final_state=True)
+    after, outputs = absorb_block(state, *(x.transpose(1, 2) for x in (q, k, v, g, beta)))
+    torch.testing.assert_close(outputs.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after, last, atol=1e-5, rtol=1e-5)

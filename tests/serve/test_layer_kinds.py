@@ -54,6 +54,7 @@ SPECS = {
     "delta nets": spec_of([DELTA_NET, NOMINAL.layer(), DELTA_NET, NOMINAL.layer()]),
     "recurrent": spec_of([AVERAGE, NOMINAL.layer(), AVERAGE, WINDOWED]),
 }
+GRIDS = {name: max((layer.grid for layer in spec.recurrent), default=1) for name, spec in SPECS.items()}
 SCALE = 0.03
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # draft, options
     "none": ("none", {}),
@@ -94,7 +95,7 @@ def expected(folders: dict[str, Path]) -> dict[str, Tokens]:
     """By the name of a spec, the answers of the reference."""
     references = {name: Reference.load(spec, folders[name] / "target") for name, spec in SPECS.items()}
     return {
-        name: {temperature: reference.answers(requests_of(temperature)) for temperature in (0.0, 1.0)}
+        name: {temperature: reference.answers(requests_of(name, temperature)) for temperature in (0.0, 1.0)}
         for name, reference in references.items()
     }
 
@@ -106,9 +107,9 @@ def build_drafted(spec: TargetSpec, folder: Path, drafter: str, *, captured: boo
     return build(plan, play_all, equal_costs) if captured else build(plan)
 
 
-def requests_of(temperature: float, max_tokens: int = 20) -> list[Request]:
-    """Prompts that begin alike, longer than windows."""
-    shared = random_prompt(20, 99)
+def requests_of(name: str, temperature: float, max_tokens: int = 20) -> list[Request]:
+    """Prompts that begin alike, longer than the windows of a spec, and than its blocks of prompts."""
+    shared = random_prompt(max(20, 2 + GRIDS[name]), 99)
     return [
         make_request(
             str(seed),
@@ -121,6 +122,12 @@ def requests_of(temperature: float, max_tokens: int = 20) -> list[Request]:
     ]
 
 
+def narrow(name: str) -> dict[str, Any]:
+    """Options of an engine in which four requests need more KV than there is, and prompts more passes than one."""
+    grid = GRIDS[name]
+    return {"max_running": 4, "prefill_budget": max(16, grid), "kv_cache_tokens": 100 + grid, "page_size": 1}
+
+
 def accepted(answers: dict[str, Answer]) -> int:
     return sum(answer.counts.accepted_tokens for answer in answers.values())
 
@@ -130,10 +137,9 @@ def test_chunks_preemption_and_hits_change_no_answer(
     name: str, drafter: str, folders: dict[str, Path], expected: dict[str, Tokens]
 ) -> None:
     """Four requests of these need more KV than there is."""
-    sizes: dict[str, Any] = {"max_running": 4, "prefill_budget": 16, "kv_cache_tokens": 100, "page_size": 1}
-    engine = build_drafted(SPECS[name], folders[name], drafter, **sizes)
+    engine = build_drafted(SPECS[name], folders[name], drafter, **narrow(name))
     for temperature, tokens in expected[name].items():
-        answers = run(engine, requests_of(temperature))
+        answers = run(engine, requests_of(name, temperature))
         assert tokens_of(answers) == tokens
     assert engine.scheduler.num_preemptions > 0
     assert any(answer.counts.cached_tokens for answer in answers.values())
@@ -145,10 +151,11 @@ def test_passes_as_a_gpu_has_them_change_no_answer(
     name: str, drafter: str, folders: dict[str, Path], expected: dict[str, Tokens]
 ) -> None:
     """Ragged passes of fixed size, two steps in flight; the kernels are planned for each shape."""
-    sizes: dict[str, Any] = {"max_running": 4, "prefill_budget": 32, "prefill_graph_tokens": 32, "page_size": 1}
+    budget = max(32, GRIDS[name])
+    sizes: dict[str, Any] = {"max_running": 4, "prefill_budget": budget, "prefill_graph_tokens": budget, "page_size": 1}
     engine = build_drafted(SPECS[name], folders[name], drafter, captured=True, **sizes)
     for temperature, tokens in expected[name].items():
-        assert tokens_of(run(engine, requests_of(temperature))) == tokens
+        assert tokens_of(run(engine, requests_of(name, temperature))) == tokens
 
 
 @pytest.mark.parametrize(
@@ -159,9 +166,8 @@ def test_kernels_of_delta_nets_change_no_answer(
 ) -> None:
     """The kernels that a GPU runs, interpreted: chunks, preemption and hits."""
     monkeypatch.setattr(recurrence, "use_triton", lambda _: True)
-    sizes: dict[str, Any] = {"max_running": 3, "prefill_budget": 16, "kv_cache_tokens": 80, "page_size": 1}
-    engine = build_drafted(SPECS["delta nets"], folders["delta nets"], drafter, **sizes)
-    answers = run(engine, requests_of(1.0)[:3])
+    engine = build_drafted(SPECS["delta nets"], folders["delta nets"], drafter, **narrow("delta nets"))
+    answers = run(engine, requests_of("delta nets", 1.0)[:3])
     assert tokens_of(answers) == {name: expected["delta nets"][1.0][name] for name in answers}
     assert engine.scheduler.num_preemptions > 0
 
@@ -171,10 +177,10 @@ def test_kernels_of_delta_nets_change_no_answer(
 def test_delta_nets_on_a_gpu_answer_as_on_the_cpu(
     drafter: str, folders: dict[str, Path], expected: dict[str, Tokens]
 ) -> None:
-    sizes: dict[str, Any] = {"max_running": 4, "prefill_budget": 16, "kv_cache_tokens": 100, "page_size": 1}
-    engine = build_drafted(SPECS["delta nets"], folders["delta nets"], drafter, device="cuda", **sizes)
-    for temperature, tokens in expected["delta nets"].items():
-        assert tokens_of(run(engine, requests_of(temperature))) == tokens
+    name = "delta nets"
+    engine = build_drafted(SPECS[name], folders[name], drafter, **narrow(name) | {"device": "cuda"})
+    for temperature, tokens in expected[name].items():
+        assert tokens_of(run(engine, requests_of(name, temperature))) == tokens
 
 
 @pytest.mark.slow
@@ -272,7 +278,7 @@ def test_two_shapes_with_one_retention_share_pages(tmp_path: Path) -> None:
     engine = build(plan_spec(spec, tmp_path / "target", max_running=4, prefill_budget=16, page_size=1))
     assert engine.engine_plan.groups == ("all",)
     assert [cache.shape[3:] for cache in caches_of(engine)] == [(1, 32), (2, 16)]
-    requests = requests_of(1.0)
+    requests = requests_of("two head sizes", 1.0)
     assert tokens_of(run(engine, requests)) == Reference.load(spec, tmp_path / "target").answers(requests)
 
 
@@ -293,8 +299,10 @@ def test_fp8(name: str, drafter: str, folders: dict[str, Path]) -> None:
     spec = SPECS[name]
     scales = [torch.full((2, layer.num_kv_heads), SCALE) for layer in spec.attention]
     reference = Reference.load(spec, folders[name] / "target", partial(NaiveAttention, scales))
-    requests = requests_of(1.0, max_tokens=10)
-    engine = build_drafted(spec, folders[name], drafter, kv_cache_dtype="fp8", prefill_budget=16, page_size=1)
+    requests = requests_of(name, 1.0, max_tokens=10)
+    engine = build_drafted(
+        spec, folders[name], drafter, kv_cache_dtype="fp8", prefill_budget=max(16, GRIDS[name]), page_size=1
+    )
     for _ in range(2):  # the second time after cached prompts
         assert tokens_of(run(engine, requests)) == reference.answers(requests)
 

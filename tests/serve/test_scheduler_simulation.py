@@ -148,7 +148,7 @@ class StatePart:
     """The same for the device of a group of states."""
 
     slot: int
-    columns: tuple[int, ...]  # source, entry, snapshot, position
+    columns: tuple[int, ...]  # source, entry, snapshot, position, tokens of the prompt
     text: list[int]  # digests
     start: int
     end: int
@@ -164,7 +164,7 @@ class StateDevice:
 
     def run(self, parts: list[StatePart]) -> None:
         for part in parts:
-            source, entry, snapshot, position = part.columns
+            source, entry, snapshot, position, prompt = part.columns
             assert entry > 0
             if not part.is_chunk:
                 assert self.entries[entry] == part.text[part.start - self.pending[part.slot]]
@@ -173,7 +173,7 @@ class StateDevice:
                 continue
             assert part.start == 0 or self.entries[source] == part.text[part.start], "not the state of this text"
             if snapshot:
-                assert part.start < position <= part.end
+                assert part.start < position <= min(part.end, prompt)
                 self.entries[snapshot] = part.text[position]
             self.entries[entry] = part.text[part.end]
             self.pending[part.slot] = 0

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from slipstream.serve.request import Request
 from slipstream.serve.runner import recurrence
 from slipstream.tests.pairwise import gate_of
 from slipstream.tests.serve.engine_runs import make_request, random_prompt, run, serve_traffic, watch_outputs
-from slipstream.tests.serve.test_layer_kinds import DRAFTERS, SPECS, build_drafted, requests_of
+from slipstream.tests.serve.test_layer_kinds import DRAFTERS, SPECS, build_drafted, narrow, requests_of
 from slipstream.tests.spec_targets import NaiveAttention, Reference, save_spec, save_spec_draft
 
 HYBRIDS = ("delta nets", "recurrent")
@@ -122,26 +121,21 @@ def references(folders: dict[str, Path]) -> dict[str, Reference]:
     return {name: Reference.load(SPECS[name], folders[name] / "target") for name in HYBRIDS}
 
 
-def kinds_of() -> Iterator[Request]:
+def kinds_of(name: str) -> Iterator[Request]:
     """Greedy and sampled requests; every third without drafts."""
     for temperature in (0.0, 1.0):
-        for index, request in enumerate(requests_of(temperature)):
+        for index, request in enumerate(requests_of(name, temperature)):
             params = replace(request.params, speculation={"enabled": index % 3 != 1})
             yield replace(request, id=f"{request.id} {temperature}", params=params)
 
 
-def sizes_of(name: str, **options: Any) -> dict[str, Any]:
-    grid = max(spec.grid for spec in SPECS[name].recurrent)
-    return {"max_running": 4, "prefill_budget": max(16, grid), "kv_cache_tokens": 100, "page_size": 1, **options}
-
-
 def check_traffic(name: str, drafter: str, folder: Path, reference: Reference, num_requests: int) -> Situations:
-    kinds = {request.id: request for request in kinds_of()}
+    kinds = {request.id: request for request in kinds_of(name)}
     expected = reference.answers(list(kinds.values()))
     oracle = StateOracle(reference)
     for kind, request in kinds.items():
         oracle.states([*request.prompt, *expected[kind]])
-    engine = build_drafted(SPECS[name], folder, drafter, **sizes_of(name))
+    engine = build_drafted(SPECS[name], folder, drafter, **narrow(name))
     situations = Situations()
     watch_outputs(engine, situations.look)
     rng = random.Random(3)
@@ -187,7 +181,7 @@ def test_an_abort_in_mid_prompt_leaves_nothing(
     """The next request has its slot and its entry, and begins like it."""
     name = "recurrent"
     oracle = StateOracle(references[name])
-    engine = build_drafted(SPECS[name], folders[name], drafter, **sizes_of(name, max_running=2))
+    engine = build_drafted(SPECS[name], folders[name], drafter, **narrow(name) | {"max_running": 2})
     prompt = random_prompt(50, 7)
     for cut in (1, 2):
         engine.add(make_request(f"cut {cut}", prompt, max_tokens=4))
