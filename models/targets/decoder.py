@@ -108,16 +108,17 @@ class Target(nn.Module):
 
         State i below num_layers is the output of layer i; num_layers itself is the hidden state after the final norm.
         """
+        num_layers = len(self.layers)
         residual = self.embed(tokens)
         delta = None
         inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(tokens, residual)
         aux_states, states = self._allocate_aux_states(residual, aux_layers)
-        for index in self.kinds if is_short() else range(self.config.num_layers):
+        for index in self.kinds if is_short() else range(num_layers):
             part = () if inputs is None else (inputs[:, index],)
             residual, delta = self.layers[index](residual, delta, attention, mask, states.get(index - 1), *part)
-        hidden = self._norm(residual, delta, states.get(self.config.num_layers - 1))
-        if self.config.num_layers in states:
-            states[self.config.num_layers].copy_(hidden)
+        hidden = self._norm(residual, delta, states.get(num_layers - 1))
+        if num_layers in states:
+            states[num_layers].copy_(hidden)
         return hidden, aux_states
 
     def _norm(self, residual: Tensor, delta: Tensor | None, out: Tensor | None) -> Tensor:

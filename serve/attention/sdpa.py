@@ -81,6 +81,8 @@ class Backend(base.Backend):
     def __init__(self, kv: NetworkKV, ropes: Sequence[RotaryEmbedding]) -> None:
         super().__init__(kv, ropes)
         self.gathered = self.layers[0].new_empty(0)
+        self.score_scales = [spec.score_scale for spec in kv.specs]
+        self.query_dtype = kv.query_dtype
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """A pass whose requests have unlike numbers of nodes has masks (B, N, N). Prompts may be long and unlike in
@@ -192,13 +194,13 @@ class Backend(base.Backend):
         count = len(q) // b
         group = q.shape[1] // G
         if b == 1 and q.is_cuda and _is_plain(layer):
-            return self._attend_one(q, k, v, bias, layer.spec.score_scale)
+            return self._attend_one(q, k, v, bias, self.score_scales[layer.id])
         q = q.view(b, count, G, group, D).transpose(1, 2)  # (b, G, count, Q / G, D)
         assert bias is not None
         if not _is_plain(layer):
             return self._attend_densely(q, k, v, bias, layer)
         q = q.reshape(b, G, count * group, D)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=layer.spec.score_scale)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.score_scales[layer.id])
         return out.view(b, G, count, group, D).transpose(1, 2).reshape(b * count, G * group, D)
 
     def _attend_densely(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, layer: AttentionLayer) -> Tensor:
@@ -210,7 +212,7 @@ class Backend(base.Backend):
         q = q.transpose(2, 3)
         k = k[:, :, None]
         v = v[:, :, None]
-        out = dense_attention(q, k, v, bias[:, :, None], spec.score_scale, spec.softcap, sinks)
+        out = dense_attention(q, k, v, bias[:, :, None], self.score_scales[layer.id], spec.softcap, sinks)
         return out.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
 
     def _read(self, layer: int, pages: Tensor) -> Tensor:
@@ -220,7 +222,7 @@ class Backend(base.Backend):
         if scales is None:
             return self._gather(self.layers[layer], pages)
         codes = self._gather(self.layers[layer].view(torch.uint8), pages).view(E4M3)  # torch gathers no e4m3 on a CPU
-        return decode(codes, scales[:, None, None, :, None], self.kv.query_dtype)
+        return decode(codes, scales[:, None, None, :, None], self.query_dtype)
 
     def _gather(self, cache: Tensor, pages: Tensor) -> Tensor:
         """Copies of pages (P,) of a layer's cache: (2, P, page_size, G, D).
@@ -317,7 +319,7 @@ class Backend(base.Backend):
         if not _is_plain(layer):
             return Kind(mask, window, 1, torch.float32)
         by_head = self.layers[layer.id].is_cuda and (len(segment.counts) == 1 or len(set(segment.counts)) > 1)
-        return Kind(mask, window, 1 if by_head else layer.spec.num_heads // G, self.kv.query_dtype)
+        return Kind(mask, window, 1 if by_head else layer.spec.num_heads // G, self.query_dtype)
 
     def _bias(self, layer: AttentionLayer, mask: Mask, segment: Segment) -> Tensor | None:
         """(b, 1, N or N * Q / G, S): 0 where a query sees a key, -inf elsewhere. None: of a whole prompt on a GPU,

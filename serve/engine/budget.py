@@ -102,10 +102,12 @@ class BudgetPolicy:
         # computed for a few steps
         self._yields = Yields(self.acceptance, self.proposals, self.widths)
         self._step_values: dict[tuple[Batch, int, bool], StepValues] = {}
+        self._plain_ms: dict[tuple[Batch, int, bool], float] = {}
         self._chunks: dict[tuple[int, bool], int] = {}
         self._age = 0  # steps of these
         self._num_steps = 0
         self._is_prepared = False  # the next step was counted
+        self._has_choice = True  # the last step could verify or draft more nodes than roots
         self._mean_nodes = np.zeros(2)  # nodes and steps, decayed: for metrics
 
     @property
@@ -118,7 +120,7 @@ class BudgetPolicy:
     ) -> None:
         """Values steps for the next `choose` ahead, while the device is busy."""
         batch = Batch(num_decoding, num_decoding if num_drafted is None else num_drafted)
-        if self.fixed is None and batch.drafted and not self._is_prepared:
+        if self._has_choice and self.fixed is None and batch.drafted and not self._is_prepared:
             self._count_step()
             self._is_prepared = True
             self._value_steps(batch, prompt_rows, filtered)
@@ -140,11 +142,14 @@ class BudgetPolicy:
             self._count_step()
         if self.fixed is not None:
             return self._choose_fixed(self.fixed, batch, prompt_rows, filtered, offers)
+        self._has_choice = len(self.widths) > 1 or offers is not None
+        if not self._has_choice:
+            self._count_nodes(num_decoding)
+            return self._choose_roots(batch, prompt_rows, filtered)
         self._best_width.record(has_prompts=prompt_rows > 0)
         if batch.drafted == 0:
-            ms = self.costs.time(num_decoding + prompt_rows, 0, self.width, filtered=filtered)
             self._stored = self._best_width.index
-            return Choice(num_decoding, self.width, ms, float(num_decoding))
+            return self._choose_roots(batch, prompt_rows, filtered)
         steps = self._value_steps(batch, prompt_rows, filtered)
         self._best_width.follow(steps, self._value_steps(batch, 0, filtered))
         if offers is not None and has_host_nodes(offers):
@@ -217,6 +222,15 @@ class BudgetPolicy:
             "nodes_per_step": float(nodes / steps) if steps else 0.0,
         }
 
+    def _choose_roots(self, batch: Batch, prompt_rows: int, filtered: bool) -> Choice:
+        """Returns the choice for a step that has nothing but roots to verify."""
+        key = (batch, prompt_rows, filtered)
+        ms = self._plain_ms.get(key)
+        if ms is None:
+            rows = batch.decoding + prompt_rows
+            ms = self._plain_ms[key] = self.costs.time(rows, batch.drafted, self.width, filtered=filtered)
+        return Choice(batch.decoding, self.width, ms, float(batch.decoding))
+
     def _choose_fixed(
         self, fixed: int, batch: Batch, prompt_rows: int, filtered: bool, offers: Sequence[Offer] | None
     ) -> Choice:
@@ -253,6 +267,7 @@ class BudgetPolicy:
             self._age = 0
             self._yields = Yields(self.acceptance, self.proposals, self.widths)
             self._step_values.clear()
+            self._plain_ms.clear()
             self._chunks.clear()
 
     def _count_records(self) -> None:

@@ -107,6 +107,7 @@ class Constraints(HostStage):
         self._end_ids = frozenset(end_ids)
         self._num_words = -(-vocab_size // WORD_BITS)
         self._states: dict[int, ConstrainedRequest] = {}  # by slot
+        self.slots = self._states.keys()
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
         params = request.params
@@ -124,9 +125,6 @@ class Constraints(HostStage):
 
     def release(self, slot: int, tokens: list[int]) -> None:
         self._states.pop(slot, None)
-
-    def wants(self, slots: list[int]) -> bool:
-        return bool(self._states) and not self._states.keys().isdisjoint(slots)
 
     def run(self, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
         assert isinstance(inputs, Proposed)

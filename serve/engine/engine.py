@@ -188,7 +188,7 @@ class Engine:
         waited_ms = None
         if self._steps and self._steps[-1].state < State.LAUNCHED:
             is_idle = self._steps[-1].state == State.PLANNED
-            self._launch(self._steps[-1])
+            self._launch(self._steps[-1], has_waited=is_idle)
             waited_ms = 1000 * (time.perf_counter() - landed) if is_idle else None
         outputs = self.planner.commit(step.plan, output, step.flight.milliseconds(), late, waited_ms)
         step.state = State.COMMITTED
@@ -206,14 +206,14 @@ class Engine:
         self._steps.append(step)
         return step
 
-    def _launch(self, step: Step, *, up_to_sampling: bool = False) -> None:
-        """Launches a step, or what is left of one, with the edits that are there."""
+    def _launch(self, step: Step, *, up_to_sampling: bool = False, has_waited: bool = False) -> None:
+        """Launches a step, or what is left of one, with the edits that are there. `has_waited`: for proposals."""
         plan = step.plan
         slots = slots_of(plan)
         if step.state == State.PLANNED:
             returns_proposals = plan.returns_proposals or self.host.reads_proposals(list(slots))
             plan = replace(plan, edits=self.host.take_edits(slots), returns_proposals=returns_proposals)
-            plan = self.planner.choose(plan, will_be_masked=up_to_sampling)
+            plan = self.planner.choose(plan, will_be_masked=up_to_sampling, has_waited=has_waited)
         else:
             plan = replace(plan, edits=plan.edits + self.host.take_edits(slots))
         step.plan = plan

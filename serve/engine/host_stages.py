@@ -6,7 +6,7 @@ that pays, and masks, which the pass reads late. Imports no torch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -27,9 +27,8 @@ class Emitted:
     def at(self, indices: list[int]) -> "Emitted":
         return Emitted([self.slots[index] for index in indices], self.results[indices])
 
-    def without(self, slots: Collection[int]) -> "Emitted":
-        indices = [index for index, slot in enumerate(self.slots) if slot not in slots]
-        return self if len(indices) == len(self.slots) else self.at(indices)
+    def of(self, slots: Collection[int]) -> "Emitted":
+        return self.at([index for index, slot in enumerate(self.slots) if slot in slots])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +60,7 @@ class HostStage(ABC):
 
     reads: ClassVar[Literal["emitted", "proposal"]]
     widths: tuple[int, ...] = (1,)  # numbers of nodes that its proposals may have
+    slots: Set[int]  # of the requests that it has work for now
 
     def attach(self, num_slots: int, *, pinned: bool) -> None:
         """Prepares slots 0..num_slots - 1; called once, before all other methods. `pinned`: proposals go to a GPU, so
@@ -69,10 +69,6 @@ class HostStage(ABC):
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
         """Takes a request that starts, or resumes, in `slot` with these tokens: its prompt and its answer so far. A
         stage that drafts proposes nothing for a request that does not want drafts."""
-
-    def wants(self, slots: list[int]) -> bool:
-        """Whether it has work for a step of these requests."""
-        return True
 
     @abstractmethod
     def run(self, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:

@@ -132,16 +132,10 @@ class IsolatedStages:
         self._failed.discard(slot)
 
     def wants(self, stage: HostStage, slots: list[int]) -> bool:
+        """Whether a stage has work for a step of these requests."""
         if self._failed:
             slots = [slot for slot in slots if slot not in self._failed]
-        try:
-            return stage.wants(slots)
-        except Exception as error:
-            cause = error
-            num_failed = len(self._failed)
-        wanting = [slot for slot in slots if slot in self._running and self._wants_one(stage, slot)]
-        self._tell_if_none(stage, cause, num_failed)
-        return bool(wanting)
+        return not stage.slots.isdisjoint(slots)
 
     def run(self, stage: HostStage, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
         if self._failed:
@@ -158,13 +152,6 @@ class IsolatedStages:
             edits += self._run_one(stage, inputs.at([index]), width, late=late)
         self._tell_if_none(stage, cause, num_failed)
         return edits
-
-    def _wants_one(self, stage: HostStage, slot: int) -> bool:
-        try:
-            return stage.wants([slot])
-        except Exception as error:
-            self._end(stage, slot, error)
-            return False
 
     def _run_one(self, stage: HostStage, inputs: Emitted | Proposed, width: int, *, late: bool) -> Edits:
         [slot] = inputs.slots

@@ -156,9 +156,9 @@ class PageCache(PagePool):
         """Give the table own pages of the first group until it holds `num_tokens`. Returns False, and takes nothing, as
         `admit` does.
         """
-        missing = self.pages_for(num_tokens) - len(table.pages)
-        if missing <= 0:
+        if num_tokens <= len(table.pages) * self.page_size:
             return True
+        missing = self.pages_for(num_tokens) - len(table.pages)
         if missing + headroom > self.num_available:
             return False
         table.pages.extend(self._take() for _ in range(missing))

@@ -177,13 +177,15 @@ def variant_of(mode: SamplingMode, logprobs: int | None) -> Literal["plain", "al
 
 def slots_of(plan: StepPlan) -> tuple[int, ...]:
     """Returns (S,) slots of the requests, then of the chunks."""
-    return plan.slots + tuple(chunk.slot for chunk in plan.chunks)
+    return plan.slots + tuple([chunk.slot for chunk in plan.chunks]) if plan.chunks else plan.slots
 
 
 def drafting_slots(plan: StepPlan) -> tuple[int, ...]:
     """Returns the slots of the requests for which the draft proposes."""
-    slots = plan.slots + tuple(chunk.slot for chunk in plan.chunks if chunk.is_last)
-    return tuple(slot for slot in slots if slot not in plan.undrafted) if plan.undrafted else slots
+    slots = plan.slots
+    if plan.chunks:
+        slots += tuple([chunk.slot for chunk in plan.chunks if chunk.is_last])
+    return tuple([slot for slot in slots if slot not in plan.undrafted]) if plan.undrafted else slots
 
 
 class StepOutput(NamedTuple):

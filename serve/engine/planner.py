@@ -47,18 +47,35 @@ class PassLimits:
     grid: int = 1  # prompts are cut at multiples of so many tokens
 
 
+@dataclass(frozen=True, slots=True)
+class BatchTraits:
+    """What a step does for its requests, beside their tokens."""
+
+    mode: SamplingMode
+    logprobs: int | None  # see StepPlan
+    undrafted: frozenset[int]  # slots
+    traced: dict[str, int]  # places in the step of those that gain tokens and want a trace, by request id
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], chunks: list[Chunk]) -> "BatchTraits":
+        everyone = [*sequences, *[chunk.sequence for chunk in chunks]]
+        return cls(
+            mode=sampling_mode(everyone),
+            logprobs=most_logprobs([*sequences, *[chunk.sequence for chunk in chunks if chunk.is_last]]),
+            undrafted=frozenset([sequence.slot for sequence in everyone if not sequence.traits.wants_drafts]),
+            traced=traced_of(sequences, chunks),
+        )
+
+
 @dataclass(slots=True)
 class Launched:
     """Maps a plan's output rows back to sequences."""
 
     sequences: list[Sequence]  # the decoding ones
     chunks: list[Chunk]
-    traced: dict[str, int]  # places among `everyone` of those that gain tokens and want a trace, by request id
+    everyone: list[Sequence]  # of both
+    traced: dict[str, int]  # see BatchTraits
     expected_ms: float = 0.0  # the policy's prediction for the step
-
-    @property
-    def everyone(self) -> list[Sequence]:
-        return [*self.sequences, *(chunk.sequence for chunk in self.chunks)]
 
 
 class Planner:
@@ -89,6 +106,9 @@ class Planner:
         self._launched: dict[int, Launched] = {}  # by number of the plan
         self._admissions: list[Admission] = []  # since the last plan
         self._offers: dict[int, Offer] = {}  # by slot: the proposal that the next step may verify
+        self._offered = set[int]()  # slots whose proposal is the host's
+        self._decoding: list[Sequence] = []  # of the last step without prompts, which `_traits` are of
+        self._traits = BatchTraits.of([], [])
 
     def admitted(self, sequence: Sequence) -> None:
         """Notes that the scheduler gave the sequence a slot."""
@@ -98,42 +118,59 @@ class Planner:
     def plan(self) -> StepPlan | None:
         """Plans the next step; None if there is nothing to do. `choose` completes it."""
         sequences = self.scheduler.next_decodes(self.limits.reserve)
-        num_rows = self.limits.prompt_rows
-        if sequences:
-            filtered = variant_of(sampling_mode(self.scheduler.running), most_logprobs(sequences)) == "all"
-            num_rows = min(num_rows, self.policy.chunk_rows(len(sequences), filtered=filtered))
-            if num_rows:
-                num_rows = max(num_rows, self.limits.grid)
-        chunks = self.scheduler.next_chunks(num_rows, self.limits.enough_prompt_rows)
+        chunks = self._next_chunks(sequences) if self.scheduler.has_prompts else []
         if not sequences and not chunks:
             return None
-        launched = Launched(sequences, chunks, traced_of(sequences, chunks))
+        traits = self._traits_of(sequences, chunks)
+        everyone = [*sequences, *[chunk.sequence for chunk in chunks]]
+        launched = Launched(sequences, chunks, everyone, traits.traced)
         plan = StepPlan(
             number=self._next(launched),
             admissions=tuple(self._admissions),
-            pages=self._new_pages(launched.everyone),
+            pages=self._new_pages(everyone),
             chunks=tuple(map(prompt_chunk, chunks)),
-            slots=tuple(sequence.slot for sequence in sequences),
-            bounds=tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences),
-            mode=sampling_mode(launched.everyone),
-            undrafted=frozenset(sequence.slot for sequence in launched.everyone if not sequence.traits.wants_drafts),
-            returns_proposals=bool(launched.traced),
-            logprobs=most_logprobs([*sequences, *(chunk.sequence for chunk in chunks if chunk.is_last)]),
+            slots=tuple([sequence.slot for sequence in sequences]),
+            bounds=tuple([sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences]),
+            mode=traits.mode,
+            undrafted=traits.undrafted,
+            returns_proposals=bool(traits.traced),
+            logprobs=traits.logprobs,
             prompts_by=self.limits.prompts_by,
         )
         self._admissions.clear()
         self.policy.prepare(**sizes_of(plan), filtered=plan.variant == "all")
         return plan
 
-    def choose(self, plan: StepPlan, *, will_be_masked: bool = False) -> StepPlan:
+    def _next_chunks(self, sequences: list[Sequence]) -> list[Chunk]:
+        """Returns the chunks of prompts beside `sequences`, which decode."""
+        num_rows = self.limits.prompt_rows
+        if sequences:
+            filtered = variant_of(sampling_mode(self.scheduler.running), most_logprobs(sequences)) == "all"
+            num_rows = min(num_rows, self.policy.chunk_rows(len(sequences), filtered=filtered))
+            if num_rows:
+                num_rows = max(num_rows, self.limits.grid)
+        return self.scheduler.next_chunks(num_rows, self.limits.enough_prompt_rows)
+
+    def _traits_of(self, sequences: list[Sequence], chunks: list[Chunk]) -> BatchTraits:
+        """Returns the traits of a step, which stay the same as long as the same sequences decode."""
+        if chunks:
+            return BatchTraits.of(sequences, chunks)
+        if sequences != self._decoding:
+            self._decoding = sequences
+            self._traits = BatchTraits.of(sequences, [])
+        return self._traits
+
+    def choose(self, plan: StepPlan, *, will_be_masked: bool = False, has_waited: bool = False) -> StepPlan:
         """Completes the plan, whose edits are there but perhaps for masks, with the numbers of nodes that it verifies
-        and then proposes, and the captured passes."""
+        and then proposes, and the captured passes. `has_waited`: for the host's proposals, which may be none."""
         for proposal in plan.edits.proposals:
             self._calibrate(proposal)
-            self._offers.update(offers_of(proposal))
+            offered = offers_of(proposal)
+            self._offers.update(offered)
+            self._offered.update(offered)
         mode = "all" if plan.edits.masks or will_be_masked else plan.mode
         offers = None
-        if self.host_drafts:
+        if self.host_drafts and (has_waited or not self._offered.isdisjoint(plan.slots)):
             offers = [(1, 0) if slot in plan.undrafted else self._offers[slot] for slot in plan.slots]
         filtered = variant_of(mode, plan.logprobs) == "all"
         choice = self.policy.choose(**sizes_of(plan), filtered=filtered, offers=offers)
@@ -159,8 +196,11 @@ class Planner:
         self.scheduler.mark_launched(launched.chunks)
         if launched.traced:
             self._tracer.launched(plan, launched.traced)
-        offer: Offer = min(plan.width, self.limits.of_network), 0
-        self._offers.update(dict.fromkeys(slots_of(plan), (1, 0)) | dict.fromkeys(drafting_slots(plan), offer))
+        if self.host_drafts:
+            offer: Offer = min(plan.width, self.limits.of_network), 0
+            slots = slots_of(plan)
+            self._offers.update(dict.fromkeys(slots, (1, 0)) | dict.fromkeys(drafting_slots(plan), offer))
+            self._offered.difference_update(slots)
 
     def emitted(self, plan: StepPlan, output: StepOutput) -> Emitted:
         """Returns the tokens of a step for the requests that still wait for them."""
@@ -190,21 +230,24 @@ class Planner:
         launched = self._launched[plan.number]
         count = len(plan.slots)
         errors = {**output.errors, **plan.edits.errors}  # the errors of stages say more
-        rows = zip(launched.everyone, slots_of(plan), strict=True)
-        failed = [self.scheduler.fail(sequence, errors[slot]) for sequence, slot in rows if slot in errors]
-        outputs = [ending for ending in failed if ending is not None]
-        if not errors:
+        outputs: list[Output] = []
+        if errors:
+            owners = zip(launched.everyone, slots_of(plan), strict=True)
+            failed = [self.scheduler.fail(sequence, errors[slot]) for sequence, slot in owners if slot in errors]
+            outputs = [ending for ending in failed if ending is not None]
+        else:
             self._learn(plan, output, ms)
         del self._launched[plan.number]
         drafted = (output.num_verified[:count] - 1).tolist()
-        tokens = [output.emitted(index) for index in range(count)]
+        rows = zip(output.tokens[:count].tolist(), output.num_emitted[:count].tolist(), strict=True)
+        tokens = [row[:number] for row, number in rows]
         emitted = self.scheduler.commit_decodes(launched.sequences, tokens, drafted)
         first_tokens = [
             int(output.tokens[index, 0]) if chunk.is_last else None
             for index, chunk in enumerate(launched.chunks, count)
         ]
         emitted += self.scheduler.commit_chunks(launched.chunks, first_tokens)
-        self._count(plan, output, launched, emitted, ms)
+        self._count(plan, output, launched, emitted, drafted, ms)
         outputs += emitted
         outputs = add_logprobs(outputs, plan, output, launched)
         if launched.traced:
@@ -212,18 +255,30 @@ class Planner:
             outputs = self._tracer.add_traces(outputs, plan, output, launched.traced, rounds)
         return outputs
 
-    def _count(self, plan: StepPlan, output: StepOutput, launched: Launched, emitted: list[Output], ms: float) -> None:
-        """Counts the step for /metrics. `emitted`: new tokens; requests that had ended or were preempted have none."""
+    def _count(
+        self,
+        plan: StepPlan,
+        output: StepOutput,
+        launched: Launched,
+        emitted: list[Output],
+        drafted: list[int],
+        ms: float,
+    ) -> None:
+        """Counts the step for /metrics. `emitted`: new tokens; requests that had ended or were preempted have none.
+        `drafted`: drafted tokens of each decoding request that were verified."""
         counts = self.counts
         lengths = {result.request_id: len(result.tokens) for result in emitted}
         counts.add_step(
             budget=plan.nodes if plan.slots else 0,
-            node_rows=int(output.num_verified[: len(plan.slots)].sum()),
+            node_rows=sum(drafted) + len(drafted),
             prompt_rows=sum(len(chunk.tokens) for chunk in plan.chunks),
             ms=ms,
             predicted_ms=launched.expected_ms,
         )
         counts.emitted_tokens += sum(lengths.values())
+        if not any(drafted):
+            return
+        num_emitted = output.num_emitted.tolist()
         sources = {
             slot: proposal.source
             for proposal in plan.edits.proposals
@@ -234,8 +289,8 @@ class Planner:
             if (length := lengths.get(sequence.request.id)) is not None:
                 counts.add_round(
                     sources.get(plan.slots[place], self._drafter),
-                    num_drafted=int(output.num_verified[place]) - 1,
-                    num_accepted=min(length, int(output.num_emitted[place]) - 1),
+                    num_drafted=drafted[place],
+                    num_accepted=min(length, num_emitted[place] - 1),
                     is_tree=output.accepted is not None,
                 )
 
@@ -302,13 +357,13 @@ class Planner:
         changes: list[tuple[int, int, int, int]] = []
         for sequence in sequences:
             for group, table in enumerate((sequence.table, *sequence.table.groups)):
-                changes += [(group, sequence.slot, index, page) for index, page in table.changes()]
+                if added := table.changes():
+                    changes += [(group, sequence.slot, index, page) for index, page in added]
         return tuple(changes)
 
 
 def add_logprobs(outputs: list[Output], plan: StepPlan, output: StepOutput, launched: Launched) -> list[Output]:
     """Adds log-probabilities to the Outputs of a step. Those of prompts are kept until the last chunk."""
-    places = {sequence.request.id: index for index, sequence in enumerate(launched.everyone)}
     prompts = dict[int, Logprobs]()
     start = 0
     for index, (chunk, planned) in enumerate(zip(launched.chunks, plan.chunks, strict=True), len(plan.slots)):
@@ -320,6 +375,7 @@ def add_logprobs(outputs: list[Output], plan: StepPlan, output: StepOutput, laun
             prompts[index] = Logprobs.join(chunk.sequence.prompt_logprobs)
     if output.logprobs is None and not prompts:
         return outputs
+    places = {sequence.request.id: index for index, sequence in enumerate(launched.everyone)}
     results = []
     for result in outputs:
         index = places[result.request_id]
@@ -363,8 +419,8 @@ def prompt_chunk(chunk: Chunk) -> PromptChunk:
 
 def sizes_of(plan: StepPlan) -> dict[str, int]:
     """Returns the sizes of a plan that BudgetPolicy needs."""
-    num_drafted = sum(slot not in plan.undrafted for slot in plan.slots)
-    prompt_rows = sum(len(chunk.tokens) for chunk in plan.chunks)
+    num_drafted = len(plan.slots) - sum([slot in plan.undrafted for slot in plan.slots] if plan.undrafted else [])
+    prompt_rows = sum([len(chunk.tokens) for chunk in plan.chunks])
     return {"num_decoding": len(plan.slots), "prompt_rows": prompt_rows, "num_drafted": num_drafted}
 
 

@@ -17,6 +17,7 @@ token and all of its nodes. "Tokens" are those of a text, "KV tokens" places in 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from slipstream.serve.engine.kv_cache import PageCache, PageTable
 from slipstream.serve.engine.plan import Refusal
@@ -179,6 +180,11 @@ class Scheduler:
         return tuple(self._running)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether a sequence has tokens to compute before it decodes."""
+        return bool(self._waiting) or not all(map(attrgetter("decoding"), self._running))
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -260,10 +266,14 @@ class Scheduler:
 
         Leaves out those that end with the tokens in flight.
         """
+        sequences: list[Sequence] = []
         for sequence in self._running.copy():
-            while self._decodes_next(sequence) and not self.cache.extend(sequence.table, sequence.kv_bound + reserve):
+            while self._decodes_next(sequence):
+                if self.cache.extend(sequence.table, sequence.kv_bound + reserve):
+                    sequences.append(sequence)
+                    break
                 self._preempt_newest()  # in the end this very sequence
-        sequences = [sequence for sequence in self._running if self._decodes_next(sequence)]
+        sequences = [sequence for sequence in sequences if sequence.slot >= 0]  # some may have been preempted since
         for sequence in sequences:
             assert sum(sequence.in_flight) + reserve <= self.max_reserve, "admission and add() count on max_reserve"
             if sequence.table.groups:

@@ -72,7 +72,7 @@ class InFlight:
 
     def _not_finite(self, slots: Sequence[int], counts: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
         """Returns errors by slot: where a logit was NaN, the last token that was emitted is -1."""
-        last = tokens[np.arange(len(tokens)), np.maximum(counts, 1) - 1]
+        last = tokens[np.arange(len(tokens)), counts - 1]
         wrong = (last < 0) & (counts > 0)
         return {slots[index]: NOT_FINITE for index in np.flatnonzero(wrong).tolist()} if wrong.any() else {}
 

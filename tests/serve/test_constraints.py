@@ -127,8 +127,7 @@ def test_masks_are_those_of_each_node() -> None:
     params = SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=(69,), bad_words=((5, 6),))
     stage.admit(1, Request(id="", prompt=[4], params=params), [4])
     stage.admit(0, Request(id="", prompt=[4], params=SamplingParams(max_tokens=9)), [4])
-    assert stage.wants([0, 1])
-    assert not stage.wants([0])
+    assert stage.slots == {1}
     nodes = np.array([[[3, 3, 3, -1], [5, 8, 5, -1]], [[-1, 0, 1, -1], [-1, 0, 0, -1]]], np.int32)
     [masks] = stage.run(Proposed([0, 1], nodes, np.array([[1, 3, -1], [1, 5, -1]], np.int32)), 4).masks
     assert masks.slot == 1
@@ -136,16 +135,16 @@ def test_masks_are_those_of_each_node() -> None:
     forbidden = {node: set(np.flatnonzero(row == 0).tolist()) for node, row in zip(masks.nodes, bits, strict=True)}
     assert forbidden == {0: {2, 69, 6}, 1: {2, 69}, 2: {2, 69, 6}}
     stage.release(1, [])
-    assert not stage.wants([0, 1])
+    assert not stage.slots
 
 
 def test_a_request_that_may_end_is_free_again(build: Build) -> None:
     engine = build("eagle3", max_running=2)
     stage = engine.stages[-1]
-    wishes = []
-    run(engine, [make_request("0", [5, 6], max_tokens=30, min_tokens=6)], lambda *_: wishes.append(stage.wants([0, 1])))
-    assert wishes[0]
-    assert not wishes[-1]
+    counts = []
+    run(engine, [make_request("0", [5, 6], max_tokens=30, min_tokens=6)], lambda *_: counts.append(len(stage.slots)))
+    assert counts[0] == 1
+    assert counts[-1] == 0
 
 
 def test_constrained_requests_do_not_teach_what_others_accept(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

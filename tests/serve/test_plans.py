@@ -98,9 +98,6 @@ class Watching(HostStage):
     def release(self, slot: int, tokens: list[int]) -> None:
         self.slots.discard(slot)
 
-    def wants(self, slots: list[int]) -> bool:
-        return not self.slots.isdisjoint(slots)
-
     def run(self, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
         assert isinstance(inputs, Proposed)
         self.seen.append(inputs)

@@ -37,7 +37,7 @@ class NgramStage(HostStage):
         self.options = options
         self.vocab_size = vocab_size
         self.first = first
-        self._left_out = set[int]()  # slots whose requests want no drafts: neither looked up nor learnt from
+        self.slots: set[int] = set()  # requests that want no drafts are neither looked up nor learnt from
         self.widths = options.widths
 
     def attach(self, num_slots: int, *, pinned: bool) -> None:
@@ -56,16 +56,12 @@ class NgramStage(HostStage):
         if request.params.wants_drafts:
             client = "" if self.options.share_between_keys else request.client
             self.core.admit(slot, np.asarray(tokens, dtype=np.int32), client + request.namespace, CORPUS)
-        else:
-            self._left_out.add(slot)
-
-    def wants(self, slots: list[int]) -> bool:
-        return not self._left_out or not self._left_out.issuperset(slots)
+            self.slots.add(slot)
 
     def run(self, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
         assert isinstance(inputs, Emitted)
-        if self._left_out:
-            inputs = inputs.without(self._left_out)
+        if not self.slots.issuperset(inputs.slots):
+            inputs = inputs.of(self.slots)
             if not inputs.slots:
                 return Edits()
         arrays = next(self.arrays)(len(inputs.slots), min(width, self.options.nodes))
@@ -79,9 +75,8 @@ class NgramStage(HostStage):
         return Edits((HostProposal(inputs.slots, arrays.nodes, counts, kinds, source="ngram", foreign=foreign),))
 
     def release(self, slot: int, tokens: list[int]) -> None:
-        if slot in self._left_out:
-            self._left_out.remove(slot)
-        else:
+        if slot in self.slots:
+            self.slots.remove(slot)
             self.core.release(slot, len(tokens))
 
     def metrics(self) -> dict[str, int]:
