@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from slipstream.tests.pairwise import gate_of, grouped
+from slipstream.tests.pairwise import gate_of, grouped, some_of
 from slipstream.tests.serve.correctness import (
     ASSETS,
     DRAFTERS,
@@ -68,7 +68,7 @@ def test_answers_do_not_depend_on_the_draft(
     assert acceptance(answers) > 0
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", some_of(TARGETS, ["mixture"]))
 def test_the_reference_has_every_way_to_end(kind: str, subject: Callable[[str], Subject]) -> None:
     expected = subject(kind).expected
     reasons = [answer.finish_reason for answer in expected.values()]
