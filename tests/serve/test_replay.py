@@ -29,7 +29,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # draft, options
 }
 BUILDS = {"engine": build_engine, "overlapped": build_overlapped, "captured": build_played}
 # Four requests of these need more KV than there is; pages of one token let prompts share all that is equal.
-SIZES: dict[str, Any] = {"max_running": 4, "prefill_budget": 16, "kv_cache_tokens": 120, "page_size": 1}
+SIZES: dict[str, Any] = {"max_running": 4, "prefill_budget": 16, "kv_cache_tokens": 112, "page_size": 1}
 
 
 def requests_of_all_kinds() -> list[Request]:
@@ -40,7 +40,7 @@ def requests_of_all_kinds() -> list[Request]:
     kinds = [*SAMPLINGS.values(), *reversed(SAMPLINGS.values())]
     return [
         make_request(
-            str(seed), shared + random_prompt(3 + 5 * seed, seed), seed=seed, max_tokens=20, **kind | extra[seed % 4]
+            str(seed), shared + random_prompt(3 + 5 * seed, seed), seed=seed, max_tokens=12, **kind | extra[seed % 4]
         )
         for seed, kind in enumerate(kinds)
     ]
