@@ -17,7 +17,15 @@ from slipstream.serve.grammar.grammars import Grammars, tokens_in
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request
 from slipstream.tests.serve.correctness import TARGET, features
-from slipstream.tests.serve.engine_runs import Tokens, accepted, build_engine, make_request, run, tokens_of
+from slipstream.tests.serve.engine_runs import (
+    Tokens,
+    accepted,
+    build_engine,
+    make_request,
+    plain_answers,
+    run,
+    tokens_of,
+)
 from slipstream.tests.serve.played_graphs import ATTENTION, play
 
 TEXTS = [
@@ -161,8 +169,7 @@ NAMES = ("forced text", "choice")
 
 @pytest.fixture(scope="module")
 def expected(tokenizer: Any) -> dict[float, Tokens]:
-    engine = build_engine(TARGET, device="cpu", max_running=1)
-    return {temperature: tokens_of(run(engine, requests(tokenizer, NAMES, temperature))) for temperature in (0.0, 1.0)}
+    return {heat: plain_answers(TARGET, requests(tokenizer, NAMES, heat), device="cpu") for heat in (0.0, 1.0)}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -697,8 +697,8 @@ def requests_of(names: list[str], temperature: float) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(build: Build) -> Expected:
-    """(temperature, names in GRAMMARS) -> tokens by request id: no draft, one request at a time."""
-    engine = build("none", max_running=1, grammar_drafts=False)
+    """(temperature, names in GRAMMARS) -> tokens by request id: no draft."""
+    engine = build("none", grammar_drafts=False)
 
     @cache
     def answers(temperature: float, name: str) -> Tokens:

@@ -22,6 +22,7 @@ from slipstream.tests.serve.engine_runs import (
     build_engine,
     drafted_engines,
     make_request,
+    plain_answers,
     random_prompt,
     run,
     texts_of,
@@ -60,7 +61,7 @@ def with_speculation(requests: list[Request], speculation: Speculation, every: i
 
 @pytest.fixture(scope="module")
 def expected(target: Path) -> dict[str, list[int]]:
-    return tokens_of(run(build_engine(target, max_running=1), requests_of()))
+    return plain_answers(target, requests_of())
 
 
 @pytest.fixture(scope="module")
