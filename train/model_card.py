@@ -83,11 +83,11 @@ class Card:
         target = self.target or "TARGET"
         command = ["serve", "--draft", self.repo, *(() if self.target else ("--target", target))]
         lines = ["## Serve", "", "With Slipstream:", "", f"    {shlex.join(command)}", ""]
-        for server, commands in (("sglang", self.sglang_command(target)), ("vllm", self.vllm_command(target))):
-            lines += [*self.server_lines(server, commands), ""]  # type: ignore[arg-type]
+        for server in SERVERS:
+            lines += [*self.server_lines(server, target), ""]
         return lines
 
-    def server_lines(self, server: Server, command: str) -> list[str]:
+    def server_lines(self, server: Server, target: str) -> list[str]:
         """From the sources of the servers, which were not run."""
         name = SERVERS[server]
         options = values_of_json(self.values, self.drafter)
@@ -101,6 +101,7 @@ class Card:
                 return [f"{name} loads it after `slipstream convert --layout sglang`."]
         elif layout != "slipstream":
             return [f"{name} loads it after `slipstream convert --layout {layout}`."]
+        command = self.sglang_command(target) if server == "sglang" else self.vllm_command(target)
         return [f"With {name} (by its sources, not tried):", "", f"    {command}"]
 
     @property

@@ -176,7 +176,13 @@ def plain_rows(x: Tensor | QuantizedRows) -> Tensor:
     return x.rows
 
 
-@mix_experts.kernel(when=lambda x, *_, **__: use_triton(plain_rows(x)))
+def use_expert_kernels(x: Tensor | QuantizedRows, *_: Any, **__: Any) -> bool:
+    """As `use_triton`, but not under autocast, where weights may have another dtype than rows."""
+    rows = plain_rows(x)
+    return use_triton(rows) and not torch.is_autocast_enabled(rows.device.type)
+
+
+@mix_experts.kernel(when=use_expert_kernels)
 def mix_experts_triton(
     x: Tensor | QuantizedRows,
     routing: Routing,

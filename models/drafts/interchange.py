@@ -98,7 +98,7 @@ MTP_CHECKPOINT = Rule(
     "interchange",
     lambda _: False,
     "own",
-    "reads MTP heads in the target's files alone, where `slipstream convert --layout target` puts this one",
+    "reads MTP heads in the target's files alone, where `slipstream convert --layout target` puts those of its form",
 )
 RULES: dict[tuple[Server, str], tuple[Rule, ...]] = {
     ("sglang", "eagle3"): (

@@ -221,6 +221,18 @@ def test_the_card_names_the_servers_that_load_the_draft(
         assert values["speculators_config"]["verifier"]["name_or_path"] == "owner/target"
 
 
+def test_the_card_of_an_mtp_head_says_what_other_servers_need(
+    run_flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    slipstream(["train", "mtp", *run_flags(tmp_path / "run", optim__steps=1)])
+    folder = tmp_path / "public"
+    pushed(tmp_path / "run", "owner/name", "--dry-run", folder, "--license=mit", "--target=owner/target")
+    text = (folder / "README.md").read_text()
+    for server in ("SGLang 0.5.23", "vLLM 0.33"):
+        assert f"{server} does not load it: it reads MTP heads in the target's files alone, where" in text
+    assert "A draft model (MTP) for speculative decoding" in text
+
+
 def test_the_license_is_the_targets_if_its_files_say_so(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
