@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from slipstream.models.drafts.base import EMBEDDING, HEAD
-from slipstream.models.drafts.mtp import MTP, MTPConfig, check_files, read_mtp
-from slipstream.models.files.checkpoint import read_json, read_tensors
+from slipstream.models.drafts.mtp import MTP, MTPConfig, file_keys, read_mtp
+from slipstream.models.files.checkpoint import read_json, read_tensors, tensor_names
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.formats.base import QuantizedExperts
 from slipstream.models.layers.formats.table import read_quantization
@@ -30,7 +30,7 @@ from slipstream.models.layers.moe import Router
 from slipstream.models.targets.config import AttentionSpec, MoESpec
 from slipstream.models.targets.decoder import decoder_tensors
 from slipstream.models.targets.families import MTP as FORMS
-from slipstream.models.targets.families import text_part
+from slipstream.models.targets.families import count_of, text_part
 from slipstream.models.targets.frozen import dequantized_tensors
 from slipstream.train.draft_setup import train
 from slipstream.train.loop import leave_processes
@@ -58,7 +58,7 @@ class MTPTraining(FrozenHeadTraining):
         draft = files.new_draft(MTP, options)
         check_layer(draft.config, options)
         if begins_in_target(draft.config, options) and not files.options.dry_run:
-            copy_weights(read_module(files, draft.config), draft)
+            copy_weights(read_module(files), draft)
         return draft
 
     @torch.no_grad()
@@ -101,8 +101,11 @@ def begins_in_target(config: MTPConfig, options: DraftOptions) -> bool:
 def check_modules(files: TargetFiles) -> None:
     """Raises ValueError for a target with several modules."""
     form = FORMS.get(files.config.architecture)
-    count = 0 if form is None else text_part(read_json(files.path / "config.json")).get(form.count) or 0
-    if form is not None and count > 1:
+    values = text_part(read_json(files.path / "config.json"))
+    if form is None or not values.get(form.count):
+        return
+    count = count_of(values, form.count)
+    if count > 1:
         raise ValueError(
             f"target {files.options.target} has {count} MTP modules ({form.count}); training is for one that drafts "
             "at all depths: several would need a chain in which each step has a module, and keys and values, of its own"
@@ -132,10 +135,14 @@ def check_layer(config: MTPConfig, options: DraftOptions) -> None:
         )
 
 
-def read_module(files: TargetFiles, config: MTPConfig) -> MTP:
+def read_module(files: TargetFiles) -> MTP:
     """Reads the module in the target's files. Raises ValueError where there is none, or one with an embedding or a head
     of its own."""
-    check_files(config, files.config, files.path)
+    if not file_keys(tensor_names(files.path), files.config):
+        raise ValueError(
+            f"target {files.options.target} has an MTP layer by its config.json, but not in its files; fetch a "
+            "checkpoint that keeps it, or set draft.init_from_target to false to begin at random"
+        )
     tensors = decoder_tensors(read_tensors(files.path))
     shared = {EMBEDDING: tensors[EMBEDDING], HEAD: tensors.get(HEAD, tensors[EMBEDDING])}
     module = read_mtp(files.path, files.config, read_quantization(files.path), torch.float32, CPU, shared)

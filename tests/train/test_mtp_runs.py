@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
@@ -117,9 +117,15 @@ def test_a_head_in_fp8_begins_with_its_values(
 def test_targets_that_cannot_be_trained_for_are_refused(
     tmp_path: Path, mtp_path: Path, data_path: Path, run_flags: Flags
 ) -> None:
-    several = shutil.copytree(mtp_path, tmp_path / "several")
-    change_json(several / "config.json", num_nextn_predict_layers=3)
-    sentence = refusal(flags_of(run_flags, tmp_path / "run", several, data_path), main)
-    assert f"target {several} has 3 MTP modules (num_nextn_predict_layers); training is for one that" in sentence
+    folder = shutil.copytree(mtp_path, tmp_path / "target")
+    change_json(folder / "config.json", num_nextn_predict_layers=3)
+    sentence = refusal(flags_of(run_flags, tmp_path / "run", folder, data_path), main)
+    assert f"target {folder} has 3 MTP modules (num_nextn_predict_layers); training is for one that" in sentence
+    change_json(folder / "config.json", num_nextn_predict_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    rest = {name: tensor for name, tensor in tensors.items() if "layers.4." not in name}
+    save_file(rest, folder / "model.safetensors", {"format": "pt"})
+    sentence = refusal(flags_of(run_flags, tmp_path / "run", folder, data_path), main)
+    assert f"target {folder} has an MTP layer by its config.json, but not in its files; fetch" in sentence
     dry = [*flags_of(run_flags, tmp_path / "run", mtp_path, data_path), "--draft.init_from_target=false"]
     assert "draft.init_from_target is false, but the MTP layer of Glm4MoeForCausalLM has experts" in refusal(dry, main)
