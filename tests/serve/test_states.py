@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ class StateOracle:
         result = list(state)
         for node in (node for node in device.replays[slot].tolist() if node >= 0):
             for id, layer in layers.items():
-                record = {name: values[slot, node][None] for name, values in device.records[id].items()}
+                record = {name: values[slot, node][None].cpu() for name, values in device.records[id].items()}
                 result[id] = layer.step(result[id], record)
         return result
 
@@ -72,7 +73,8 @@ class StateOracle:
 
 def stored(engine: Engine, entry: int) -> list[State]:
     return [
-        {name: values[entry][None] for name, values in layer.items()} for layer in engine.runner.passes.states.layers
+        {name: values[entry][None].cpu() for name, values in layer.items()}
+        for layer in engine.runner.passes.states.layers
     ]
 
 
@@ -129,13 +131,16 @@ def kinds_of(name: str) -> Iterator[Request]:
             yield replace(request, id=f"{request.id} {temperature}", params=params)
 
 
-def check_traffic(name: str, drafter: str, folder: Path, reference: Reference, num_requests: int) -> Situations:
+def check_traffic(
+    name: str, drafter: str, folder: Path, reference: Reference, num_requests: int, **options: Any
+) -> Situations:
     kinds = {request.id: request for request in kinds_of(name)}
     expected = reference.answers(list(kinds.values()))
     oracle = StateOracle(reference)
     for kind, request in kinds.items():
         oracle.states([*request.prompt, *expected[kind]])
-    engine = build_drafted(SPECS[name], folder, drafter, **narrow(name))
+    engine = build_drafted(SPECS[name], folder, drafter, **narrow(name) | options)
+    engine.overlap = False  # so that the host knows of each step what the device has
     situations = Situations()
     watch_outputs(engine, situations.look)
     rng = random.Random(3)
@@ -144,7 +149,7 @@ def check_traffic(name: str, drafter: str, folder: Path, reference: Reference, n
 
 
 @pytest.mark.parametrize(
-    ("name", "drafter"), gate_of(product(HYBRIDS, DRAFTERS), [("recurrent", "ngram"), ("delta nets", "tree")])
+    ("name", "drafter"), gate_of(product(HYBRIDS, DRAFTERS), [("recurrent", "ngram"), ("recurrent", "tree")])
 )
 def test_states_are_those_of_the_text(
     name: str, drafter: str, folders: dict[str, Path], references: dict[str, Reference]
@@ -162,6 +167,21 @@ def test_states_of_long_traffic(
     name: str, drafter: str, folders: dict[str, Path], references: dict[str, Reference]
 ) -> None:
     check_traffic(name, drafter, folders[name], references[name], NUM_NIGHTLY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_states_of_captured_passes(drafter: str, folders: dict[str, Path], references: dict[str, Reference]) -> None:
+    name = "recurrent"
+    options = {"captured": True, "prefill_budget": 32, "prefill_graph_tokens": 32}
+    check_traffic(name, drafter, folders[name], references[name], 3 * NUM_REQUESTS, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_states_on_a_gpu(drafter: str, folders: dict[str, Path], references: dict[str, Reference]) -> None:
+    name = "delta nets"
+    check_traffic(name, drafter, folders[name], references[name], 2 * NUM_REQUESTS, device="cuda")
 
 
 @pytest.mark.slow
