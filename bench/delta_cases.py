@@ -94,7 +94,12 @@ def layer_case(sizes: Sizes, work: Pass) -> Case:
         )
         for _ in range(num_layers(num_bytes))
     ]
-    return Case(bytes=num_bytes, sets=sets, ours=lambda layer: delta_net(*layer, weights, sizes, plan))
+
+    def run(layer: tuple[Records, Records, States]) -> Tensor:
+        rows, stored, states = layer
+        return delta_net(rows, stored, states, weights, sizes, plan)
+
+    return Case(bytes=num_bytes, sets=sets, ours=run)
 
 
 def plan_pass(work: Pass) -> PassPlan:

@@ -28,7 +28,7 @@ from slipstream.kernels.recurrent.walks import BLOCK_TOKENS, NUM_COLUMNS, PassPl
 
 EPSILON = 1e-6  # under the root of the norms of k and q
 PART = 16  # tokens of the parts by which a block's system is solved
-BLOCK_COLUMNS = 32  # columns of a state that a program carries from block to block
+BLOCK_COLUMNS = 64  # columns of a state that a program carries from block to block
 LEAST_DIM = 16  # of a product
 
 

@@ -37,12 +37,21 @@ def next_token(tokens: list[int]) -> int:
     return hash(tuple(tokens)) % VOCAB_SIZE
 
 
-def digests(namespace: str, tokens: list[int]) -> list[int]:
-    """Entry i stands for the first i tokens."""
-    hashes = [hash(namespace)]
-    for token in tokens:
-        hashes.append(hash((hashes[-1], token)))
-    return hashes
+class Digest(NamedTuple):
+    """Stands for the beginning of a text."""
+
+    tokens: int
+    numbers: int  # that the target computes: those of whole blocks of a prompt differ from those of other tokens
+
+
+def digests(namespace: str, tokens: list[int], num_in_blocks: int = 0) -> list[Digest]:
+    """Entry i stands for the first i tokens, of which the first num_in_blocks are computed in blocks."""
+    result = [Digest(hash(namespace), hash(namespace))]
+    for index, token in enumerate(tokens):
+        last = result[-1]
+        is_in_block = index < num_in_blocks
+        result.append(Digest(hash((last.tokens, token)), hash((last.numbers, token, is_in_block))))
+    return result
 
 
 def answer_alone(request: Request) -> tuple[list[int], FinishReason]:
@@ -97,7 +106,7 @@ class WindowPart:
 
     slot: int
     pages: list[tuple[int, int]]  # (index, page) that no pass before has brought
-    text: list[int]  # digests, those of the tokens that it samples included
+    text: list[Digest]  # those of the tokens that it samples included
     num_known: int  # tokens before it
     start: int
     end: int
@@ -126,15 +135,15 @@ class WindowDevice:
         for part in parts:
             for index in range(max(self._first(part), part.start - self.lookahead), part.end):
                 ahead = index + 1 + self.lookahead
-                draft = part.text[ahead] if ahead < len(part.text) else GARBAGE
-                self.kv[self._place(part, index)] = part.text[index + 1], draft
+                draft = part.text[ahead].tokens if ahead < len(part.text) else GARBAGE
+                self.kv[self._place(part, index)] = part.text[index + 1].numbers, draft
 
     def _read(self, part: WindowPart) -> None:
         for index in range(self._first(part), part.start):
             target, draft = self.kv[self._place(part, index)]
-            assert target == part.text[index + 1], "not the token that the window shows"
+            assert target == part.text[index + 1].numbers, "not the token that the window shows"
             if self.window > self.lookahead and index + 1 + self.lookahead <= part.num_known:
-                assert draft == part.text[index + 1 + self.lookahead]
+                assert draft == part.text[index + 1 + self.lookahead].tokens
 
     def _first(self, part: WindowPart) -> int:
         return max(0, part.start - self.window + 1)
@@ -149,7 +158,7 @@ class StatePart:
 
     slot: int
     columns: tuple[int, ...]  # source, entry, snapshot, position, tokens of the prompt
-    text: list[int]  # digests
+    text: list[Digest]
     start: int
     end: int
     is_chunk: bool
@@ -167,15 +176,17 @@ class StateDevice:
             source, entry, snapshot, position, prompt = part.columns
             assert entry > 0
             if not part.is_chunk:
-                assert self.entries[entry] == part.text[part.start - self.pending[part.slot]]
-                self.entries[entry] = part.text[part.start]
+                assert self.entries[entry] == part.text[part.start - self.pending[part.slot]].numbers
+                self.entries[entry] = part.text[part.start].numbers
                 self.pending[part.slot] = part.end - part.start
                 continue
-            assert part.start == 0 or self.entries[source] == part.text[part.start], "not the state of this text"
+            assert part.start == 0 or self.entries[source] == part.text[part.start].numbers, (
+                "not the state of this text"
+            )
             if snapshot:
                 assert part.start < position <= min(part.end, prompt)
-                self.entries[snapshot] = part.text[position]
-            self.entries[entry] = part.text[part.end]
+                self.entries[snapshot] = part.text[position].numbers
+            self.entries[entry] = part.text[part.end].numbers
             self.pending[part.slot] = 0
 
 
@@ -186,6 +197,7 @@ class Simulation:
         self.rng = rng
         self.lookahead = setting.lookahead
         self.page_size = setting.page_size
+        self.grid = setting.grid
         windows = [setting.window_pages(window) for window in setting.windows]
         states = [StatePages(setting.max_running + 4, setting.page_size, setting.grid)] if setting.grid else []
         self.cache = PageCache(setting.num_pages, setting.page_size, [*windows, *states])
@@ -320,14 +332,18 @@ class Simulation:
         first = max(self.num_sent.get((sequence, group), 0), pages.first)
         self.num_sent[sequence, group] = pages.end
         new = [(index, pages.pages[index - pages.first]) for index in range(first, pages.end)]
-        text = digests(sequence.request.namespace, part.tokens)
+        text = self._digests(sequence, part.tokens)
         return WindowPart(sequence.slot, new, text, part.num_known, part.start, part.end, part.spoiled)
 
     def _of_state(self, part: Part) -> StatePart:
         sequence = part.sequence
-        text = digests(sequence.request.namespace, part.tokens)
+        text = self._digests(sequence, part.tokens)
         columns = sequence.table.groups[-1].columns
         return StatePart(sequence.slot, columns, text, part.start, part.end, part.is_chunk)
+
+    def _digests(self, sequence: Sequence, tokens: list[int]) -> list[Digest]:
+        num_in_blocks = len(sequence.request.prompt) // self.grid * self.grid if self.grid else 0
+        return digests(sequence.request.namespace, tokens, num_in_blocks)
 
     def _commit(
         self,
@@ -346,26 +362,26 @@ class Simulation:
         self._take(self.scheduler.commit_chunks(chunks, firsts))
 
     def _read(self, sequence: Sequence, tokens: list[int], num_computed: int) -> None:
-        text = digests(sequence.request.namespace, tokens)
+        text = self._digests(sequence, tokens)
         for index in range(num_computed):
             page = sequence.table.pages[index // self.page_size]
             slot = index % self.page_size
-            assert self.target_kv[page][slot] == text[index + 1]
+            assert self.target_kv[page][slot] == text[index + 1].numbers
             if index + 1 + self.lookahead <= len(tokens):
-                assert self.draft_kv[page][slot] == text[index + 1 + self.lookahead]
+                assert self.draft_kv[page][slot] == text[index + 1 + self.lookahead].tokens
 
     def _write(self, sequence: Sequence, start: int, end: int, tokens: list[int]) -> None:
         """Commits tokens [start, end); the drafter's KV as far as `tokens` allow, in its own pages only."""
-        text = digests(sequence.request.namespace, tokens)
+        text = self._digests(sequence, tokens)
         first_own = self.num_shared[sequence]
         self.num_shared[sequence] = len(sequence.table.nodes) * self.page_size
         assert start >= first_own, "a shared page is written"
         for index in range(max(start - self.lookahead, first_own), end):
             page = sequence.table.pages[index // self.page_size]
             slot = index % self.page_size
-            self.target_kv[page][slot] = text[index + 1]
+            self.target_kv[page][slot] = text[index + 1].numbers
             if index + 1 + self.lookahead < len(text):
-                self.draft_kv[page][slot] = text[index + 1 + self.lookahead]
+                self.draft_kv[page][slot] = text[index + 1 + self.lookahead].tokens
 
     def _spoil(self, sequence: Sequence, start: int, end: int) -> None:
         """Writes the leftovers of drafting and of rejected nodes."""
