@@ -26,7 +26,7 @@ from slipstream.tests.spec_targets import NaiveAttention, Reference, save_spec, 
 
 HYBRIDS = ("delta nets", "recurrent")
 NUM_REQUESTS = 14
-NUM_NIGHTLY = 300
+NUM_NIGHTLY = 100
 
 
 @dataclass(slots=True)
