@@ -57,7 +57,7 @@ def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.
 @each_device
 @pytest.mark.parametrize(
     ("tiling", "shape", "dtype"),
-    rotating([TILINGS[0], Tiling(32, 32, 1), None], [*SMALL, (40, 24, 40), (100, 40, 72)], DTYPES),
+    rotating(GATED_TILINGS, [*SMALL, (40, 24, 40), (100, 40, 72)], DTYPES),
 )
 def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     if tiling is None and dtype == torch.float32 and device == "cuda":

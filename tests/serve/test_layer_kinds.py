@@ -24,7 +24,7 @@ from slipstream.tests.random_targets import RELATIVES
 from slipstream.tests.recurrent_layers import AverageSpec
 from slipstream.tests.serve import test_replay
 from slipstream.tests.serve.engine_runs import (
-    Answer,
+    accepted,
     build_engine,
     caches_of,
     make_request,
@@ -126,10 +126,6 @@ def narrow(name: str) -> dict[str, Any]:
     """Options of an engine in which four requests need more KV than there is, and prompts more passes than one."""
     grid = GRIDS[name]
     return {"max_running": 4, "prefill_budget": max(16, grid), "kv_cache_tokens": 100 + grid, "page_size": 1}
-
-
-def accepted(answers: dict[str, Answer]) -> int:
-    return sum(answer.counts.accepted_tokens for answer in answers.values())
 
 
 @every_drafter

@@ -223,9 +223,7 @@ def test_captured_steps_change_no_token(
 @grouped("drafter")
 @pytest.mark.parametrize(
     ("drafter", "family"),
-    list(
-        product([*DRAFTERS, *BLOCKS], ("mistral-window", "qwen2-windows", "gemma3", *CAPPED, *MIXTURES, *LATER, *WIDE))
-    ),
+    list(product([*DRAFTERS, *BLOCKS], OTHER_LAYERS)),
 )
 def test_captured_steps_of_other_layers_change_no_token(
     drafter: str, family: str, build: BuildDrafted, reference: Reference
