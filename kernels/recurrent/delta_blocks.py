@@ -215,14 +215,14 @@ def _carry_states(
         for block in range(first, end):
             place = (block * VALUE_HEADS + head).to(tl.int64)
             key_place = (block * KEY_HEADS + head // GROUP).to(tl.int64) * TOKENS * KEYS
-            known = state.to(work.states.dtype.element_ty)
-            tl.store(work.states + place * KEYS * VALUES + key[:, None] * VALUES + value[None, :], known)
+            stored_state = state.to(work.states.dtype.element_ty)
+            tl.store(work.states + place * KEYS * VALUES + key[:, None] * VALUES + value[None, :], stored_state)
             reads = tl.load(work.reads + place * TOKENS * KEYS + token[:, None] * KEYS + key[None, :])
             k = tl.load(work.keys + key_place + token[:, None] * KEYS + key[None, :])
             cells = work.corrections + place * TOKENS * VALUES + token[:, None] * VALUES + value[None, :]
             sums = tl.load(work.sums + place * TOKENS + token)
             last = tl.load(work.sums + place * TOKENS + TOKENS - 1)
-            corrections = tl.load(cells).to(tl.float32) - tl.dot(reads, known, input_precision=PRECISION)
+            corrections = tl.load(cells).to(tl.float32) - tl.dot(reads, stored_state, input_precision=PRECISION)
             tl.store(cells, corrections.to(k.dtype))
             rest = (corrections * tl.exp(last - sums)[:, None]).to(k.dtype)
             state = tl.dot(tl.trans(k), rest, state * tl.exp(last), input_precision=PRECISION)

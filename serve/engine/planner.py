@@ -49,7 +49,7 @@ class PassLimits:
 
 @dataclass(frozen=True, slots=True)
 class BatchTraits:
-    """What a step does for its requests, beside their tokens."""
+    """Sampling mode, log-probabilities and drafting of a step's requests."""
 
     mode: SamplingMode
     logprobs: int | None  # see StepPlan

@@ -232,10 +232,10 @@ def test_bits_depend_neither_on_drafts_nor_on_company(device: str) -> None:
     drafted = Layer(device, torch.bfloat16)
     prompt = random_inputs(rng, 185)
     company = random_inputs(rng, 65)
-    [whole] = plain.step([Segment(0, prompt)])
+    [outputs] = plain.step([Segment(0, prompt)])
     first = drafted.step([Segment(2, prompt[:64]), Segment(1, company)])[0]
     second = drafted.step([Segment(2, prompt[64:])], spare=3, mark=128)[0]
-    assert torch.equal(torch.cat((first, second)), whole)
+    assert torch.equal(torch.cat((first, second)), outputs)
     from_snapshot = Layer(device, torch.bfloat16)
     from_snapshot.step([Segment(0, prompt[:128])])
     for states, expected in zip(drafted.states, from_snapshot.states, strict=True):
