@@ -37,7 +37,9 @@ from slipstream.models.files.checkpoint import (
 )
 from slipstream.models.files.outputs import CHECKPOINT, FolderKind
 from slipstream.models.layers.quantized import CACHE_SCALES
+from slipstream.models.targets.adapt import NORM
 from slipstream.models.targets.config import TargetSpec
+from slipstream.models.targets.decoder import target_name
 from slipstream.models.targets.families import MTP as FORMS
 
 CPU = torch.device("cpu")
@@ -222,6 +224,9 @@ def extract(config: ConvertConfig, source: Source) -> None:
         )
     origin = {"target": source.name, "target_fingerprint": weights_fingerprint(source.path)}
     values = {**MTPConfig.from_target(source.config, **origin).to_json(), "torch_dtype": "bfloat16"}
+    if not FORMS[source.config.architecture].has_norm:
+        norm = next(key for key in tensors if target_name(key) == NORM)
+        keys = {**keys, NORM: norm}
     head = {key: tensors[key] for key in keys.values()}
     source.build(DraftFiles(values, head), source.path)
     head = {key: head[key] for name, key in keys.items() if name not in (EMBEDDING, HEAD)}

@@ -12,6 +12,7 @@ from transformers.modeling_layers import MtpModel
 
 from slipstream.kernels.sampling.sample import noise_key
 from slipstream.models.drafts.base import DraftNetwork
+from slipstream.models.targets.families import Hidden
 from slipstream.serve.drafters.options import TreeOptions
 from slipstream.serve.request import Request
 from slipstream.tests.naive_eagle3 import NaiveEagle3
@@ -48,6 +49,12 @@ BESIDE = {
     "post_norm.": "mtp.norm.",
     "mtp_block.": "mtp.layers.0.",
 }
+ERNIE = {  # without a norm of its own
+    "enorm.": "model.mtp_emb_norm.0.",
+    "hnorm.": "model.mtp_hidden_norm.0.",
+    "eh_proj.": "model.mtp_linear_proj.0.",
+    "mtp_block.": "model.mtp_block.0.",
+}
 MELLUM = {**BY_LAYER, **EXPERTS, "rope_parameters": TWO_ROPES, "head_dim": 16}
 FULL = {"mtp_layer_types": ["full_attention"]}
 SLIDING = {"mtp_layer_types": ["sliding_attention"]}
@@ -66,6 +73,12 @@ class Kind(NamedTuple):
 
 
 KINDS = {
+    "ernie": Kind(
+        "Ernie4_5_MoeConfig",
+        {"moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2},
+        ERNIE,
+        {"moe_layer_start_index": 1, "moe_layer_end_index": 1},  # an MLP
+    ),
     "glm4-moe": Kind("Glm4MoeConfig", {**DEEPSEEK_MOE, "head_dim": 16, "use_qk_norm": True}, LATER),
     "glm4-moe-bias": Kind("Glm4MoeConfig", {**DEEPSEEK_MOE, "head_dim": 16, "attention_bias": True}, LATER),
     "glm4-moe-wide": Kind(  # for groups of 32 inputs
@@ -112,6 +125,8 @@ def save_mtp_target(name: str, folder: Path, seed: int = 1) -> MTPTarget:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.1)
     roughen(module.layers)
+    if "post_norm." not in kind.names:
+        module.layers[0].post_norm = model.get_decoder().norm
     add_tensors(folder, module_tensors(name, module))
     return MTPTarget(folder, model, module, kind.zero_first)
 
@@ -121,7 +136,9 @@ def module_tensors(name: str, module: MtpModel) -> dict[str, Tensor]:
     names = {begin: path.format(SHAPE["num_hidden_layers"]) for begin, path in KINDS[name].names.items()}
     tensors = {}
     for key, tensor in module.layers[0].state_dict().items():
-        begin = next(begin for begin in names if key.startswith(begin))
+        begin = next((begin for begin in names if key.startswith(begin)), None)
+        if begin is None:  # the target's
+            continue
         path = names[begin] + key.removeprefix(begin)
         if not path.endswith((".gate_up_proj", ".experts.down_proj")):
             tensors[path] = tensor
@@ -142,7 +159,8 @@ def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 class NaiveMTP(NaiveEagle3):
     """transformers' module over a whole text, with nothing kept between calls."""
 
-    def __init__(self, target: MTPTarget) -> None:
+    def __init__(self, target: MTPTarget, hidden: Hidden = "after_norm") -> None:
+        self.hidden = hidden
         embeddings, head = (weight.double() for weight in shared_weights(target.model))
         self.embeddings = embeddings
         self.head = head
@@ -157,10 +175,17 @@ class NaiveMTP(NaiveEagle3):
         if self.zero_first:
             embeds = torch.cat((torch.zeros_like(embeds[:1]), embeds[1:]))
         positions = torch.arange(len(embeds))[None]
-        return self.module.forward_layer(0, hidden[None], positions, None, inputs_embeds=embeds[None])[0]
+        layer = self.module.layers[0]
+        layer.use_post_norm = self.hidden == "after_norm"
+        states = self.module.forward_layer(0, hidden[None], positions, None, inputs_embeds=embeds[None])[0]
+        layer.use_post_norm = True
+        return states
 
     def logits(self, states: Tensor) -> Tensor:
-        return states.double() @ self.head.T
+        states = states.double()
+        if self.hidden == "before_norm":
+            states = self.module.layers[0].post_norm(states)
+        return states @ self.head.T
 
 
 class PlainMTP(NaiveEagle3):
@@ -189,14 +214,15 @@ class PlainMTP(NaiveEagle3):
 class Oracle:
     """Computes the proposal that the module should make after any text."""
 
-    def __init__(self, target: MTPTarget, options: TreeOptions) -> None:
+    def __init__(self, target: MTPTarget, options: TreeOptions, hidden: Hidden = "after_norm") -> None:
         self.model = target.model
-        self.naive = NaiveMTP(target)
+        self.naive = NaiveMTP(target, hidden)
         self.options = options
+        self.state = -1 if hidden == "after_norm" else -2
 
     @torch.no_grad()
     def __call__(self, tokens: list[int], request: Request) -> Nodes:
-        states = target_states(self.model, tokens[:-1])[-1]
+        states = target_states(self.model, tokens[:-1])[self.state]
         shape = (self.options.topk, self.options.depth)
         key = noise_key(request.seed, request.choice)
         return self.naive.tree(states, tokens, shape, self.options.verified_nodes, key, request.params.temperature)

@@ -63,7 +63,10 @@ class MTPTraining(FrozenHeadTraining):
 
     @torch.no_grad()
     def start(self, *, continues: bool = False) -> str:  # noqa: ARG002
-        """Routers keep sending tokens to the experts that know them."""
+        """Routers keep sending tokens to the experts that know them, and a final norm that is the target's stays."""
+        form = FORMS.get(self.draft.config.form)
+        if form is not None and not form.has_norm:
+            self.draft.norm.requires_grad_(False)
         for module in self.draft.modules():
             if isinstance(module, Router):
                 module.requires_grad_(False)

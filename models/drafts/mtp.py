@@ -1,15 +1,15 @@
 """MTP heads (multi-token prediction, DeepSeek-V3, arXiv 2412.19437): a module in a target's files that drafts.
 
-Row t reads the embedding of token t + 1 and the target's state at t after its final norm, each normed. A layer of the
-target's kind and a final norm make of them the state that the head turns into logits of token t + 2, and that the next
-step of a chain reads in the place of the target's.
+Row t reads the embedding of token t + 1 and the target's state at t, each normed. A layer of the target's kind and a
+final norm make of them the state that the head turns into logits of token t + 2. The next step of a chain reads the
+module's state in the place of the target's: both after the final norms, or both before them (`MTPConfig.hidden`).
 
 Names of tensors here; families.MTP says what files call them (N: the target's number of layers):
 
 enorm.weight, hnorm.weight             norms of embedding and state
 eh_proj.weight                         (H, 2 * H): reads [embedding ; state]
 layers.N.*                             the layer
-norm.weight                            the final norm
+norm.weight                            the final norm; that of some is the target's
 embed_tokens.weight, lm_head.weight    mostly copies of the target's, which are left out
 
 A draft checkpoint (train/mtp.py) holds the same module alone, its tensors called as in the target's files. For a target
@@ -18,7 +18,7 @@ of a family without such modules it has the form above, with a plain layer.
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -51,10 +51,19 @@ from slipstream.models.layers.linear import Embedding, Head, Linear
 from slipstream.models.layers.moe import Router
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize
-from slipstream.models.targets.adapt import NAMES, adapt_values, mtp_file_tensors, mtp_names, mtp_tensors, renamed
+from slipstream.models.targets.adapt import (
+    NAMES,
+    adapt_values,
+    mtp_file_names,
+    mtp_file_tensors,
+    mtp_names,
+    mtp_tensors,
+    renamed,
+)
 from slipstream.models.targets.config import DecoderShape, LayerSpec, TargetSpec
 from slipstream.models.targets.decoder import Target, target_name
 from slipstream.models.targets.families import MTP as FORMS
+from slipstream.models.targets.families import Hidden
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +79,8 @@ class MTPConfig(DraftConfig):
     """Row 0 reads zeros in place of an embedding."""
     form: str = ""
     """Architecture of the target whose files have such modules; empty: none have."""
+    hidden: Hidden = "after_norm"
+    """The states that it reads: after the final norm, or before it."""
 
     @classmethod
     def of(cls, target: TargetSpec, path: Path) -> Self:
@@ -142,8 +153,8 @@ class MTPConfig(DraftConfig):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The state after the final norm alone (models/targets/config.py)."""
-        return (self.target_num_layers,)
+        """One state (models/targets/config.py): the last layer's output, or that after the final norm."""
+        return (self.target_num_layers - (self.hidden == "before_norm"),)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -191,13 +202,14 @@ class MTP(DraftNetwork):
         self.layer.mixer.write(normed, attention)
 
     def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
-        """embeds and hidden (..., H) -> the state (..., H) that the head and the next step read."""
+        """embeds and hidden (..., H) -> the state (..., H) that `head_input` and the next step read."""
         residual, delta = self.layer(self.join(embeds, hidden), None, attention, mask)
-        return self.norm.add(residual, delta)[0]
+        normed, state = self.norm.add(residual, delta)
+        return normed if self.config.hidden == "after_norm" else state
 
     def head_input(self, hidden: Tensor) -> Tensor:
-        """States (..., H) as the head reads them: unchanged."""
-        return hidden
+        """States (..., H) as the head reads them: after the final norm."""
+        return hidden if self.config.hidden == "after_norm" else self.norm(hidden)
 
     def join(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         return self.eh_proj(self.enorm.pair(embeds, self.hnorm, hidden))
@@ -229,16 +241,27 @@ def file_keys(keys: Iterable[str], target: TargetSpec) -> dict[str, str]:
     return renamed(names, NAMES.get(target.architecture, {}))
 
 
-def check_files(config: MTPConfig, target: TargetSpec, path: Path) -> None:
+def check_files(target: TargetSpec, path: Path) -> None:
     """Raises ValueError where the files in `path` lack the module, as those of many converters do. Files that have not
     been fetched are not asked."""
-    names = tensor_names(path)
-    if names and not mtp_names(map(target_name, names), target):
-        example = next(iter(FORMS[target.architecture].names)).format(last=config.target_num_layers)
+    names = [target_name(name) for name in tensor_names(path)]
+    begin = mtp_file_names(target.architecture, target.num_layers)[f"layers.{target.num_layers}."]
+    if names and not mtp_names(names, target):
         raise ValueError(
-            f"draft is 'mtp', but the files in {path} have no MTP layer (such as {example}weight); fetch a checkpoint "
-            "that keeps it, or name a draft checkpoint, ngram or none instead"
+            f"draft is 'mtp', but the files in {path} have no MTP layer (such as {begin}input_layernorm.weight); fetch "
+            "a checkpoint that keeps it, or name a draft checkpoint, ngram or none instead"
         )
+    *words, index, _ = begin.split(".")
+    second = ".".join((*words, str(int(index) + 1), ""))
+    if any(name.startswith(second) for name in names):
+        logger.info("the files in %s have several MTP heads: the first drafts all tokens", path)
+
+
+def mtp_quantization(quantization: Quantization | None, spec: TargetSpec) -> Quantization | None:
+    """Returns a target's quantisation for the module, whose layers its config calls as the files do."""
+    if quantization is None:
+        return None
+    return replace(quantization, file_names=mtp_file_names(spec.architecture, spec.num_layers))
 
 
 def load_mtp(target: Target) -> MTP:
@@ -262,6 +285,7 @@ def read_mtp(
     EMBEDDING and HEAD."""
     tensors = mtp_tensors({target_name(key): tensor for key, tensor in read_tensors(path).items()}, spec)
     tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(CACHE_SCALES)}
+    quantization = mtp_quantization(quantization, spec)
     dequantize_head(HEAD.removesuffix(".weight"), quantization, tensors, dtype)
     with torch.device("meta"):
         module = MTP(MTPConfig.of(spec, path))

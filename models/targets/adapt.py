@@ -140,8 +140,12 @@ def mtp_names(keys: Iterable[str], config: TargetSpec) -> dict[str, str]:
 
 
 def mtp_tensors(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
-    """Returns the module's tensors of all that files have, by names as `mtp_names` has them."""
+    """Returns the module's tensors of all that files have, by names as `mtp_names` has them; with the target's final
+    norm, where the module has none."""
     names = mtp_names(tensors, config)
+    form = MTP.get(config.architecture)
+    if form is not None and not form.has_norm and NORM in tensors:
+        names[NORM] = NORM
     return named({name: tensors[key] for key, name in names.items()}, config)
 
 
@@ -153,19 +157,29 @@ def mtp_file_tensors(
     form = MTP.get(architecture)
     if form is None:
         return dict(tensors)
-    fill = partial(str.format, last=num_layers)
-    begins: dict[str, str] = {}
-    for file_name, name in form.names.items():
-        begins.setdefault(fill(name), fill(file_name))
+    begins = mtp_file_names(architecture, num_layers)
     parts = {name: file_name for file_name, name in reversed(NAMES.get(architecture, {}).items())}
     stored = gates_joined(tensors, layer) if architecture in DELTA_NETS else dict(tensors)
-    longest_first = sorted((begin for begin in begins if begin), key=len, reverse=True)
+    if architecture in INTERLEAVED:
+        stored = {key: in_pairs(key, tensor, layer.attention) for key, tensor in stored.items()}
+    longest_first = sorted(begins, key=len, reverse=True)
     files = {}
     for key, tensor in renamed(stored, parts).items():
         begin = next((begin for begin in longest_first if key.startswith(begin)), "")
         name = begins[begin] + key.removeprefix(begin) if begin else key
-        files[f"model.{name}" if name.startswith("layers.") else name] = tensor
+        files[f"model.{name}" if begin and not name.startswith("mtp.") else name] = tensor
     return files
+
+
+def mtp_file_names(architecture: str, num_layers: int) -> dict[str, str]:
+    """Returns how names of the module's tensors begin -> how they do in files of `architecture`, but without a leading
+    "model."."""
+    fill = partial(str.format, last=num_layers)
+    begins: dict[str, str] = {}
+    for file_name, name in MTP[architecture].names.items():
+        if name:
+            begins.setdefault(fill(name), fill(file_name))
+    return begins if MTP[architecture].has_norm else begins | {NORM: NORM}
 
 
 def gates_joined(tensors: Mapping[str, Tensor], layer: LayerSpec) -> dict[str, Tensor]:
@@ -330,7 +344,6 @@ def in_halves(key: str, tensor: Tensor, config: TargetSpec) -> Tensor:
         return tensor
     layer = config.attention[0]
     head_dim = layer.head_dim
-    rotated = layer.rope.rotary_dim(head_dim)
     heads = layer.num_heads if path.endswith("q_proj") else layer.num_kv_heads
     rows = heads * head_dim
     is_across = name in ACROSS_OUTPUTS
@@ -346,9 +359,21 @@ def in_halves(key: str, tensor: Tensor, config: TargetSpec) -> Tensor:
             "this format of weights does not allow; use a checkpoint in 16 bits, FP8 or symmetric 4 bits of "
             "compressed-tensors"
         )
-    dims = torch.arange(head_dim)
-    order = torch.cat((dims[:rotated:2], dims[1:rotated:2], dims[rotated:]))
-    return tensor.unflatten(0, (heads, head_dim))[:, order].flatten(0, 1)
+    return tensor.unflatten(0, (heads, head_dim))[:, half_order(layer)].flatten(0, 1)
+
+
+def in_pairs(key: str, tensor: Tensor, layer: AttentionSpec) -> Tensor:
+    """The inverse of `in_halves`, of a layer in 16 bits."""
+    if not key.rpartition(".")[0].endswith((".q_proj", ".k_proj")):
+        return tensor
+    return tensor.unflatten(0, (-1, layer.head_dim))[:, half_order(layer).argsort()].flatten(0, 1)
+
+
+def half_order(layer: AttentionSpec) -> Tensor:
+    """Rows (D,) of a head whose rotation pairs dims 2 i and 2 i + 1, in the order of one that pairs i and i + R / 2."""
+    dims = torch.arange(layer.head_dim)
+    rotated = layer.rope.rotary_dim(layer.head_dim)
+    return torch.cat((dims[:rotated:2], dims[1:rotated:2], dims[rotated:]))
 
 
 def scaled(key: str, tensors: Mapping[str, Tensor], factor: float, layers: tuple[str, ...]) -> Tensor:

@@ -1,7 +1,7 @@
 """Shapes and rotary embedding of a model, read from a transformers config."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -632,20 +632,40 @@ class TargetSpec(DecoderShape):
 
 
 def mtp_layer(values: Mapping[str, Any]) -> LayerSpec | None:
-    """Returns the layer of the first module that predicts a token more: the only one of a model of one layer."""
+    """Returns the layer of the first module that predicts a token more: the only one of a model of one layer. Raises
+    ValueError for fields of the module that no file can mean."""
     form = families.MTP.get(families.architecture_of(values))
-    if form is None or values.get(form.count) == 0:
+    if form is None:
+        return None
+    count = values.get(form.count)
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+        raise ValueError(f"config.json: {form.count} is {count!r}; it must be an integer of at least 0")
+    if count == 0:
         return None
     kind = "full_attention" if values.get("sliding_window") is None else form.kind
     one_layer = {
         "num_hidden_layers": 1,
         "first_k_dense_replace": 0,
         "mlp_only_layers": [],
-        "layer_types": (values.get("mtp_layer_types") or [kind])[:1],
-        "mlp_layer_types": (values.get("mtp_mlp_layer_types") or ["sparse" if form.experts else "dense"])[:1],
+        "moe_layer_start_index": 0,
+        "moe_layer_end_index": 0,
+        "moe_layer_interval": 1 if form.experts else 2,
+        "layer_types": first_kind(values, "mtp_layer_types", kind, LAYER_KINDS),
+        "mlp_layer_types": first_kind(
+            values, "mtp_mlp_layer_types", "sparse" if form.experts else "dense", {"dense", "sparse"}
+        ),
         form.count: 0,
     }
     return TargetSpec.from_json({**values, **one_layer}).layers[0]
+
+
+def first_kind(values: Mapping[str, Any], name: str, default: str, kinds: Collection[str]) -> list[str]:
+    """Returns the first entry of a list of kinds of layers, as a list. Raises ValueError for one outside `kinds`."""
+    entries = values.get(name) or [default]
+    first = entries[0] if isinstance(entries, Sequence) else None
+    if not isinstance(first, str) or first not in kinds:
+        raise ValueError(f"config.json: {name} is {entries!r}; each must be {' or '.join(sorted(kinds))}")
+    return [first]
 
 
 def query_growth(values: Mapping[str, Any], rope: RopeConfig) -> QueryGrowth:

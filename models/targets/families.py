@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     MLPActivation = Activation | Literal["relu2"]
 
 GateActivation = Literal["sigmoid", "softplus"]
+Hidden = Literal["after_norm", "before_norm"]
 Norms = Literal["pre", "post", "sandwich"]
 Windows = Literal["none", "alike", "by_layer"]
 # A multimodal checkpoint whose text part is served -> the architecture of that part.
@@ -191,6 +192,11 @@ class MTPForm:
     """The config's field of the number of modules; without it the files say whether there is one."""
     zero_first: bool = False
     """Row 0 reads zeros in place of an embedding."""
+    hidden: Hidden | None = "after_norm"
+    """The state that it reads, of the target and later its own: after or before the final norm; None: those who serve
+    it differ."""
+    has_norm: bool = True
+    """It has a final norm, else the target's."""
 
     @property
     def has_later_layers(self) -> bool:
@@ -770,6 +776,17 @@ BESIDE_LAYERS = {  # as in files of Qwen3-Next
 }
 # The families with heads that `--draft mtp` serves.
 MTP: dict[str, MTPForm] = {
+    "Ernie4_5_MoeForCausalLM": MTPForm(
+        names={
+            "mtp_emb_norm.0.": "enorm.",
+            "mtp_hidden_norm.0.": "hnorm.",
+            "mtp_linear_proj.0.": "eh_proj.",
+            "mtp_block.0.": "layers.{last}.",
+        },
+        experts=False,
+        hidden=None,
+        has_norm=False,
+    ),
     "ExaoneMoeForCausalLM": MTPForm(names=BESIDE_LAYERS, experts=False, kind="sliding_attention"),
     "Glm4MoeForCausalLM": MTPForm(names=LATER_LAYER),
     "HYV3ForCausalLM": MTPForm(
@@ -777,9 +794,9 @@ MTP: dict[str, MTPForm] = {
         zero_first=True,
     ),
     "MellumForCausalLM": MTPForm(names=BESIDE_LAYERS, kind="sliding_attention"),
-    "Qwen3NextForCausalLM": MTPForm(names=BESIDE_LAYERS),
-    "Qwen3_5ForCausalLM": MTPForm(names=BESIDE_LAYERS, count="mtp_num_hidden_layers"),
-    "Qwen3_5MoeForCausalLM": MTPForm(names=BESIDE_LAYERS, count="mtp_num_hidden_layers"),
+    "Qwen3NextForCausalLM": MTPForm(names=BESIDE_LAYERS, hidden=None),
+    "Qwen3_5ForCausalLM": MTPForm(names=BESIDE_LAYERS, count="mtp_num_hidden_layers", hidden=None),
+    "Qwen3_5MoeForCausalLM": MTPForm(names=BESIDE_LAYERS, count="mtp_num_hidden_layers", hidden=None),
 }
 
 

@@ -113,6 +113,18 @@ class EagleOptions(TokenMapOptions, TreeOptions):
 
 
 @dataclass(frozen=True, slots=True)
+class MTPOptions(EagleOptions):
+    hidden: Literal["after_norm", "before_norm"] | None = None
+    """State that the head reads, after or before the final norm, in families whose files leave it open. Default: tried
+    at start-up on a short text."""
+
+    def __post_init__(self) -> None:
+        EagleOptions.__post_init__(self)
+        if self.hidden not in (None, "after_norm", "before_norm"):
+            raise ValueError(f"drafter.hidden is {self.hidden!r}; choose after_norm or before_norm, or leave it out")
+
+
+@dataclass(frozen=True, slots=True)
 class Eagle3Options(TreeOptions):
     token_map: str | None = None
     """Refused: EAGLE3 drafts have their own vocabulary and head."""
@@ -327,7 +339,7 @@ DRAFTERS: Mapping[str, type] = {  # files of this folder, each with a class `Dra
     "eagle": EagleOptions,
     "eagle3": Eagle3Options,
     "gemma4_assistant": AssistantOptions,
-    "mtp": EagleOptions,
+    "mtp": MTPOptions,
     "none": NoOptions,
     NGRAM: NgramOptions,
 }

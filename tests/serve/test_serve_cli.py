@@ -49,7 +49,7 @@ def draft_folder(path: Path) -> str:
         ("none", []),
         ("eagle3", ["drafter.aux_layers", "drafter.norm_output", *TREE]),
         ("eagle", [*TREE, "drafter.token_map_dynamic", "drafter.token_map_size"]),
-        ("mtp", [*TREE, *NGRAM_FIRST, "drafter.token_map_dynamic", "drafter.token_map_size"]),
+        ("mtp", ["drafter.hidden", *TREE, *NGRAM_FIRST, "drafter.token_map_dynamic", "drafter.token_map_size"]),
     ],
 )
 def test_the_options_are_frozen(draft: str, extra: list[str]) -> None:

@@ -29,7 +29,7 @@ from slipstream.train.mtp import DraftOptions, MTPTraining, check_layer, copy_we
 DEPTH = 3
 STEPS = 3
 MAX_LENGTH = 64
-FAMILIES = ("glm4-moe", "hy-v3", "mellum", "exaone-moe", "qwen3-next", "qwen3-5")
+FAMILIES = ("ernie", "glm4-moe", "hy-v3", "mellum", "exaone-moe", "qwen3-next", "qwen3-5")
 
 
 def make_training(target: PreTrainedModel, ids: Tensor | None = None, loss: Kind = "soft_ce") -> MTPTraining:

@@ -6,7 +6,7 @@ in files, and makes the layers that store, load and multiply them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -218,6 +218,8 @@ class Quantization:
     on_the_fly: bool = False
     ignored: Sequence[str] = ()
     """Modules of 16 bits: names, parts of names, wildcards, "re:" and a regular expression."""
+    file_names: Mapping[str, str] = field(default_factory=dict)
+    """How names of modules begin -> how they do in files, where these differ."""
 
     @classmethod
     def uniform(cls, name: str, format: Format) -> "Quantization":
@@ -225,7 +227,8 @@ class Quantization:
 
     def ignores(self, module: str) -> bool:
         """Whether the config says that this module, or what holds it, is not quantised."""
-        return any(ignores(pattern, module) for pattern in self.ignored)
+        name = self._file_name(module)
+        return any(ignores(pattern, name) for pattern in self.ignored)
 
     def listed_format(self, module: str) -> Format | None:
         """Format of a linear layer by the config alone, for estimates without the file; None for 16 bits."""
@@ -242,5 +245,11 @@ class Quantization:
         )
 
     def _format(self, module: str) -> Format | None:
-        formats = (format for targets, format in self.groups if any(names_module(target, module) for target in targets))
+        name = self._file_name(module)
+        formats = (format for targets, format in self.groups if any(names_module(target, name) for target in targets))
         return next(formats, None)
+
+    def _file_name(self, module: str) -> str:
+        path = f"{module}."
+        begin = max((begin for begin in self.file_names if path.startswith(begin)), key=len, default="")
+        return (self.file_names[begin] + path.removeprefix(begin))[:-1] if begin else module
