@@ -6,7 +6,7 @@ from pathlib import Path
 from slipstream.config import check_required
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.models.drafts.source import source_of
-from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file
+from slipstream.models.files.names import KEY_FILE, check_file
 from slipstream.serve.options import check_at_least
 
 QUESTIONS = Path(__file__).resolve().parent.parent / "assets" / "gsm8k.jsonl.gz"
@@ -50,10 +50,5 @@ class DoctorConfig(ConversationOptions):
     def check_inputs(self) -> None:
         """Raises ValueError for an input that does not exist."""
         ConversationOptions.check_inputs(self)
-        if source_of(self.draft).is_in_target:
-            raise ValueError(
-                f"draft is {self.draft!r}; the doctor is for drafts with files of their own. How well an MTP head "
-                "drafts `slipstream accept --draft mtp` tells"
-            )
-        check_checkpoint("draft", self.draft)
+        source_of(self.draft).check_files()
         check_file("api_key_file", self.api_key_file, KEY_FILE)

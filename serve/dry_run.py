@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.quantized import quantize_by_config
 from slipstream.models.targets.config import LayerSpec, RecurrentSpec
 from slipstream.models.targets.sizes import target_size, weight_bytes
@@ -125,8 +124,7 @@ def draft_weights(plan: EnginePlan) -> Iterator[Weights]:
         with torch.device("meta"):
             network: Any = find_drafter(source)
             module = network.Network(plan.draft.network)
-            if source.is_in_target:
-                quantize_by_config(module, read_quantization(plan.path, plan.config.quantization))
+            quantize_by_config(module, source.quantization(plan.spec, plan.config.quantization))
         size = weight_bytes(module, plan.dtype)
         yield Weights(source.name, plan.draft.name, size, size)
 

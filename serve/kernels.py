@@ -7,6 +7,7 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,10 @@ from torch import nn
 
 from slipstream.kernels.gemm.choose import Device, Kernel, Product, choose
 from slipstream.kernels.gemm.fixed_order import FixedOrder
+from slipstream.models.drafts.mtp import MTP, MTPConfig, mtp_quantization
 from slipstream.models.files.checkpoint import read_json, resolve
 from slipstream.models.layers.attention import SelfAttention
-from slipstream.models.layers.formats.base import QuantizedExperts, QuantizedLinear
+from slipstream.models.layers.formats.base import Quantization, QuantizedExperts, QuantizedLinear
 from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.mlp import GatedMLP
@@ -108,8 +110,11 @@ def report(config: KernelsConfig) -> str:
     kind = str(dtype).removeprefix("torch.")
     kind = kind if formats is None else f"{formats.name}, {kind}"
     order = "exact" if is_exact else "without an order of sums"
+    lines = lines_of(target, passes)
+    if config.draft == "mtp":
+        lines = {**lines, **mtp_lines(spec, path, formats, passes)}
     title = f"{config.target} ({spec.architecture}, {kind}) on one {config.gpu.upper()}, {order}"
-    return "\n".join((title, "", *rows_of(lines_of(target, passes), config.rows), "", NOTE))
+    return "\n".join((title, "", *rows_of(lines, config.rows), "", NOTE))
 
 
 def fix_order(config: KernelsConfig, spec: TargetSpec, target: Target) -> bool:
@@ -136,6 +141,23 @@ def lines_of(target: Target, passes: list[Pass]) -> Mapping[Line, list[int]]:
                 owner = modules.get(path.rpartition(".")[0])
                 lines.setdefault(line_of(path, module, owner, target.config.hidden_size, passes), []).append(index)
     return lines | {line_of("lm_head", target.lm_head, None, target.config.hidden_size, passes): []}
+
+
+def mtp_lines(
+    spec: TargetSpec, path: Path, formats: Quantization | None, passes: list[Pass]
+) -> Mapping[Line, list[int]]:
+    """Returns the lines of the target's MTP head, which shares the target's output head and has no order of sums."""
+    with torch.device("meta"):
+        module = MTP(MTPConfig.of(spec, path))
+    quantize_by_config(module, mtp_quantization(formats, spec))
+    modules = dict(module.named_modules())
+    products = [(name, part) for name, part in modules.items() if isinstance(part, Linear | Experts)]
+    lines: dict[Line, list[int]] = {}
+    for name, product in products:
+        owner = modules.get(name.rpartition(".")[0])
+        line = line_of(name, product, owner, spec.hidden_size, passes)
+        lines[line._replace(name=f"mtp.{name.removeprefix(f'layers.{spec.num_layers}.')}")] = []
+    return lines
 
 
 def line_of(path: str, layer: Linear | Experts, owner: nn.Module | None, hidden_size: int, passes: list[Pass]) -> Line:

@@ -15,6 +15,8 @@ class KernelsConfig:
 
     target: str = ""
     """Target checkpoint, as a folder or a hub id, whose weights are not fetched."""
+    draft: Literal["none", "mtp"] = "none"
+    """mtp: the layers of the target's MTP head, too."""
     gpu: Literal["h100", "h200", "b200"] = "h100"
     """GPU to choose for. This machine need not have it."""
     rows: tuple[int, ...] = (1, 8, 32, 64, 256, 1024)

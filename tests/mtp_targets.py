@@ -126,7 +126,8 @@ def save_mtp_target(name: str, folder: Path, seed: int = 1) -> MTPTarget:
             torch.nn.init.normal_(parameter, std=0.1)
     roughen(module.layers)
     if "post_norm." not in kind.names:
-        module.layers[0].post_norm = model.get_decoder().norm
+        layer: Any = module.layers[0]
+        layer.post_norm = model.get_decoder().norm
     add_tensors(folder, module_tensors(name, module))
     return MTPTarget(folder, model, module, kind.zero_first)
 
@@ -175,7 +176,7 @@ class NaiveMTP(NaiveEagle3):
         if self.zero_first:
             embeds = torch.cat((torch.zeros_like(embeds[:1]), embeds[1:]))
         positions = torch.arange(len(embeds))[None]
-        layer = self.module.layers[0]
+        layer: Any = self.module.layers[0]
         layer.use_post_norm = self.hidden == "after_norm"
         states = self.module.forward_layer(0, hidden[None], positions, None, inputs_embeds=embeds[None])[0]
         layer.use_post_norm = True
@@ -184,7 +185,8 @@ class NaiveMTP(NaiveEagle3):
     def logits(self, states: Tensor) -> Tensor:
         states = states.double()
         if self.hidden == "before_norm":
-            states = self.module.layers[0].post_norm(states)
+            layer: Any = self.module.layers[0]
+            states = layer.post_norm(states)
         return states @ self.head.T
 
 

@@ -17,20 +17,20 @@ from slipstream.models.targets.families import Hidden
 from slipstream.models.targets.packed_attention import PackedAttention
 
 MOST_TOKENS = 256
-TEXT = """The harbour office keeps a list of every boat that comes in. On Monday there were 12 boats at the long pier
-and 9 at the short one. On Tuesday 5 boats left the long pier and 3 came to the short one, so that 7 boats were at the
-long pier and 12 at the short one. How many boats were there on Tuesday? There were 7 + 12 = 19 boats.
+MARGIN = 1.1  # how much better the state before the norm must be: most servers read the one after it
+TEXT = """Question: Anna has 12 apples. She buys 9 more and gives 5 to her brother. How many apples does she have?
+Answer: Anna has 12 + 9 = 21 apples after she buys 9 more. She gives 5 to her brother, so she has 21 - 5 = 16 apples.
 
-def count_boats(piers: dict[str, list[str]]) -> dict[str, int]:
-    return {name: len(boats) for name, boats in piers.items()}
+Question: A book costs $8 and a pen costs $2. Tom buys 3 books and 4 pens. How much does he pay in total?
+Answer: The books cost 3 * 8 = $24. The pens cost 4 * 2 = $8. In total Tom pays 24 + 8 = $32.
 
-for name, count in count_boats({"long": ["Anna", "Berta"], "short": []}).items():
-    print(f"{name}: {count}")
+Question: A farmer has 20 cows. Each cow gives 15 liters of milk a day. He sells half of the milk. How many liters of
+milk does he sell in a week?
+Answer: The cows give 20 * 15 = 300 liters of milk a day. The farmer sells 300 / 2 = 150 liters a day. In a week he
+sells 150 * 7 = 1050 liters of milk.
 
-The program prints the name of each pier and the number of boats there. If a pier is empty, it prints 0. The office runs
-it in the morning and in the evening, and writes both numbers down. At the end of the week the harbour master compares
-them with the bills that have been paid. Most weeks they agree. When they do not, a boat has usually come in at night
-and left before anybody was awake.
+Question: Maria reads 30 pages every day. Her book has 240 pages. How many days does she need to read the book?
+Answer: Maria needs 240 / 30 = 8 days to read the book.
 """
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def choose_hidden(module: MTP, target: Target, hidden: Hidden | None) -> None:
 
 @torch.inference_mode()
 def better_hidden(module: MTP, target: Target, tokens: Tensor) -> Hidden:
-    """Returns the reading with which the module agrees better with the target on a text (T,)."""
+    """Returns the state with which the module agrees better with the target on a text (T,)."""
     attention = PackedAttention()
     positions = torch.arange(len(tokens), device=tokens.device)[None]
     attention.plan(positions)
@@ -69,7 +69,8 @@ def better_hidden(module: MTP, target: Target, tokens: Tensor) -> Hidden:
         drafted = module(embeds, read_states[hidden], attention)
         probs = head(module.head_input(drafted)).float().softmax(-1)
         agreement[hidden] = torch.minimum(probs, expected).sum(-1).mean().item()
-    best: Hidden = max(agreement, key=agreement.__getitem__)
+    is_before = agreement["before_norm"] > MARGIN * agreement["after_norm"]
+    best: Hidden = "before_norm" if is_before else "after_norm"
     logger.info(
         "the MTP head reads the state %s the final norm, as --drafter.hidden %s does without a trial; it agrees with "
         "the target on %.0f %% of a short text after the norm, on %.0f %% before it",

@@ -24,6 +24,9 @@ from slipstream.models.files.names import check_checkpoint
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slipstream.models.layers.formats.base import Quantization
+    from slipstream.models.targets.config import TargetSpec
+
 logger = logging.getLogger(__name__)
 
 FOREIGN_ARCHITECTURES = {
@@ -86,9 +89,17 @@ class DraftSource(ABC):
             self.check()
         return self.target, resolve(self.target, revision, trust_remote_code=trust_remote_code, weights=weights)
 
+    def check_files(self) -> None:
+        """Raises ValueError for a source that is no draft checkpoint."""
+        check_checkpoint("draft", self.name)
+
     def folder(self) -> Path:
         """Returns the folder of its files, fetched from the hub. Raises ValueError for a source without files."""
         return resolve(self.name)
+
+    def quantization(self, target: "TargetSpec", option: str | None) -> "Quantization | None":  # noqa: ARG002
+        """Reads how its weights are stored; None: in 16 bits. `option`: that of the target, such as fp8."""
+        return None
 
     def read_config(self) -> Mapping[str, Any]:
         """Reads config.json; empty without files."""
@@ -131,8 +142,20 @@ class TargetHead(DraftSource):
     def drafter(self) -> str:
         return self.name
 
+    def check_files(self) -> None:
+        raise ValueError(
+            f"draft is {self.name!r}, a head in the target's files; name a draft checkpoint. How well the head drafts "
+            "`slipstream accept --draft mtp` tells"
+        )
+
     def folder(self) -> Path:
         return resolve(self.target)
+
+    def quantization(self, target: "TargetSpec", option: str | None) -> "Quantization | None":
+        from slipstream.models.drafts.mtp import mtp_quantization
+        from slipstream.models.layers.formats.table import read_quantization
+
+        return mtp_quantization(read_quantization(self.folder(), option), target)
 
 
 class DraftCheckpoint(DraftSource):

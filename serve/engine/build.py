@@ -130,8 +130,8 @@ def load_networks(plan: EnginePlan) -> Networks:
         drafter, stages = load_drafter(plan.draft.source, config.drafter, target)
     if any(scale is not None for scale in target.cache_scales) and not plan.networks[0].has_codes:
         logger.info("the checkpoint has scales for a KV cache in FP8, which --kv-cache-dtype fp8 would use")
-    if target.has_mtp and not plan.draft.source.is_in_target:
-        logger.info("the checkpoint has a module that predicts a token more (MTP), which --draft mtp would use")
+    if target.has_mtp and plan.draft.name != "mtp":
+        logger.info("the checkpoint has a head that drafts (MTP): --draft mtp serves with it")
     load_backend(plan.backends["prefill"]).prepare(kv_formats(plan.networks, plan.device, plan.dtype)["prefill"])
     order = fix_order(plan, target)
     networks = Networks(target, drafter, stages, order, [None for _ in plan.networks])

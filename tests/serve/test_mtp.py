@@ -8,25 +8,33 @@ from collections.abc import Callable
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
 from slipstream.doctor.options import DoctorConfig
+from slipstream.models.drafts.mtp import load_mtp
+from slipstream.models.drafts.mtp_trial import MARGIN
 from slipstream.models.drafts.source import source_of
-from slipstream.models.targets.decoder import load_config, load_target
+from slipstream.models.files.weights import public_tensors
+from slipstream.models.targets.decoder import Target, load_config, load_target
+from slipstream.models.targets.families import Hidden
 from slipstream.serve.drafters.options import TreeOptions
 from slipstream.serve.drafters.registry import load_drafter
 from slipstream.serve.dry_run import DryRun, report
+from slipstream.serve.kernels import report as kernels_report
+from slipstream.serve.kernels_options import KernelsConfig
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.mtp_targets import KINDS, MTPTarget, Oracle, add_tensors, module_tensors, save_mtp_target
+from slipstream.tests.pairwise import grouped, rotating
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_drafts import load_float64
-from slipstream.tests.random_targets import MakeTarget, change_json, load_model
+from slipstream.tests.random_targets import MakeTarget, change_json, load_model, target_states
 from slipstream.tests.serve.engine_runs import (
     acceptance,
     build_engine,
@@ -40,6 +48,7 @@ from slipstream.tests.serve.engine_runs import (
     sized_requests,
     tokens_of,
 )
+from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.sources import HYBRID, ROOT
 
 
@@ -66,13 +75,14 @@ def make_mtp(tmp_path_factory: pytest.TempPathFactory) -> MakeMTP:
 @pytest.mark.parametrize(
     ("kind", "options", "temperature", "engine_options"),
     [
+        ("ernie", TREE, 0.8, {"page_size": 16, "prefill_budget": 7}),
         ("glm4-moe", CHAIN, 0.0, {"page_size": 16}),
         ("glm4-moe", TREE, 0.8, {"page_size": 1, "prefill_budget": 7}),
         ("glm4-moe-bias", {"depth": 5}, 0.8, {"page_size": 1, "prefill_budget": 7}),
         ("hy-v3", TREE, 0.8, {"page_size": 16, "prefill_budget": 7}),
         ("mellum", {"depth": 4}, 0.0, {"page_size": 1, "prefill_budget": 7}),
         ("exaone-moe", TREE, 0.8, {"page_size": 16}),
-        ("qwen3-next", TREE, 0.8, {"page_size": 16, "prefill_budget": 16}),
+        ("qwen3-next", TREE, 0.8, {"page_size": 16, "prefill_budget": 64}),
         ("qwen3-5", CHAIN, 0.0, {"page_size": 16}),
     ],
 )
@@ -88,7 +98,8 @@ def test_proposals_equal_those_of_transformers(
 
 
 def test_the_bundled_module_is_accepted() -> None:
-    """Answers to questions that were held out of its training are those of transformers."""
+    """Answers to questions that were held out of its training are those of transformers. The trial finds the state that
+    it was trained with."""
     tokenizer = AutoTokenizer.from_pretrained(HYBRID)
     with gzip.open(ROOT / "assets" / "gsm8k.jsonl.gz", "rt", encoding="utf-8") as lines:
         rows = [json.loads(next(lines)) for _ in range(3)]
@@ -100,10 +111,57 @@ def test_the_bundled_module_is_accepted() -> None:
         )
         for row in rows
     ]
-    answers = run(build_engine(HYBRID, "mtp", drafter={"depth": 1}, width=2), requests)
+    engine: Any = build_engine(HYBRID, "mtp", drafter={"depth": 1}, width=2)
+    assert engine.runner.drafter.module.config.hidden == "after_norm"
+    answers = run(engine, requests)
     model = load_model(HYBRID, dtype=torch.float32)
     assert tokens_of(answers) == {request.id: generated(model, request) for request in requests}
     assert acceptance(answers) > 0.6
+
+
+@pytest.mark.parametrize(("kind", "options"), [("ernie", CHAIN), ("qwen3-5", TREE)])
+def test_a_module_may_read_states_before_the_final_norm(kind: str, options: dict[str, int], make_mtp: MakeMTP) -> None:
+    target = make_mtp(kind)
+    drafter = options | {"hidden": "before_norm"}
+    oracle = Oracle(target, TreeOptions(**options), "before_norm")
+    run_checked(build_engine(target.folder, "mtp", drafter=drafter), oracle, sized_requests(temperature=0.8))
+
+
+def test_the_state_that_a_family_fixes_is_no_choice(make_mtp: MakeMTP) -> None:
+    with pytest.raises(
+        ValueError, match=r"hidden is before_norm, but MTP heads of Glm4MoeForCausalLM read the state a"
+    ):
+        build_engine(make_mtp("glm4-moe").folder, "mtp", drafter={"hidden": "before_norm"})
+    with pytest.raises(ValueError, match="drafter.hidden is 'none'; choose after_norm or before_norm, or leave it out"):
+        build_engine(make_mtp("ernie").folder, "mtp", drafter={"hidden": "none"})
+
+
+@pytest.mark.parametrize("kind", ["ernie", "qwen3-next", "qwen3-5"])
+def test_a_trial_finds_the_state_with_which_the_module_agrees_better(
+    kind: str, make_mtp: MakeMTP, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    origin = make_mtp(kind)
+    tokens = random_prompt(60, 5)
+    agreement = {hidden: agreement_of(origin, tokens, hidden) for hidden in get_args(Hidden)}
+    better = "before_norm" if agreement["before_norm"] > MARGIN * agreement["after_norm"] else "after_norm"
+    monkeypatch.setattr(Target, "tokenizer", staticmethod(lambda *_, **__: {"input_ids": tokens}))
+    caplog.set_level(logging.INFO)
+    engine: Any = build_engine(origin.folder, "mtp")
+    assert engine.runner.drafter.module.config.hidden == better
+    shares = [f"{100 * agreement[hidden]:.0f} %" for hidden in get_args(Hidden)]
+    assert f"--drafter.hidden {better} does without a trial" in caplog.text
+    assert f"{shares[0]} of a short text after the norm, on {shares[1]} before it" in caplog.text
+
+
+@torch.no_grad()
+def agreement_of(target: MTPTarget, tokens: list[int], hidden: Hidden) -> float:
+    """Mean overlap of the module's distributions and the target's, by transformers."""
+    oracle = Oracle(target, TreeOptions(), hidden)
+    states = target_states(target.model, tokens)
+    embeds = oracle.naive.embeddings[tokens[1:-1]]
+    drafted = oracle.naive.logits(oracle.naive.states(embeds, states[oracle.state][:-2])).softmax(-1)
+    expected = (states[-1][1:-1] @ oracle.naive.head.T).softmax(-1)
+    return torch.minimum(drafted, expected).sum(-1).mean().item()
 
 
 def test_the_module_of_a_multimodal_checkpoint_drafts(make_mtp: MakeMTP, tmp_path: Path) -> None:
@@ -254,6 +312,34 @@ def test_weights_in_fp8_draft_as_well(layers: str, make_mtp: MakeMTP, tmp_path: 
     assert sizes == [bytes_of(engine.runner.target), bytes_of(module)] or layers == "target"
 
 
+def test_a_config_lists_layers_by_their_names_in_files(make_mtp: MakeMTP, tmp_path: Path) -> None:
+    target = make_mtp("mellum")
+    folder = tmp_path / "target"
+    save_quantized(LAYOUTS["compressed-channel"], target.folder, folder)
+    values = json.loads((folder / "config.json").read_text())["quantization_config"]
+    ignored = [*values.get("ignore", []), "re:.*mtp.*"]
+    change_json(folder / "config.json", quantization_config=values | {"ignore": ignored})
+    tensors = load_file(folder / "model.safetensors")
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+    save_file(rest | module_tensors("mellum", target.module), folder / "model.safetensors", {"format": "pt"})
+    engine: Any = build_engine(folder, "mtp")
+    networks = DryRun(ServeConfig(target=str(folder), draft="mtp", dtype="float32", device="cpu")).networks
+    modules = engine.runner.target, engine.runner.drafter.module
+    assert [network.size for network in networks] == [bytes_of(module) for module in modules]
+    table = kernels_report(KernelsConfig(target=str(folder), draft="mtp", exact=False))
+    formats = {line.split()[0]: "16 bits" in line for line in table.splitlines() if "qkv_proj" in line}
+    assert formats == {"self_attn.qkv_proj": False, "mtp.self_attn.qkv_proj": True}
+
+
+def test_a_module_is_written_as_files_have_it(make_mtp: MakeMTP) -> None:
+    target = make_mtp("ernie")
+    module = load_mtp(load_target(target.folder, load_config(target.folder), torch.float32, torch.device("cpu")))
+    tensors = module.file_tensors(public_tensors(module))
+    expected = module_tensors("ernie", target.module)
+    assert tensors.keys() - expected.keys() == {"model.norm.weight"}
+    assert all(torch.equal(tensors[name], tensor.bfloat16()) for name, tensor in expected.items())
+
+
 def test_weights_in_4_bits_propose_what_the_same_weights_do_in_transformers(
     make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +375,7 @@ def test_targets_without_such_a_module_are_refused(make_target: MakeTarget, tmp_
     folder = tmp_path / "target"
     shutil.copytree(make_target("glm4-moe"), folder)
     with pytest.raises(
-        ValueError, match=r"have no MTP layer \(such as layers.4.enorm.weight\); fetch a checkpoint that"
+        ValueError, match=r"have no MTP layer \(such as layers.4.input_layernorm.weight\); fetch a checkpoint that"
     ):
         build_engine(folder, "mtp")
     change_json(folder / "config.json", num_nextn_predict_layers=0)
@@ -301,15 +387,147 @@ def test_targets_without_such_a_module_are_refused(make_target: MakeTarget, tmp_
         build_engine(folder, "mtp")
     with pytest.raises(ValueError, match="draft 'mtp' is not a checkpoint that names one; add --target"):
         source_of("mtp").check()
-    with pytest.raises(ValueError, match="draft is 'mtp'; the doctor is for drafts with files of their own"):
+    with pytest.raises(ValueError, match="draft is 'mtp', a head in the target's files; name a draft checkpoint"):
         DoctorConfig(draft="mtp", target=str(folder)).check_inputs()
+
+
+@pytest.mark.parametrize(
+    ("kind", "second"),
+    [("ernie", "model.mtp_block.1."), ("glm4-moe", "model.layers.5."), ("qwen3-next", "mtp.layers.1.")],
+)
+def test_of_several_modules_the_first_drafts(
+    kind: str, second: str, make_mtp: MakeMTP, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = make_mtp(kind)
+    caplog.set_level(logging.INFO)
+    build_engine(target.folder, "mtp")
+    assert "several MTP heads" not in caplog.text
+    shutil.copytree(target.folder, tmp_path / "target")
+    add_tensors(tmp_path / "target", {f"{second}input_layernorm.weight": torch.ones(32)})
+    change_json(tmp_path / "target" / "config.json", num_nextn_predict_layers=2)
+    engine = build_engine(tmp_path / "target", "mtp")
+    assert f"{tmp_path / 'target'} have several MTP heads: the first drafts all tokens" in caplog.text
+    run_checked(engine, Oracle(target, TreeOptions()), sized_requests((9,)))
+
+
+Change = Callable[[dict[str, Tensor]], Any]
+BROKEN: list[tuple[str, dict[str, Any], Change | None, str]] = [  # family, fields of config.json, tensors, sentence
+    ("glm4-moe", {"num_nextn_predict_layers": "one"}, None, "num_nextn_predict_layers is 'one'; it must be an integer"),
+    ("glm4-moe", {"num_nextn_predict_layers": -1}, None, "num_nextn_predict_layers is -1; it must be an integer of at"),
+    ("glm4-moe", {"num_nextn_predict_layers": True}, None, "num_nextn_predict_layers is True; it must be an integer"),
+    (
+        "glm4-moe",
+        {"mtp_layer_types": ["wide"]},
+        None,
+        r"mtp_layer_types is \['wide'\]; each must be full_attention or s",
+    ),
+    ("qwen3-next", {"mtp_layer_types": ["linear_attention"]}, None, r"mtp_layer_types is \['linear_attention'\]; each"),
+    ("mellum", {"mtp_mlp_layer_types": ["wide"]}, None, r"mtp_mlp_layer_types is \['wide'\]; each must be dense or sp"),
+    ("ernie", {}, lambda x: x.pop("model.mtp_emb_norm.0.weight"), "does not fit its config: missing enorm.weight"),
+    (
+        "glm4-moe",
+        {},
+        lambda x: x.update({"model.layers.4.mystery": torch.ones(3)}),
+        "does not fit its config: unexpected layers.4.mystery",
+    ),
+    (
+        "qwen3-next",
+        {},
+        lambda x: x.update({"mtp.fc.weight": torch.ones(32, 32)}),
+        r"eh_proj.weight is \[32, 32\], the config says \[32, 64\]",
+    ),
+    (
+        "glm4-moe",
+        {},
+        lambda x: x.update({"model.layers.4.shared_head.head.weight": torch.ones(120, 40)}),
+        r"lm_head.weight is \[120, 40\], the config says \[120, 32\]",
+    ),
+    (
+        "glm4-moe",
+        {},
+        lambda x: x.update({"model.layers.4.embed_tokens.weight": torch.ones(99, 32)}),
+        r"embed_tokens.weight is \[99, 32\], the config says \[120, 32\]",
+    ),
+    (
+        "mellum",
+        {},
+        lambda x: x.update({"mtp.fc.weight": x["mtp.fc.weight"].to(torch.float8_e4m3fn)}),
+        "eh_proj is quantised already; no file says how; add quantization_config to config.json",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "change", "sentence"), BROKEN)
+def test_broken_files_are_refused_in_one_sentence(
+    kind: str, fields: dict[str, Any], change: Change | None, sentence: str, make_mtp: MakeMTP, tmp_path: Path
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(make_mtp(kind).folder, folder)
+    change_json(folder / "config.json", **fields)
+    if change is not None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=sentence):
+        build_engine(folder, "mtp")
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "room": {"page_size": 16, "prefill_budget": 64},
+    "chunks": {"page_size": 1, "prefill_budget": 7},
+    "preempted": {"kv_cache_tokens": 96, "prefill_budget": 16},
+}
+HYBRID_BUDGET = 64  # fewest prompt tokens of a step with gated delta nets
+DRAFTED: dict[str, dict[str, Any]] = {"chain": CHAIN, "tree": TREE, "map": {"depth": 4, "token_map": ""}}
+
+
+@grouped("kind")
+@pytest.mark.parametrize(
+    ("kind", "drafted", "temperature", "engine"),
+    rotating(["exaone-moe", "glm4-moe", "qwen3-next"], DRAFTED, [0.0, 0.8], ENGINES),
+)
+def test_a_head_changes_no_token(
+    kind: str, drafted: str, temperature: float, engine: str, make_mtp: MakeMTP, tmp_path: Path
+) -> None:
+    """A dense layer, experts, a hybrid; also with prompts that pages hold."""
+    folder = make_mtp(kind).folder
+    drafter = dict(DRAFTED[drafted])
+    if "token_map" in drafter:
+        drafter["token_map"] = save_map(tmp_path)
+    options = dict(ENGINES[engine])
+    if kind == "qwen3-next":
+        options["prefill_budget"] = HYBRID_BUDGET
+    server = build_engine(folder, "mtp", drafter=drafter, **options)
+    lengths, max_tokens = ((14, 15, 16), 40) if engine == "preempted" else ((9, 33, 40, 67), 20)
+    requests = sized_requests(lengths, temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+    expected = plain_answers(folder, requests)
+    for _ in range(2):
+        answers = run(server, requests)
+        assert tokens_of(answers) == expected
+    assert sum(answer.counts.drafted_tokens for answer in answers.values()) > 0
+    assert engine != "preempted" or server.scheduler.num_preemptions > 0
+    assert engine != "room" or sum(answer.counts.cached_tokens for answer in answers.values()) > 0
+
+
+@pytest.mark.parametrize("kind", ["ernie", "glm4-moe", "qwen3-next"])
+def test_hits_and_chunks_change_no_accept_length(kind: str, make_mtp: MakeMTP) -> None:
+    folder = make_mtp(kind).folder
+    request = make_request("long", random_prompt(150, 1), max_tokens=40, temperature=0.8)
+    answers = []
+    for budget, runs in ((256, 1), (HYBRID_BUDGET, 2), (128, 1)):
+        engine = build_engine(folder, "mtp", drafter=TREE, width=9, prefill_budget=budget)
+        answers += [run(engine, [request])["long"] for _ in range(runs)]
+    one_pass, chunks, hit, long_chunks = (answer.counts for answer in answers)
+    assert hit.cached_tokens > 0 == chunks.cached_tokens
+    assert len({answer.rounds for answer in (one_pass, chunks, hit, long_chunks)}) == 1
+    assert one_pass.rounds < len(answers[0].tokens) - 1
 
 
 def test_only_where_it_is_unused_a_line_tells_of_it(
     make_mtp: MakeMTP, make_target: MakeTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    line = "which --draft mtp would use"
+    line = "a head that drafts (MTP): --draft mtp serves with it"
     for target in (make_mtp("glm4-moe").folder, make_mtp("mellum").folder):
         caplog.clear()
         build_engine(target)
