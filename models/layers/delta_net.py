@@ -81,7 +81,7 @@ class DeltaNet(RecurrentMixer):
 
     def absorb(self, state: State, record: Record) -> tuple[State, Tensor]:
         inputs = torch.cat((state["inputs"], record["inputs"].float()), dim=1)
-        windows = inputs.unfold(1, self.spec.taps, 1).transpose(-1, -2)  # (n, G, taps, C)
+        windows = inputs.unfold(1, self.conv1d.weight.shape[-1], 1).transpose(-1, -2)  # (n, G, taps, C)
         q, k, v = self._convolve(windows, 0, sum(self.sizes)).split(self.sizes, dim=-1)
         beta, decay = self._gates(record)  # (n, G, B)
         tokens = (self._heads(q), self._heads(k), v.unflatten(-1, (self.num_heads, -1)), decay, beta)
