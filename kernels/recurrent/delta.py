@@ -31,8 +31,6 @@ from slipstream.kernels.recurrent.walks import (
 )
 
 BLOCK_CHANNELS = 1024  # of a program of the convolution
-PART_CHANNELS = 128  # of them at a time, of several rows
-BLOCK_ROWS = 16  # of a prompt, that a program convolves
 BLOCK_VALUES = 16  # columns of a state that a program steps
 WARPS = 1
 
@@ -81,15 +79,10 @@ def delta_net(rows: Records, stored: Records, states: States, weights: Weights, 
     heads = triton.next_power_of_2(sizes.num_values)
     channel_blocks = triton.cdiv(num_channels, BLOCK_CHANNELS)
     shared = {"BLOCK": BLOCK_CHANNELS, "HEADS": heads, "STATE": STATE, "NOTHING": NOTHING, **pdl_options(device)}
-    num_chunks = num_segments - num_decoding
-    num_node_rows = min(num_rows, num_decoding * num_nodes) if num_chunks else num_rows
-    num_row_blocks = triton.cdiv(num_rows, BLOCK_ROWS) if num_chunks else 0
-    num_single = num_node_rows + (num_buffer - num_rows) + num_chunks * (TAPS - 1)
-    _convolve[(num_single + num_row_blocks, channel_blocks + 1)](
-        channels, gates, outputs, rows, stored, states.inputs, weights, walks, layout, rows.inputs.stride(0),
+    _convolve[(num_buffer, channel_blocks + 1)](
+        channels, gates, outputs, rows, stored, states.inputs, weights, walks, rows.inputs.stride(0),
         rows.gates.stride(0), num_rows, num_channels, sizes.num_values * sizes.value_dim, sizes.num_values,
-        num_node_rows, num_buffer, num_single, num_decoding, num_segments, TAPS=TAPS, HAS_CHUNKS=num_chunks > 0,
-        ROWS=BLOCK_ROWS, PART=PART_CHANNELS, num_warps=4, **shared,
+        TAPS=TAPS, num_warps=4, **shared,
     )  # fmt: skip
     absorb_blocks(outputs, channels, gates, states.memory, sizes, plan)
     block = min(BLOCK_VALUES, triton.next_power_of_2(sizes.value_dim))
@@ -125,58 +118,18 @@ def _input(
 
 @triton.jit
 def _convolve(
-    channels, gates, outputs, rows, stored, state_inputs, weights, walks, layout, x_stride, gate_stride, num_rows,
-    num_channels, num_outputs, num_heads, num_node_rows, num_buffer, num_single, num_decoding, num_segments,
-    TAPS: tl.constexpr, HAS_CHUNKS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A row of the buffer, by its sources, or ROWS rows within chunks of prompts (axis 0); a block of their channels,
-    or their gates (axis 1). Rows that may be nodes come first, then replayed ones, then the first of each chunk, which
-    read rows that are no neighbours. Unused rows put out zeros."""
-    wait_for_inputs(PDL)
-    program = tl.program_id(0)
-    if program >= num_single:
-        if HAS_CHUNKS:
-            _convolve_rows(
-                channels, gates, outputs, rows, weights, layout, program - num_single, x_stride, gate_stride, num_rows,
-                num_channels, num_outputs, num_heads, num_decoding, num_segments, TAPS, ROWS, PART, BLOCK, HEADS,
-            )  # fmt: skip
-    else:
-        row = program.to(tl.int64)
-        if program >= num_node_rows:
-            row = num_rows + row - num_node_rows
-        is_alone = row < num_buffer
-        if HAS_CHUNKS:
-            if row >= num_buffer:
-                place = (row - num_buffer).to(tl.int32)
-                segment = num_decoding + place // (TAPS - 1)
-                start = tl.load(layout.starts + segment)
-                row = (start + place % (TAPS - 1)).to(tl.int64)
-                is_alone = row < tl.load(layout.starts + segment + 1)
-            elif row < num_rows:
-                is_inner = (row >= tl.load(layout.starts + num_decoding)) & (tl.load(layout.nodes + row) >= TAPS - 1)
-                is_alone = (is_inner & (row < tl.load(layout.starts + num_segments))) == 0
-        if is_alone:
-            _convolve_row(
-                channels, gates, outputs, rows, stored, state_inputs, weights, walks, row, x_stride, gate_stride,
-                num_rows, num_channels, num_outputs, num_heads, TAPS, BLOCK, HEADS, STATE, NOTHING,
-            )  # fmt: skip
-
-
-@triton.jit
-def _convolve_row(
-    channels, gates, outputs, rows, stored, state_inputs, weights, walks, row, x_stride, gate_stride, num_rows,
+    channels, gates, outputs, rows, stored, state_inputs, weights, walks, x_stride, gate_stride, num_rows,
     num_channels, num_outputs, num_heads,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """A row of the buffer (axis 0), and a block of its channels, or its gates (axis 1). Unused rows put out zeros."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
     source = tl.load(walks.sources + row * TAPS)
     if source != NOTHING:
         if tl.program_id(1) == 0:
-            head = tl.arange(0, HEADS)
-            place = stored.gates + (-1 - source).to(tl.int64) * 2 * num_heads + head
-            if source >= 0:
-                place = rows.gates + source.to(tl.int64) * gate_stride + head
-            _read_gates(place, gates + row * 2 * num_heads + head, weights, head, head < num_heads, num_heads)
+            _read_gates(gates, rows, stored, weights, row, source, gate_stride, num_heads, HEADS)
         else:
             channel = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)
             exists = channel < num_channels
@@ -196,52 +149,22 @@ def _convolve_row(
 
 
 @triton.jit
-def _convolve_rows(
-    channels, gates, outputs, rows, weights, layout, program, x_stride, gate_stride, num_rows, num_channels,
-    num_outputs, num_heads, num_decoding, num_segments,
-    TAPS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """Rows whose inputs are they and the rows before them."""
-    row = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    end = tl.load(layout.starts + num_segments)
-    is_used = (row >= tl.load(layout.starts + num_decoding)) & (row < end)
-    is_inner = is_used & (tl.load(layout.nodes + row, mask=row < num_rows, other=0) >= TAPS - 1)
-    is_unused = (row >= end) & (row < num_rows)
-    if tl.program_id(1) == 0:
-        head = tl.arange(0, HEADS)[None, :]
-        exists = is_inner[:, None] & (head < num_heads)
-        place = rows.gates + row[:, None] * gate_stride + head
-        _read_gates(place, gates + row[:, None] * 2 * num_heads + head, weights, head, exists, num_heads)
-    else:
-        for part in range(BLOCK // PART):
-            channel = (tl.program_id(1) - 1) * BLOCK + part * PART + tl.arange(0, PART)
-            exists = channel < num_channels
-            cells = is_inner[:, None] & exists[None, :]
-            total = tl.zeros((ROWS, PART), tl.float32)
-            for column in tl.static_range(TAPS):
-                tap = tl.load(weights.conv + channel * TAPS + TAPS - 1 - column, mask=exists, other=0.0).to(tl.float32)
-                place = rows.inputs + (row - column)[:, None] * x_stride + channel[None, :]
-                total += tap[None, :] * tl.load(place, mask=cells, other=0.0).to(tl.float32)
-            total = total / (1 + tl.exp(-total))
-            place = channels + row[:, None] * num_channels + channel[None, :]
-            tl.store(place, total.to(channels.dtype.element_ty), mask=cells)
-            zeros = tl.zeros((ROWS, PART), outputs.dtype.element_ty)
-            unused = is_unused[:, None] & (channel < num_outputs)[None, :]
-            tl.store(outputs + row[:, None] * num_outputs + channel[None, :], zeros, mask=unused)
-
-
-@triton.jit
-def _read_gates(place, target, weights, head, exists, num_heads):
-    """g and beta of rows, whose b and a lie at `place`, to `target`."""
+def _read_gates(gates, rows, stored, weights, row, source, stride, num_heads, HEADS: tl.constexpr):
+    """g and beta of a row of the pass, or of a record."""
+    head = tl.arange(0, HEADS)
     has_head = head < num_heads
-    b = tl.load(place, mask=exists, other=0.0)
-    a = tl.load(place + num_heads, mask=exists, other=0.0).to(tl.float32)
+    place = stored.gates + (-1 - source).to(tl.int64) * 2 * num_heads + head
+    if source >= 0:
+        place = rows.gates + source.to(tl.int64) * stride + head
+    b = tl.load(place, mask=has_head, other=0.0)
+    a = tl.load(place + num_heads, mask=has_head, other=0.0).to(tl.float32)
     a += tl.load(weights.dt_bias + head, mask=has_head, other=0.0)
     rate = tl.exp(tl.load(weights.A_log + head, mask=has_head, other=0.0))
     softplus = tl.where(a > 20, a, tl.log(1 + tl.exp(tl.minimum(a, 20.0))))
     beta = (1 / (1 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)  # rounded as transformers rounds it
-    tl.store(target, -rate * softplus, mask=exists)
-    tl.store(target + num_heads, beta, mask=exists)
+    place = gates + row * 2 * num_heads + head
+    tl.store(place, -rate * softplus, mask=has_head)
+    tl.store(place + num_heads, beta, mask=has_head)
 
 
 @triton.jit
