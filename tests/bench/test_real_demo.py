@@ -46,7 +46,7 @@ def test_make_installs_nothing_without_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drafter": "ngram"}, "drafter is 'ngram'; recipes exist for dflash, dflash2, dspark, eagle, eagle3"),
+        ({"drafter": "ngram"}, "drafter is 'ngram'; recipes exist for dflash, dflash2, dspark, eagle, eagle3, mtp"),
         ({"samples": -1}, "samples is -1; give at least 0"),
         ({"measured_questions": 0}, "measured_questions is 0; give at least 1"),
     ],

@@ -95,7 +95,7 @@ def test_verbs_of_several_words_are_listed_too(capsys: pytest.CaptureFixture[str
         cli.main(words)
         output = capsys.readouterr().out
         assert "usage: slipstream train VERB [options]" in output
-        assert re.findall("^  train ([a-z0-9]+) ", output, re.MULTILINE) == ["eagle3", "dflash", "eagle"]
+        assert re.findall("^  train ([a-z0-9]+) ", output, re.MULTILINE) == ["eagle3", "dflash", "eagle", "mtp"]
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

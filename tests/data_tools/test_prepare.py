@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from slipstream.data_tools import tokenization
 from slipstream.data_tools.prepare import main
-from slipstream.tests.data_tools.chats import CHATML, LLAMA, THINKING, chat, join, write_jsonl
+from slipstream.tests.data_tools.chats import CHATML, LLAMA, SPECIAL, THINKING, chat, join, write_jsonl
 
 ROWS = [{"id": str(n), "split": "ab"[n % 2], "messages": chat(f"What is {n}?", f"It is {n}.")} for n in range(20)]
 
@@ -48,7 +48,7 @@ def test_dataset_and_report(tmp_path: Path, target: Path, capsys: pytest.Capture
     assert report["tokens"] == sum(len(ids) for ids, _ in rows)
     assert report["supervised_tokens"] == sum(sum(mask) for _, mask in rows)
     assert report["vocab_size"] == 512
-    assert (report["special_ids"], report["end_ids"]) == (list(range(8)), [2])
+    assert (report["special_ids"], report["end_ids"]) == (list(range(len(SPECIAL))), [2])
     assert dataset["train"].features == Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))})
     assert (
         "<|im_start|>user\nWhat is 0?<|im_end|>\n<|im_start|>assistant\n⟦It is 0.<|im_end|>⟧" in capsys.readouterr().out
@@ -152,9 +152,10 @@ def test_target_without_template_takes_plain_completions(tmp_path: Path, make_fo
     target = make_folder(None)
     dataset, report = prepare(tmp_path, target, [{"prompt": "What?\n", "completion": "It is."}], "--heldout", "0")
     pieces = [("What?\n", False), ("It is.<|im_end|>", True)]
-    ids, mask = join(AutoTokenizer.from_pretrained(target), pieces)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    ids, mask = join(tokenizer, pieces)
     assert as_set(dataset, "train") == {(tuple(ids), tuple(mask))}
-    assert report["vocab_size"] == 315  # no model config: the tokenizer's
+    assert report["vocab_size"] == len(tokenizer), "no model config: the tokenizer's"
 
 
 def test_cut_answers_have_no_supervised_end(tmp_path: Path, target: Path, make_folder: Callable[..., Path]) -> None:
@@ -394,5 +395,7 @@ def test_an_existing_output_is_kept(tmp_path: Path, target: Path, exits: Any) ->
 def test_a_tokenizer_larger_than_the_model_is_refused(
     tmp_path: Path, make_folder: Callable[..., Path], exits: Any
 ) -> None:
-    with exits("token id 314, its config.json a vocab_size of 300"):
-        prepare(tmp_path, make_folder(CHATML, 300), ROWS)
+    target = make_folder(CHATML, 300)
+    highest = len(AutoTokenizer.from_pretrained(target)) - 1
+    with exits(f"token id {highest}, its config.json a vocab_size of 300"):
+        prepare(tmp_path, target, ROWS)
