@@ -15,7 +15,7 @@ PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -
 
 .PHONY: demo gpu test test-all lint gpu-test clean
 
-# A hybrid's layers go token by token on a CPU, so its draft learns from fewer questions.
+# A hybrid's layers are slow on a CPU, so its draft learns from fewer questions.
 DEMO := bench/demo.py --target $(TARGET) $(if $(filter hybrid,$(TARGET)),--train_questions 700)
 ifeq ($(TARGET),smollm2)
 DEMO := bench/real_demo.py $(if $(GGUF),--gguf $(GGUF))
