@@ -162,8 +162,10 @@ def test_kernels_of_delta_nets_change_no_answer(
 ) -> None:
     """The kernels that a GPU runs, interpreted: chunks, preemption and hits."""
     monkeypatch.setattr(recurrence, "use_triton", lambda _: True)
-    engine = build_drafted(SPECS["delta nets"], folders["delta nets"], drafter, **narrow("delta nets"))
-    answers = run(engine, requests_of("delta nets", 1.0)[:3])
+    sizes = narrow("delta nets") | {"kv_cache_tokens": 130}
+    engine = build_drafted(SPECS["delta nets"], folders["delta nets"], drafter, **sizes)
+    requests = requests_of("delta nets", 1.0)
+    answers = run(engine, requests if drafter == "none" else requests[:3])
     assert tokens_of(answers) == {name: expected["delta nets"][1.0][name] for name in answers}
     assert engine.scheduler.num_preemptions > 0
 

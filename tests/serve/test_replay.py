@@ -73,7 +73,7 @@ def check_elsewhere(cases: Sequence[tuple[str, str]], options: dict[str, Any], f
         plans = record_steps(engine, requests_of_all_kinds(), folder / f"{drafter} {build}.steps", patch)
         num_preemptions += engine.scheduler.num_preemptions
         check_steps(plans, is_captured=engine.engine_plan.captures, drafts=drafter != "none")
-    assert num_preemptions > len(cases) / 2
+    assert num_preemptions >= len(cases) / 2
     words = [sys.executable, "-m", "slipstream.tests.serve.replayed_steps", str(folder)]
     subprocess.run(words, check=True, cwd="/")
     for drafter, build in cases:
