@@ -564,6 +564,14 @@ def read_body(kind: type[AnyBody], fields: Values, *, ignore_unknown: bool = Fal
     try:
         return kind.model_validate(fields, context={"ignore_unknown": ignore_unknown})
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
+        fault = error.errors(include_url=False)[0]
         param = ".".join(shorten(str(part)) for part in fault["loc"])
-        raise ApiError(400, f"{param}: {fault['msg']}", param) from error
+        raise ApiError(400, fault_sentence(param, fault["msg"], fault["input"]), param) from error
+
+
+def fault_sentence(param: str, message: str, value: object) -> str:
+    """Returns what is wrong with a field. Repeats numbers alone: the log has the sentence, but no text of users."""
+    start = "Input should be "
+    if message.startswith(start) and isinstance(value, bool | int | float | None):
+        return f"{param} is {shorten(json.dumps(value))}; it must be {message.removeprefix(start)}"
+    return f"{param}: {message}"
