@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -22,6 +22,9 @@ if not torch.cuda.is_available():
 
 from slipstream.tests import interpreter
 from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, MakeTarget, save_random_target
+
+if TYPE_CHECKING:
+    from slipstream.tests.mtp_targets import MakeMTP, MTPTarget
 
 if not torch.cuda.is_available():
     interpreter.prepare()
@@ -55,6 +58,18 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
         folder = tmp_path_factory.mktemp("targets") / family
         save_random_target((FAMILIES | CAPPED | RELATIVES)[family], folder)
         return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_mtp(tmp_path_factory: pytest.TempPathFactory) -> "MakeMTP":
+    """kind of KINDS -> a random target with MTP heads, made once per session."""
+    from slipstream.tests.mtp_targets import save_mtp_target  # takes a second, and not all tests need it
+
+    @cache
+    def make(kind: str) -> "MTPTarget":
+        return save_mtp_target(kind, tmp_path_factory.mktemp("mtp") / kind)
 
     return make
 

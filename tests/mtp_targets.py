@@ -1,5 +1,6 @@
 """Tiny random targets with a module that predicts a token more (MTP), and transformers' module as the oracle."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +106,9 @@ class MTPTarget(NamedTuple):
     model: PreTrainedModel  # in fp64
     module: MtpModel  # in fp64
     zero_first: bool
+
+
+MakeMTP = Callable[[str], MTPTarget]
 
 
 def config_of(kind: Kind) -> PretrainedConfig:

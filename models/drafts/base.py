@@ -79,6 +79,8 @@ class Evidence(NamedTuple):
 class DraftConfig(DecoderShape, ABC):
     """Shapes of a draft and the target it was trained for."""
 
+    kind: ClassVar[str]
+    """What messages call such drafts."""
     rotates_as_target: ClassVar[bool] = False
     """Whether it has the target's rotary embedding, whatever that is, and not one that every engine can serve."""
     target_hidden_size: int
@@ -129,16 +131,23 @@ class DraftConfig(DecoderShape, ABC):
         """
 
     @classmethod
-    @abstractmethod
     def settle(
-        cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
+        cls,
+        values: Mapping[str, Any],
+        target: TargetSpec,  # noqa: ARG003
+        choices: Choices,
+        evidence: Evidence | None,  # noqa: ARG003
     ) -> Mapping[str, Any]:
         """A config.json, ours or another trainer's, as `from_json` reads it: fields by their public names, and what
         trainers mean differently decided by `choices` or by what the file shows. Without `evidence`, where the tensors
-        have not been read, what they would decide takes its usual meaning.
+        have not been read, what they would decide takes its usual meaning. Here: of kinds whose files leave nothing
+        open.
 
-        Raises ValueError, with the option that decides, for what may be meant one way or another.
+        Raises ValueError, with the option that decides, for what may be meant one way or another, and for a choice that
+        the kind does not leave.
         """
+        choices.refuse(cls.kind)
+        return values
 
 
 def target_fields(model: TargetSpec) -> dict[str, Any]:

@@ -13,7 +13,7 @@ other trainers write (models/drafts/block_layouts.py, speculators_layout.py).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,7 @@ KindOfConfig = TypeVar("KindOfConfig", bound=HeadConfig)
 class DFlashConfig(DraftConfig):
     """`aux_layers` are output ids (models/targets/config.py)."""
 
+    kind: ClassVar[str] = "block"
     num_layers: int
     aux_layers: tuple[int, ...]
     mask_token_id: int
@@ -224,7 +225,7 @@ class DFlashConfig(DraftConfig):
 
     @classmethod
     def settle(cls, values: Values, target: TargetSpec, choices: Choices, evidence: Evidence | None) -> Values:
-        choices.refuse("block", "sample_from_anchor")
+        choices.refuse(cls.kind, "sample_from_anchor")
         settled = settle_block(publish(values, target), choices.sample_from_anchor)
         if layers := settled["dflash_config"].get("target_layer_ids"):
             tensors = evidence.tensors if evidence is not None else {}

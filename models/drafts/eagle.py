@@ -13,16 +13,14 @@ embed_tokens.weight                    in other trainers' files: mostly a copy o
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.models.drafts.base import (
-    Choices,
     DraftConfig,
     DraftNetwork,
-    Evidence,
     Tensors,
     check_llama_layer,
     check_target,
@@ -42,6 +40,7 @@ from slipstream.models.targets.config import LayerSpec, TargetSpec
 class EagleConfig(DraftConfig):
     """As wide as the target, whose head reads the output."""
 
+    kind: ClassVar[str] = "EAGLE"
     fc_bias: bool = True  # EAGLE's default; its drafts for Llama 3 have none
     qkv_bias: bool = False
 
@@ -66,14 +65,6 @@ class EagleConfig(DraftConfig):
             "num_target_layers": self.target_num_layers,
             "drafter": "eagle",
         }
-
-    @classmethod
-    def settle(
-        cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
-    ) -> Mapping[str, Any]:
-        """Nothing is open: every trainer's file means the same."""
-        choices.refuse("EAGLE")
-        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:

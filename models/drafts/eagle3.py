@@ -12,7 +12,7 @@ elsewhere it says too little, and the reader has to name them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ Q_NORM = "midlayer.self_attn.q_norm.weight"
 class Eagle3Config(DraftConfig):
     """`aux_layers` are output ids (models/targets/config.py). Four fields are the FLAGS."""
 
+    kind: ClassVar[str] = "EAGLE3"
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
     num_layers: int = 1
@@ -125,7 +126,7 @@ class Eagle3Config(DraftConfig):
 
     @classmethod
     def settle(cls, values: Values, target: TargetSpec, choices: Choices, evidence: Evidence | None) -> Values:
-        choices.refuse("EAGLE3", "aux_layers", "norm_output")
+        choices.refuse(cls.kind, "aux_layers", "norm_output")
         eagle = dict(values.get("eagle_config") or {})
         settled = {**values, "eagle_config": eagle}
         settled |= _flags_of_tensors(values, evidence)

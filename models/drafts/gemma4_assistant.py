@@ -10,12 +10,12 @@ best.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.drafts.base import Choices, DraftConfig, DraftNetwork, Evidence, Tensors, check_target
+from slipstream.models.drafts.base import DraftConfig, DraftNetwork, Tensors, check_target
 from slipstream.models.layers.attention import Attention
 from slipstream.models.layers.decoder_layer import decoder_layer
 from slipstream.models.layers.linear import Head, Linear
@@ -31,6 +31,7 @@ TEXT_PARTS = {  # architecture of an assistant -> that of its layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4AssistantConfig(DraftConfig):
+    kind: ClassVar[str] = "Gemma 4 assistant"
     specs: tuple[LayerSpec, ...]
     num_centroids: int | None = None  # clusters of the vocabulary; None: it has none
     num_open: int = 0  # clusters whose tokens a step may propose
@@ -42,13 +43,6 @@ class Gemma4AssistantConfig(DraftConfig):
 
     def to_json(self) -> dict[str, Any]:
         return dict(self.values)
-
-    @classmethod
-    def settle(
-        cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
-    ) -> Mapping[str, Any]:
-        choices.refuse("Gemma 4 assistant")
-        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:

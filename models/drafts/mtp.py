@@ -30,10 +30,8 @@ from slipstream.models.drafts.base import (
     EMBEDDING,
     HEAD,
     OWN_FIELDS,
-    Choices,
     DraftConfig,
     DraftNetwork,
-    Evidence,
     Tensors,
     check_llama_layer,
     check_target,
@@ -72,6 +70,7 @@ logger = logging.getLogger(__name__)
 class MTPConfig(DraftConfig):
     """As wide as the target."""
 
+    kind: ClassVar[str] = "MTP"
     rotates_as_target: ClassVar[bool] = True
     layer_spec: LayerSpec
     norm_offset: bool = False
@@ -124,14 +123,6 @@ class MTPConfig(DraftConfig):
             "mtp_form": self.form or None,
             "drafter": "mtp",
         }
-
-    @classmethod
-    def settle(
-        cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
-    ) -> Mapping[str, Any]:
-        """Nothing is open: training here alone writes such files."""
-        choices.refuse("MTP")
-        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,22 +20,12 @@ from slipstream.models.drafts.mtp import MTP, MTPConfig, load_mtp
 from slipstream.models.files.checkpoint import INDEX, read_tensors
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.families import MTP as MTP_FORMS
-from slipstream.tests.mtp_targets import KINDS, MTPTarget, module_tensors, save_mtp_target
+from slipstream.tests.mtp_targets import KINDS, MakeMTP, module_tensors
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_targets import MakeTarget, change_json, load_model
 from slipstream.tests.serve.engine_runs import build_engine, plain_answers, run, sized_requests, tokens_of
 
 IGNORED = {"glm4-moe": r"model\.layers\.4\..*", "hy-v3": r"model\.layers\.4\..*"}
-MakeMTP = Callable[[str], MTPTarget]
-
-
-@pytest.fixture(scope="module")
-def make_mtp(tmp_path_factory: pytest.TempPathFactory) -> MakeMTP:
-    @cache
-    def make(kind: str) -> MTPTarget:
-        return save_mtp_target(kind, tmp_path_factory.mktemp("mtp") / kind)
-
-    return make
 
 
 def save_trained(target: Path, folder: Path) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
@@ -30,7 +29,7 @@ from slipstream.serve.dry_run import DryRun, report
 from slipstream.serve.kernels import report as kernels_report
 from slipstream.serve.kernels_options import KernelsConfig
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.mtp_targets import KINDS, MTPTarget, Oracle, add_tensors, module_tensors, save_mtp_target
+from slipstream.tests.mtp_targets import KINDS, MakeMTP, MTPTarget, Oracle, add_tensors, module_tensors
 from slipstream.tests.pairwise import grouped, rotating
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_drafts import load_float64
@@ -56,20 +55,8 @@ def bytes_of(module: torch.nn.Module) -> int:
     return sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
 
 
-MakeMTP = Callable[[str], MTPTarget]
 CHAIN = {"depth": 3}
 TREE = {"depth": 3, "topk": 3, "nodes": 9}
-
-
-@pytest.fixture(scope="module")
-def make_mtp(tmp_path_factory: pytest.TempPathFactory) -> MakeMTP:
-    """kind of KINDS -> a target with its module, saved once."""
-
-    @cache
-    def make(kind: str) -> MTPTarget:
-        return save_mtp_target(kind, tmp_path_factory.mktemp("mtp") / kind)
-
-    return make
 
 
 @pytest.mark.parametrize(
