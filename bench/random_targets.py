@@ -8,7 +8,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from slipstream.models.drafts.base import DraftNetwork, write_draft
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig, default_block_aux_layers
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.drafts.heads.config import LiLiCorrConfig
+from slipstream.models.drafts.mtp import MTP, MTPConfig
 from slipstream.models.files.weights import allocate
 from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.quantized import quantize_by_config
@@ -66,7 +66,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 DELTA = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
 DELTA |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "head_dim": 256, "vocab_size": 248_320}
 DELTA |= {"rope_parameters": ROPE | {"rope_theta": 1e7, "partial_rotary_factor": 0.25}}
-DELTA |= {"max_position_embeddings": 262_144, "attention_bias": False}
+DELTA |= {"max_position_embeddings": 262_144, "attention_bias": False, "mtp_num_hidden_layers": 1}
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -131,8 +131,10 @@ HEADS: dict[str, dict[str, Any]] = {  # of block drafts, with the published size
     "lilicorr": {"lilicorr": LiLiCorrConfig()},
     "lilicorr-conv": {"lilicorr": LiLiCorrConfig(), "conv_kernel_size": 2},
 }
-DRAFTS = HEADS | {"dflash": {}, "dspark-map": DSPARK | {"draft_vocab_size": 32_768}}
-del DRAFTS["none"]
+BLOCK_DRAFTS = HEADS | {"dflash": {}, "dspark-map": DSPARK | {"draft_vocab_size": 32_768}}
+del BLOCK_DRAFTS["none"]
+MTP_HEADS = {"mtp": None, "mtp-map": 32_768}  # tokens that they propose; None: all
+DRAFTS = ("eagle3", *MTP_HEADS, *BLOCK_DRAFTS)
 
 
 class Pair(NamedTuple):
@@ -142,12 +144,12 @@ class Pair(NamedTuple):
 
 @contextmanager
 def random_pair(name: str, draft: str = "eagle3") -> Iterator[Pair]:
-    """Folders of a target and a draft, "eagle3" or one of DRAFTS, for engines built in this process within the context.
+    """Folders of a target and a draft, one of DRAFTS, for engines built in this process within the context.
 
     Raises ValueError for an unknown name.
     """
-    if draft not in ("eagle3", *DRAFTS):
-        raise ValueError(f"draft is random:{draft}; choose of eagle3, {', '.join(DRAFTS)}")
+    if draft not in DRAFTS:
+        raise ValueError(f"draft is random:{draft}; choose of {', '.join(DRAFTS)}")
     if name not in CONFIGS:
         raise ValueError(f"shape is {name!r}; choose of {', '.join(CONFIGS)}")
     load = build.load_target
@@ -184,7 +186,8 @@ def _folder(name: str) -> Iterator[Path]:
 
 def save_draft(target: TargetSpec, pair: Pair, name: str) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        draft = (new_eagle3 if name == "eagle3" else partial(new_block, name=name))(target, pair.target)
+        make = new_mtp if name in MTP_HEADS else new_eagle3 if name == "eagle3" else new_block
+        draft = make(target, pair.target, name)
     for parameter in draft.parameters():
         fill(parameter.data)
     size = draft.config.draft_vocab_size
@@ -193,17 +196,24 @@ def save_draft(target: TargetSpec, pair: Pair, name: str) -> None:
     write_draft(draft, draft.state_dict(), Path(pair.draft), {})
 
 
-def new_eagle3(target: TargetSpec, path: str) -> DraftNetwork:
+def new_eagle3(target: TargetSpec, path: str, _name: str) -> DraftNetwork:
     size = min(DRAFT_VOCABULARY, target.vocab_size)
     fields = {"aux_layers": default_aux_layers(target.num_layers), "target": path}
     return Eagle3(Eagle3Config.from_target(target, draft_vocab_size=size, **fields)).bfloat16()
 
 
+def new_mtp(target: TargetSpec, path: str, name: str) -> DraftNetwork:
+    """A head as the target's family has it, or of the common form."""
+    size = MTP_HEADS[name]
+    fields = {} if size is None else {"draft_vocab_size": min(size, target.vocab_size)}
+    return MTP(MTPConfig.from_target(target, target=path, **fields)).bfloat16()
+
+
 def new_block(target: TargetSpec, path: str, name: str) -> DraftNetwork:
     """A block draft of five layers that reads five states."""
     sizes = {"num_layers": 5, "aux_layers": default_block_aux_layers(target.num_layers, 5), "mask_token_id": 0}
-    sizes["block_size"] = 7 if "sample_from_anchor" in DRAFTS[name] else 8  # seven drafted tokens
-    fields: dict[str, Any] = sizes | {"target": path} | DRAFTS[name]
+    sizes["block_size"] = 7 if "sample_from_anchor" in BLOCK_DRAFTS[name] else 8  # seven drafted tokens
+    fields: dict[str, Any] = sizes | {"target": path} | BLOCK_DRAFTS[name]
     if (size := fields.get("draft_vocab_size")) is not None:
         fields["draft_vocab_size"] = min(size, target.vocab_size - 1)
     return DFlash(DFlashConfig.from_target(target, **fields)).bfloat16()

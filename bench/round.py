@@ -7,10 +7,11 @@ loop, and of its captured passes alone.
 Each batch size decodes with `--draft none` and with the draft, in one run. `ms` is wall time per round while all
 requests decode; `graph_ms` of its graphs, replayed after the prompts; `gap_us` the median time between the end of one
 round on the device, its result's copy included, and the start of the next. `floor_ms` is the time to read the weights
-and the KV once per pass, and to read and write recurrent states, at the copy bandwidth measured in the same run; of a
-mixture's weights those of the experts that are hit (`experts`: how many in a layer of the target's pass, counted in a
-few rounds without graphs). A random draft repeats itself, and equal tokens hit the same experts; for mixtures
-independent tokens take the place of its own. `--profile` lists the kernels of a round.
+and the KV once per pass, and to read and write recurrent states, at the copy bandwidth measured in the same run
+(`parts_floor_ms`: of the target's pass and of the draft's); of a mixture's weights those of the experts that are hit
+(`experts`: how many in a layer of the target's pass, counted in a few rounds without graphs). A random draft repeats
+itself, and equal tokens hit the same experts; for mixtures independent tokens take the place of its own. `--profile`
+lists the kernels of a round.
 Prints a table, then one JSON line per row.
 """
 
@@ -38,6 +39,7 @@ from slipstream.config import run
 from slipstream.kernels.gemm.router import Routing
 from slipstream.models.layers.moe import Experts, Router
 from slipstream.models.targets.config import AttentionSpec, RecurrentSpec
+from slipstream.serve.drafters.vocabulary import DraftVocabulary
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepPlan
@@ -58,6 +60,7 @@ COLUMNS = (  # heading, key of a line, format
     ("tok/s", "tok_s", ".1f"),
     ("accept length", "accept_length", ".2f"),
     ("parts, ms", "parts_ms", ""),
+    ("floors, ms", "parts_floor_ms", ""),
 )
 COUNTED = 4  # rounds, of a mixture's experts
 
@@ -69,8 +72,8 @@ class RoundConfig(EngineBenchConfig):
     shape: str = ""
     """Random weights of these sizes in place of a checkpoint (bench/random_targets.py), made on the device."""
     draft: str = "none"
-    """Draft checkpoint to compare with none; with `shape`, random: an EAGLE3 draft, or random:NAME: one of the block
-    drafts of bench/random_targets.py, such as random:dflash2."""
+    """Draft checkpoint to compare with none; with `shape`, random: an EAGLE3 draft, or random:NAME: another one of
+    bench/random_targets.py, such as random:dflash2 or random:mtp."""
     width: list[int] = field(default_factory=lambda: [4])
     """Nodes that a round with the draft verifies of each request, measured one after another; 0: as the engine
     chooses."""
@@ -162,7 +165,8 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
     nodes = nodes_of(engine, batch)  # before rounds without graphs, which take longer, have a part in it
     hit = count_experts(engine, config, batch)
     ms = 1000 * seconds / rounds
-    floor = 1000 * bytes_read(engine, config, batch, nodes, hit) / bandwidth
+    floors = {part: 1000 * read / bandwidth for part, read in bytes_read(engine, config, batch, nodes, hit).items()}
+    floor = sum(floors.values())
     return {
         **origin("round", "cuda"),
         "target": config.target,
@@ -177,6 +181,7 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         "gap_us": gap_us(flights),
         "parts_ms": parts,
         "floor_ms": round(floor, 3),
+        "parts_floor_ms": {part: round(part_floor, 3) for part, part_floor in floors.items()},
         "share_of_floor": round(floor / ms, 3),
         "experts_hit": None if hit is None else round(hit, 1),
         "tok_s": round(tokens / seconds, 1),
@@ -353,11 +358,12 @@ def count_experts(engine: Engine, config: RoundConfig, batch: int) -> float | No
     return sum(counts) / len(counts)
 
 
-def bytes_read(engine: Engine, config: RoundConfig, batch: int, nodes: float, hit: float | None) -> float:
-    """The least bytes of weights and KV that a round reads: those of the target's pass and of each of the draft's.
-    `nodes`: of each request; `hit`: experts of a layer, for mixtures."""
+def bytes_read(engine: Engine, config: RoundConfig, batch: int, nodes: float, hit: float | None) -> dict[str, float]:
+    """The least bytes of weights and KV that a round reads: of the target's pass, and of all of the draft's. `nodes`:
+    of each request; `hit`: experts of a layer, for mixtures."""
     length = config.prompt_len + config.new_tokens / 2
-    return sum(weights + batch * kv_bytes for kv_bytes, weights in passes(engine, length, nodes, hit))
+    target, *drafted = (weights + batch * kv for kv, weights in passes(engine, length, nodes, hit))
+    return {"target": target, "draft": sum(drafted)}
 
 
 def nodes_of(engine: Engine, batch: int) -> float:
@@ -380,8 +386,8 @@ def passes(engine: Engine, length: float, nodes: float, hit: float | None) -> It
     """(bytes of a request's KV and states at that length, bytes of weights) of the target's pass over `nodes` of each
     request, and of each of the draft's; embeddings are not read.
 
-    A draft without a head of its own fills a block in one pass and reads the target's head; others take a pass a token,
-    of which only the first fuses target states.
+    A block draft fills its block in one pass; others take a pass a token, of which EAGLE3's first alone reads fc. Each
+    reads the draft's head, or the rows of the target's that stand for it.
     """
     target = engine.runner.target
     drafter = engine.runner.drafter
@@ -393,11 +399,15 @@ def passes(engine: Engine, length: float, nodes: float, hit: float | None) -> It
     drafted = round(nodes) - 1
     if module is None or drafted < 1:
         return
-    weights = dict(module.named_parameters())
-    is_block = "lm_head.weight" not in weights
+    vocabulary: DraftVocabulary = drafter.vocabulary  # type: ignore[attr-defined]
+    draft_head = vocabulary.head
+    rows_read = draft_head.size * draft_head.weight[0].nbytes
+    weights = {name: x for name, x in module.named_parameters() if not name.startswith(("lm_head.", "embed_tokens."))}
+    is_block = hasattr(module.config, "block_size")
+    has_fc = getattr(module.config, "has_fc", False)
     for step in range(1 if is_block else drafted):
-        read = sum(x.nbytes for name, x in weights.items() if step == 0 or not name.startswith("fc."))
-        yield kv_bytes(engine.engine_plan.draft.layers, length, item), read + is_block * head
+        read = sum(x.nbytes for name, x in weights.items() if not (step and has_fc and name.startswith("fc.")))
+        yield kv_bytes(engine.engine_plan.draft.layers, length, item), read + rows_read
 
 
 def kv_bytes(layers: Sequence[AttentionSpec | RecurrentSpec], length: float, item: int) -> float:

@@ -10,6 +10,7 @@ from slipstream.bench import random_targets
 from slipstream.bench.random_targets import CONFIGS, published_spec, random_pair
 from slipstream.bench.round import (
     RoundConfig,
+    bytes_read,
     count_experts,
     first_token_ms,
     propose_independent_tokens,
@@ -110,6 +111,30 @@ def test_random_block_drafts_serve(draft: str, options: dict[str, Any], monkeypa
         answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
     assert len(answers["1"].tokens) == 9
     assert engine.planner.limits.most_nodes == options.get("nodes", 8)
+
+
+@pytest.mark.parametrize(("draft", "num_tokens"), [("mtp", 200), ("mtp-map", 60)])
+def test_random_mtp_heads_serve_and_their_bytes_are_counted(
+    draft: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 200, "head_dim": 32}
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": CONFIGS["qwen35-4b"]["layer_types"][:4],
+    }
+    monkeypatch.setitem(CONFIGS, "small", CONFIGS["qwen35-4b"] | sizes)
+    monkeypatch.setitem(random_targets.MTP_HEADS, "mtp-map", 60)
+    with random_pair("small", draft) as pair:
+        engine = build_engine(pair.target, pair.draft, width=4, simulate_accept_length=2.0, prefill_budget=64)
+        answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
+    assert len(answers["1"].tokens) == 9
+    projections = 2 * 64 * 64 + 64 * 32 * (4 + 4 + 2 + 2 + 4)  # eh_proj; queries, their gate, keys, values, output
+    norms = 5 * 64 + 2 * 32
+    weights = projections + norms + 3 * 64 * 96 + 64 * num_tokens
+    kv = 2 * 2 * 32 * (10 + 20 / 2)
+    config = RoundConfig(target=pair.target, prompt_len=10, new_tokens=20)
+    assert bytes_read(engine, config, batch=5, nodes=4, hit=None)["draft"] == 3 * 4 * (weights + 5 * kv)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b-fp8"])
