@@ -39,7 +39,6 @@ from slipstream.config import run
 from slipstream.kernels.gemm.router import Routing
 from slipstream.models.layers.moe import Experts, Router
 from slipstream.models.targets.config import AttentionSpec, RecurrentSpec
-from slipstream.serve.drafters.vocabulary import DraftVocabulary
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepPlan
@@ -399,8 +398,7 @@ def passes(engine: Engine, length: float, nodes: float, hit: float | None) -> It
     drafted = round(nodes) - 1
     if module is None or drafted < 1:
         return
-    vocabulary: DraftVocabulary = drafter.vocabulary  # type: ignore[attr-defined]
-    draft_head = vocabulary.head
+    draft_head = drafter.vocabulary.head  # type: ignore[attr-defined]
     rows_read = draft_head.size * draft_head.weight[0].nbytes
     weights = {name: x for name, x in module.named_parameters() if not name.startswith(("lm_head.", "embed_tokens."))}
     is_block = hasattr(module.config, "block_size")
