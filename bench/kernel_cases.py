@@ -93,8 +93,8 @@ def all_cases(row_counts: list[int], names: list[str]) -> Iterator[tuple[dict[st
                     yield {"kernel": name, "rows": rows}, make(rows)
 
 
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=scale)
 
 
 def copies(num_bytes: int, rows: int) -> int:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.bench.gpu import copy_bandwidth
+from slipstream.bench.kernel_cases import COLD_BYTES, random
 from slipstream.bench.kernel_times import graph_us
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.config import run
@@ -35,7 +36,6 @@ from slipstream.kernels.gemm.int4_weight import Int4Weight, num_pairs, num_words
 from slipstream.kernels.gemm.mxfp4 import MXFP4Weight, pack_words
 from slipstream.kernels.gemm.router import Routing, choose_block_rows, route_triton
 
-COLD_BYTES = 256 * 2**20  # four times an H200's L2
 SHAPES = {  # H, I, E, k
     "qwen3-30b-a3b": (2048, 768, 128, 8),
     "mixtral-8x7b": (4096, 14336, 8, 2),
@@ -166,10 +166,6 @@ def matrix(format: str, experts: int, outputs: int, inputs: int) -> ExpertMatrix
     words = torch.randint(-(1 << 31), 1 << 31, (experts, outputs, num_words(inputs)), device="cuda").int()
     scales = random(experts, num_pairs(inputs, BLOCK), outputs, 2).fill_(scale / 5)
     return Int4Weight(words, scales, None, BLOCK, inputs)
-
-
-def random(*shape: int, scale: float = 1.0) -> Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=scale)
 
 
 def measure(config: MoEConfig, layers: list[Layer], x: Tensor, bandwidth: float) -> dict[str, Any]:

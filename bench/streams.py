@@ -42,10 +42,6 @@ class Stream:
         """Seconds from the start to the first token."""
         return self.arrivals[0].time_s - self.added_s
 
-    def gaps(self) -> Iterator[Gap]:
-        for before, after in pairwise(self.arrivals):
-            yield Gap(before.time_s, after.time_s)
-
 
 class Streams:
     """Steps an engine and keeps what it yields. `all` and `open` hold streams by request id."""
@@ -104,7 +100,9 @@ def gaps_ended(streams: Iterable[Stream], start_s: float, end_s: float) -> list[
 
 
 def gaps_of(streams: Iterable[Stream]) -> Iterator[Gap]:
-    return (gap for stream in streams for gap in stream.gaps())
+    for stream in streams:
+        for before, after in pairwise(stream.arrivals):
+            yield Gap(before.time_s, after.time_s)
 
 
 def accept_length(streams: Iterable[Stream]) -> float | None:

@@ -1,5 +1,5 @@
 """The trainer of speculators starts from a draft that `slipstream convert` wrote. Skipped where the package is not
-installed; run by bench/speculators_on_cpu.py, as it asks for an accelerator."""
+installed; run by speculators_on_cpu.py, as it asks for an accelerator."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def train(kind: str, draft: Path, target: Path, output: Path) -> Path:
     options |= {"total-seq-len": 2 * LENGTH, "train-data-ratio": 0.8, "on-missing": "raise", "epochs": 1, "lr": LR}
     options |= {"max-steps": STEPS, "max-anchors": 16}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-P", str(ROOT / "bench/speculators_on_cpu.py"), *words, *CPU_FLAGS]
+    command = [sys.executable, "-P", str(ROOT / "tests/data_tools/speculators_on_cpu.py"), *words, *CPU_FLAGS]
     process = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert process.returncode == 0, process.stderr[-3000:]
     return output / "run" / "0"  # the epoch's

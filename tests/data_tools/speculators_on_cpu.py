@@ -1,9 +1,7 @@
-"""`speculators train` (0.9.0) on a CPU: bench/peer_training.py runs it with the Python that has this package.
-
-    PEER_PYTHON -P bench/speculators_on_cpu.py --verifier-name-or-path TARGET --num-workers 0 ...
+"""`speculators train` (0.9.0) on a CPU, for test_train_on_in_speculators.py.
 
 The trainer asks for an accelerator. Replaced are the device that it moves tensors to and the calls that need a driver;
-nothing of the training itself. Its attention and loss for a CPU are its own flags (CPU_FLAGS in peer_training.py).
+nothing of the training itself. Its attention and loss for a CPU are its own flags (CPU_FLAGS in the test).
 """
 
 import sys
