@@ -1,0 +1,26 @@
+"""Tokens that tests/house.py counts, and subjects of commits that it takes."""
+
+import pytest
+
+from slipstream.tests.house import SUBJECT, num_tokens
+
+
+def test_comments_docstrings_and_layout_cost_nothing() -> None:
+    code = "x = 1\ndef f(a):\n    return a + x\n"
+    documented = '"""Module."""\n\nx = 1  # one\n\n\ndef f(a):\n    """Function."""\n\n    return (\n        a + x\n    )\n'
+    assert num_tokens(code) == 3 + 6 + 4
+    assert num_tokens(documented) == num_tokens(code) + len("()")
+    assert num_tokens('x = "text"') == 3
+
+
+@pytest.mark.parametrize(
+    ("subject", "is_right"),
+    [
+        ("serve: refuse empty prompts", True),
+        ("models/drafts, serve: read heads", True),
+        ("Refuse empty prompts", False),
+        ("serve: " + "x" * 66, False),
+    ],
+)
+def test_subjects_have_an_area_and_are_short(subject: str, is_right: bool) -> None:
+    assert bool(SUBJECT.fullmatch(subject)) == is_right
