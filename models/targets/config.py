@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from slipstream.models.targets import families
-from slipstream.models.targets.families import Norms, OutputGate, PerLayerSpec
+from slipstream.models.targets.families import Norms, OutputGate, PerLayerSpec, Values
 
 if TYPE_CHECKING:
     from slipstream.models.targets.families import MLPActivation
@@ -86,7 +86,7 @@ class RopeConfig:
                 raise ValueError(f"config.json: {name} is {factors!r}; it must be a list of numbers above 0")
 
     @classmethod
-    def from_json(cls, config: Mapping[str, Any], kind: str = "full_attention") -> "RopeConfig":
+    def from_json(cls, config: Values, kind: str = "full_attention") -> "RopeConfig":
         """Reads `rope_parameters` (transformers 5) or the older `rope_theta` + `rope_scaling`; where each kind of layer
         has its own, those of `kind`. Fields are looked up where transformers looks first."""
         parameters = rope_fields(config)
@@ -156,7 +156,7 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_fields(config: Values) -> dict[str, Any]:
     """`rope_parameters`, or the older `rope_scaling`. Raises ValueError where a config has both and they differ:
     transformers then takes rope_scaling, with another base than the one beside it."""
     sections: dict[str, dict[str, Any]] = {}
@@ -227,15 +227,6 @@ class AttentionSpec:
     @property
     def kv_shape(self) -> KVShape:
         return KVShape(2 if self.kv_source is None else 0, self.num_kv_heads, self.head_dim)
-
-    def check(self) -> None:
-        """Raises ValueError for numbers of heads, or of their dims, that cannot be."""
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"config.json: num_key_value_heads is {self.num_kv_heads}; it must divide num_attention_heads, "
-                f"{self.num_heads}"
-            )
-        self.rope.check(self.head_dim)
 
     def shard(self, world: int) -> "AttentionSpec":
         """Returns one of `world` ranks' part."""
@@ -337,6 +328,16 @@ class DeltaNetSpec(RecurrentSpec):
             num_key_heads=shared_heads("linear_num_key_heads", self.num_key_heads, world),
             num_value_heads=quotient("linear_num_value_heads", self.num_value_heads, world),
         )
+
+
+def check_heads(shape: "AttentionSpec | DecoderShape") -> None:
+    """Raises ValueError for numbers of heads, or of their dims, that cannot be."""
+    if shape.num_heads % shape.num_kv_heads:
+        raise ValueError(
+            f"config.json: num_key_value_heads is {shape.num_kv_heads}; it must divide num_attention_heads, "
+            f"{shape.num_heads}"
+        )
+    shape.rope.check(shape.head_dim)
 
 
 def quotient(name: str, size: int, world: int) -> int:
@@ -478,15 +479,10 @@ class DecoderShape:
     rope: RopeConfig
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"config.json: num_key_value_heads is {self.num_kv_heads}; it must divide num_attention_heads, "
-                f"{self.num_heads}"
-            )
-        self.rope.check(self.head_dim)
+        check_heads(self)
 
     @staticmethod
-    def read(values: Mapping[str, Any]) -> dict[str, Any]:
+    def read(values: Values) -> dict[str, Any]:
         """These fields, from those of a config.json. Raises ValueError for one that is not a number as it must be."""
         heads = families.count_of(values, "num_attention_heads")
         counts = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
@@ -596,7 +592,7 @@ class TargetSpec(DecoderShape):
         )
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "TargetSpec":
+    def from_json(cls, values: Values) -> "TargetSpec":
         """`values`: the fields of a transformers config, defaults included.
 
         Raises ValueError for another architecture or activation.
@@ -668,7 +664,7 @@ def first_kind(values: Mapping[str, Any], name: str, default: str, kinds: Collec
     return [first]
 
 
-def query_growth(values: Mapping[str, Any], rope: RopeConfig) -> QueryGrowth:
+def query_growth(values: Values, rope: RopeConfig) -> QueryGrowth:
     """Reads it from a config's rotary parameters. Raises ValueError where these lack a number that it needs."""
     parameters = {**rope_fields(values), **rope.scaling}
     beta = parameters.get(GROWTH)
@@ -677,7 +673,7 @@ def query_growth(values: Mapping[str, Any], rope: RopeConfig) -> QueryGrowth:
     return QueryGrowth(beta, families.number_of(parameters, ORIGINAL))
 
 
-def check_supported(values: Mapping[str, Any]) -> None:
+def check_supported(values: Values) -> None:
     """Raises ValueError for architectures that are not supported, and for variants of others that are refused."""
     name = (values.get("architectures") or ["(none)"])[0]
     reason = families.refusal(values)
@@ -687,9 +683,7 @@ def check_supported(values: Mapping[str, Any]) -> None:
         raise ValueError(f"architecture {name} cannot be a target{why}; supported: {architectures}")
 
 
-def layers_of(
-    values: Mapping[str, Any], traits: families.Traits, dense_layer: Callable[..., LayerSpec]
-) -> list[LayerSpec]:
+def layers_of(values: Values, traits: families.Traits, dense_layer: Callable[..., LayerSpec]) -> list[LayerSpec]:
     """The layers, without experts, from a transformers config; `dense_layer` makes one of the fields that differ from
     the model's. Raises ValueError for heads that cannot be."""
     bias = traits.attention_bias and bool(values.get("attention_bias", False))
@@ -717,7 +711,7 @@ def layers_of(
         rope = replace(rope, theta=traits.rope_thetas.get(index, rope.theta))
         differing = traits.attention_by_layer[index] if traits.attention_by_layer else {}
         layer = dense_layer(**norms, **attention | {"window": window, "rope": rope, **differing})
-        layer.attention.check()
+        check_heads(layer.attention)
         if traits.mlp_sizes:
             layer = replace(layer, mlp=replace(layer.mlp, intermediate_size=traits.mlp_sizes[index]))
         if delta_net is not None and index in recurrent:
@@ -726,19 +720,23 @@ def layers_of(
     return layers
 
 
-def recurrent_layers(values: Mapping[str, Any]) -> set[int]:
-    """The layers that `layer_types` calls linear_attention. Raises ValueError for other kinds of layers."""
+def kinds_of_layers(values: Values, name: str, kinds: Collection[str]) -> Sequence[str]:
+    """Returns the kind of each layer, from the field `name`. Raises ValueError for kinds outside `kinds`."""
     count = families.count_of(values, "num_hidden_layers")
-    kinds = values.get("layer_types")
-    if not isinstance(kinds, Sequence) or len(kinds) != count or set(kinds) - {"full_attention", "linear_attention"}:
-        raise ValueError(
-            f"config.json: layer_types is {kinds!r}; it must be full_attention or linear_attention for each of {count} "
-            "layers"
-        )
+    entries = values.get(name)
+    if not isinstance(entries, Sequence) or len(entries) != count or not set(entries) <= set(kinds):
+        expected = f"{' or '.join(sorted(kinds))} for each of {count} layers"
+        raise ValueError(f"config.json: {name} is {entries!r}; it must be {expected}")
+    return entries
+
+
+def recurrent_layers(values: Values) -> set[int]:
+    """The layers that `layer_types` calls linear_attention. Raises ValueError for other kinds of layers."""
+    kinds = kinds_of_layers(values, "layer_types", {"full_attention", "linear_attention"})
     return {index for index, kind in enumerate(kinds) if kind == "linear_attention"}
 
 
-def windows_of(values: Mapping[str, Any], traits: families.Traits) -> list[int | None]:
+def windows_of(values: Values, traits: families.Traits) -> list[int | None]:
     """The window of each layer, from a transformers config. Raises ValueError for other kinds of layers."""
     count = families.count_of(values, "num_hidden_layers")
     if traits.windows == "none":
@@ -747,21 +745,16 @@ def windows_of(values: Mapping[str, Any], traits: families.Traits) -> list[int |
     window = None if is_off or values.get("sliding_window") is None else families.count_of(values, "sliding_window")
     if traits.windows == "alike":
         return [window] * count
-    kinds = values.get("layer_types")
-    if kinds is None and window is None:
+    if values.get("layer_types") is None and window is None:
         return [None] * count
-    if not isinstance(kinds, Sequence) or len(kinds) != count or set(kinds) - LAYER_KINDS:
-        raise ValueError(
-            f"config.json: layer_types is {kinds!r}; it must be {' or '.join(sorted(LAYER_KINDS))} for each of {count} "
-            "layers"
-        )
+    kinds = kinds_of_layers(values, "layer_types", LAYER_KINDS)
     if window is None and "sliding_attention" in kinds:
         switch = "use_sliding_window is off" if is_off else "sliding_window is null"
         raise ValueError(f"config.json: layer_types names sliding_attention, but {switch}")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def experts_of(architecture: str, values: Mapping[str, Any], activation: "MLPActivation") -> list[MoESpec | None]:
+def experts_of(architecture: str, values: Values, activation: "MLPActivation") -> list[MoESpec | None]:
     """The mixture of each layer, from a transformers config; None for a dense one."""
     count = values["num_hidden_layers"]
     family = families.MIXTURES.get(architecture)
@@ -800,7 +793,7 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "MLPAct
     ]
 
 
-def numbers_of_experts(values: Mapping[str, Any], name: str) -> list[int]:
+def numbers_of_experts(values: Values, name: str) -> list[int]:
     """Returns how many experts a token takes in each layer, from the field `name`: a number, or one for each layer."""
     count = values["num_hidden_layers"]
     top_k = values.get(name)
@@ -811,7 +804,7 @@ def numbers_of_experts(values: Mapping[str, Any], name: str) -> list[int]:
     return [families.count_of({name: number}, name) for number in top_k]
 
 
-def shared_size_of(values: Mapping[str, Any], family: families.Mixture) -> int:
+def shared_size_of(values: Values, family: families.Mixture) -> int:
     """Returns the intermediate size of the shared expert; 0 where there is none."""
     if family.shared_experts:
         count = values.get(family.shared_experts)
@@ -824,7 +817,7 @@ def shared_size_of(values: Mapping[str, Any], family: families.Mixture) -> int:
     return families.count_of(values, name) if name and not may_lack else 0
 
 
-def dense_layers(values: Mapping[str, Any], family: families.Mixture) -> set[int]:
+def dense_layers(values: Values, family: families.Mixture) -> set[int]:
     """Returns the layers that have an MLP in place of a mixture. Raises ValueError for other kinds of layers."""
     layers = range(values["num_hidden_layers"])
     if family.layers == "by_step":
@@ -845,23 +838,19 @@ def dense_layers(values: Mapping[str, Any], family: families.Mixture) -> set[int
             )
         span = range(first, last + 1)
         return {layer for layer in layers if layer not in span or (layer + 1) % step}
-    kinds = values.get("mlp_layer_types")
-    if family.layers == "all" or kinds is None:
+    if family.layers == "all" or values.get("mlp_layer_types") is None:
         return set()
-    if not isinstance(kinds, Sequence) or len(kinds) != len(layers) or set(kinds) - {"dense", "sparse"}:
-        raise ValueError(
-            f"config.json: mlp_layer_types is {kinds!r}; it must be dense or sparse for each of {len(layers)} layers"
-        )
+    kinds = kinds_of_layers(values, "mlp_layer_types", {"dense", "sparse"})
     return {layer for layer in layers if kinds[layer] == "dense"}
 
 
-def clamped_swiglu(values: Mapping[str, Any]) -> ClampedSwiGLU:
+def clamped_swiglu(values: Values) -> ClampedSwiGLU:
     """Returns gpt-oss's activation; its older configs lack `swiglu_alpha`."""
     params = {"alpha": values.get("swiglu_alpha"), "limit": values.get("swiglu_limit")}
     return ClampedSwiGLU(**{name: float(value) for name, value in params.items() if value is not None})
 
 
-def is_complete(values: Mapping[str, Any]) -> bool:
+def is_complete(values: Values) -> bool:
     """Whether `TargetSpec.from_json` reads a config.json as it reads what transformers makes of it."""
     architecture = (values.get("architectures") or [""])[0]
     needed = NEEDED_TOO.get(architecture)

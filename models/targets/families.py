@@ -1,8 +1,8 @@
 """Traits that the architectures of targets fix beside the fields of config.json, and reasons to refuse a target.
 
-A family is a function: the config's fields, as transformers gives them, -> `Traits`. Sources: the architectures' code
-in transformers; Gemma 2 (arXiv 2408.00118), Gemma 3 (2503.19786), Phi-3 (2404.14219), OLMo 2 (2501.00656),
-gpt-oss (2508.10925).
+A family is its `Traits`, or a function: the config's fields, as transformers gives them, -> `Traits`. Sources: the
+architectures' code in transformers; Gemma 2 (arXiv 2408.00118), Gemma 3 (2503.19786), Phi-3 (2404.14219), OLMo 2
+(2501.00656), gpt-oss (2508.10925).
 """
 
 import math
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     MLPActivation = Activation | Literal["relu2"]
 
+Values = Mapping[str, Any]  # of config.json
 GateActivation = Literal["sigmoid", "softplus"]
 Hidden = Literal["after_norm", "before_norm"]
 Norms = Literal["pre", "post", "sandwich"]
@@ -204,15 +205,13 @@ class MTPForm:
         return any(name.startswith("layers.") for name in self.names)
 
 
-def llama(_values: Mapping[str, Any]) -> Traits:
-    return Traits(windows="none", mlp_bias="mlp_bias")
+LLAMA = Traits(windows="none", mlp_bias="mlp_bias")
+QWEN2 = Traits(attention={"qkv_bias": True}, window_switch=True, attention_bias=False)
+QWEN3 = Traits(attention={"qk_norm": True}, window_switch=True)
+OLMO2 = Traits(attention={"projection_norm": True}, norms="post", windows="none")
 
 
-def arcee(values: Mapping[str, Any]) -> Traits:
-    return replace(llama(values), gated=False)
-
-
-def mistral(values: Mapping[str, Any]) -> Traits:
+def mistral(values: Values) -> Traits:
     """Mistral and Mixtral. transformers reads a Mistral that names `layer_types` as a Ministral, with windows by
     layer."""
     is_mistral = values.get("model_type") in ("mistral", "ministral")
@@ -220,23 +219,11 @@ def mistral(values: Mapping[str, Any]) -> Traits:
     return Traits(windows="by_layer" if has_layer_types else "alike", attention_bias=False)
 
 
-def qwen2(_values: Mapping[str, Any]) -> Traits:
-    return Traits(attention={"qkv_bias": True}, window_switch=True, attention_bias=False)
+def qwen2_moe(values: Values) -> Traits:
+    return replace(QWEN2, attention={"qkv_bias": bool(values.get("qkv_bias", True))})
 
 
-def qwen2_moe(values: Mapping[str, Any]) -> Traits:
-    return replace(qwen2(values), attention={"qkv_bias": bool(values.get("qkv_bias", True))})
-
-
-def qwen3(_values: Mapping[str, Any]) -> Traits:
-    return Traits(attention={"qk_norm": True}, window_switch=True)
-
-
-def qwen3_moe(values: Mapping[str, Any]) -> Traits:
-    return replace(qwen3(values), windows="alike")
-
-
-def qwen3_next(values: Mapping[str, Any]) -> Traits:
+def qwen3_next(values: Values) -> Traits:
     """Qwen3-Next and Qwen3.5: gated delta nets, and full attention with a gate of its output. Configs of Qwen3.5-MoE
     have no size of MLPs, since all layers have experts."""
     fields = {
@@ -257,11 +244,11 @@ def qwen3_next(values: Mapping[str, Any]) -> Traits:
     )
 
 
-def gemma(values: Mapping[str, Any]) -> Traits:
+def gemma(values: Values) -> Traits:
     return Traits(windows="none", norm_offset=True, embedding_scale=values["hidden_size"] ** 0.5)
 
 
-def gemma2(values: Mapping[str, Any]) -> Traits:
+def gemma2(values: Values) -> Traits:
     scale = number_of(values, "query_pre_attn_scalar") ** -0.5
     return Traits(
         attention={"scale": scale, "softcap": cap_of(values, "attn_logit_softcapping")},
@@ -273,17 +260,17 @@ def gemma2(values: Mapping[str, Any]) -> Traits:
     )
 
 
-def vault_gemma(values: Mapping[str, Any]) -> Traits:
+def vault_gemma(values: Values) -> Traits:
     return replace(gemma2(values), norms="pre")
 
 
-def gemma3(values: Mapping[str, Any]) -> Traits:
+def gemma3(values: Values) -> Traits:
     """Gemma 2 with norms of queries and keys, and without a cap of scores: its code reads that field in vain."""
     base = gemma2(values)
     return replace(base, attention={"scale": base.attention["scale"], "qk_norm": True})
 
 
-def gemma4(values: Mapping[str, Any]) -> Traits:
+def gemma4(values: Values) -> Traits:
     """Gemma 4: full layers have heads of their own size, and may have no values but their keys; the last layers may
     read keys and values of earlier ones. Scores are not scaled. Experts are beside the MLPs."""
     check_rotations(values)
@@ -312,7 +299,7 @@ def gemma4(values: Mapping[str, Any]) -> Traits:
     )
 
 
-def _gemma4_attention(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _gemma4_attention(values: Values) -> list[dict[str, Any]]:
     """Fields of each layer's AttentionSpec. Raises ValueError for layers that read keys and values of none before
     them, and for fields by layer that its code does not read, or not so."""
     count = count_of(values, "num_hidden_layers")
@@ -337,7 +324,7 @@ def _gemma4_attention(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     return layers
 
 
-def _gemma4_heads(values: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, int]:
+def _gemma4_heads(values: Values, kinds: Sequence[str]) -> dict[str, int]:
     """Fields of AttentionSpec by which full layers differ: `per_layer_config`, into which transformers puts
     `global_head_dim` and `num_global_key_value_heads`."""
     by_layer = {int(index): fields for index, fields in (values.get("per_layer_config") or {}).items()}
@@ -358,7 +345,7 @@ def _gemma4_heads(values: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, 
     return {names[name]: count_of(fields, name) for name in fields}
 
 
-def muse_glimmer(values: Mapping[str, Any]) -> Traits:
+def muse_glimmer(values: Values) -> Traits:
     """Norms of queries and keys have no weights; the scale of queries is that of the scores. The final norm's weight
     holds the factor of the logits once it is loaded (adapt.py). Raises ValueError for rotary bases by layer, of which
     its code reads only whether they are 0: layers without positions."""
@@ -384,7 +371,7 @@ def muse_glimmer(values: Mapping[str, Any]) -> Traits:
     )
 
 
-def laguna(values: Mapping[str, Any]) -> Traits:
+def laguna(values: Values) -> Traits:
     """Numbers of query heads differ by layer. Raises ValueError for gates that its code takes for others, and for
     fields of its makers' code that transformers does not read."""
     check_rotations(values)
@@ -403,14 +390,14 @@ def laguna(values: Mapping[str, Any]) -> Traits:
     return Traits(attention={"qk_norm": True, "gate": gate}, attention_by_layer=by_layer, partial_rotary=True)
 
 
-def check_unread(values: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
+def check_unread(values: Values, supported: Mapping[str, Any]) -> None:
     """Raises ValueError where a field that transformers does not read asks for another model than it makes."""
     for name, value in supported.items():
         if values.get(name) not in (None, value):
             raise ValueError(f"config.json: {name} is {values[name]!r}, which is not supported; only {value!r} is")
 
 
-def check_rotations(values: Mapping[str, Any]) -> None:
+def check_rotations(values: Values) -> None:
     """Raises ValueError unless there are rotary parameters for each kind of layer."""
     rotations = values.get("rope_parameters") or {}
     lacking = {kind for kind in values.get("layer_types") or () if not isinstance(rotations.get(kind), Mapping)}
@@ -420,41 +407,16 @@ def check_rotations(values: Mapping[str, Any]) -> None:
         )
 
 
-def gpt_oss(_values: Mapping[str, Any]) -> Traits:
-    """Windows, biases and YaRN are fields of its config."""
-    return Traits(attention={"sinks": True})
-
-
-def olmo2(_values: Mapping[str, Any]) -> Traits:
-    return Traits(attention={"projection_norm": True}, norms="post", windows="none")
-
-
-def olmo3(values: Mapping[str, Any]) -> Traits:
-    return replace(olmo2(values), windows="by_layer")
-
-
-def flex_olmo(values: Mapping[str, Any]) -> Traits:
-    return olmo2(values)
-
-
-def olmoe(values: Mapping[str, Any]) -> Traits:
+def olmoe(values: Values) -> Traits:
     """Raises ValueError for a config that clips queries, keys and values."""
     if values.get("clip_qkv") is not None:
         raise ValueError(
             f"config.json: clip_qkv is {values['clip_qkv']!r}, and clipped queries, keys and values are not supported"
         )
-    return replace(olmo2(values), norms="pre")
+    return replace(OLMO2, norms="pre")
 
 
-def ministral(_values: Mapping[str, Any]) -> Traits:
-    return Traits(attention_bias=False)
-
-
-def ministral3(_values: Mapping[str, Any]) -> Traits:
-    return Traits(windows="alike", attention_bias=False, query_growth=True)
-
-
-def hunyuan(values: Mapping[str, Any]) -> Traits:
+def hunyuan(values: Values) -> Traits:
     """Norms of heads follow the rotation. A "dynamic" rotary embedding with `alpha` is one with a larger base. Raises
     ValueError for keys and values that layers share."""
     if values.get("use_cla"):
@@ -470,40 +432,36 @@ def hunyuan(values: Mapping[str, Any]) -> Traits:
     return replace(traits, fields={"rope_parameters": rope, "rope_scaling": None})
 
 
-def cwm(_values: Mapping[str, Any]) -> Traits:
-    return Traits(attention_bias=False, mlp_bias="mlp_bias")
-
-
-def seed_oss(values: Mapping[str, Any]) -> Traits:
+def seed_oss(values: Values) -> Traits:
     """The output projection has a field of its own for its bias."""
     biases = {"qkv_bias": bool(values["attention_bias"]), "output_bias": bool(values["attention_out_bias"])}
     return Traits(attention=biases, windows="none", mlp_bias="mlp_bias")
 
 
-def glm(values: Mapping[str, Any]) -> Traits:
-    """Its pairs of rotated dims stand side by side (INTERLEAVED)."""
+def glm(values: Values) -> Traits:
+    """GLM-4 and Solar Open."""
     biases = {"qkv_bias": bool(values["attention_bias"]), "output_bias": False}
     return Traits(attention=biases, windows="none", partial_rotary=True)
 
 
-def glm4(values: Mapping[str, Any]) -> Traits:
+def glm4(values: Values) -> Traits:
     return replace(glm(values), norms="sandwich")
 
 
-def ernie(values: Mapping[str, Any]) -> Traits:
+def ernie(values: Values) -> Traits:
     """ERNIE 4.5; its pairs of rotated dims stand side by side (INTERLEAVED)."""
     has_bias = bool(values["use_bias"])
     return Traits(attention={"qkv_bias": has_bias, "output_bias": has_bias}, windows="none", mlp_bias="use_bias")
 
 
-def ernie_moe(values: Mapping[str, Any]) -> Traits:
+def ernie_moe(values: Values) -> Traits:
     """Raises ValueError for a config with biases, of which its head has one, too."""
     if values["use_bias"]:
         raise ValueError("config.json: use_bias is true, and heads with a bias are not supported in this family")
     return replace(ernie(values), mlp_bias="")
 
 
-def exaone4(values: Mapping[str, Any]) -> Traits:
+def exaone4(values: Values) -> Traits:
     """Where there are windows, layers without one do not rotate."""
     kinds = values.get("layer_types") or ()
     has_windows = values.get("sliding_window") is not None
@@ -511,12 +469,12 @@ def exaone4(values: Mapping[str, Any]) -> Traits:
     return Traits(attention={"qk_norm": True}, norms="post", attention_bias=False, unrotated=unrotated)
 
 
-def smollm3(values: Mapping[str, Any]) -> Traits:
+def smollm3(values: Values) -> Traits:
     unrotated = [index for index, rotates in enumerate(values["no_rope_layers"]) if not rotates]
     return Traits(window_switch=True, mlp_bias="mlp_bias", unrotated=unrotated)
 
 
-def granite(values: Mapping[str, Any]) -> Traits:
+def granite(values: Values) -> Traits:
     """Weights hold the factors of residuals and logits once they are loaded (adapt.py)."""
     return Traits(
         attention={"scale": number_of(values, "attention_multiplier")},
@@ -528,7 +486,7 @@ def granite(values: Mapping[str, Any]) -> Traits:
     )
 
 
-def granite_swa(values: Mapping[str, Any]) -> Traits:
+def granite_swa(values: Values) -> Traits:
     """Granite with windows, sinks and a rotary base for each layer; those with 0 do not rotate."""
     base = granite(values)
     thetas = values.get("layer_rope_theta")
@@ -544,11 +502,11 @@ def granite_swa(values: Mapping[str, Any]) -> Traits:
     )
 
 
-def granite_moe_swa(values: Mapping[str, Any]) -> Traits:
+def granite_moe_swa(values: Values) -> Traits:
     return replace(granite_swa(values), mlp_bias="")
 
 
-def hyperclovax(values: Mapping[str, Any]) -> Traits:
+def hyperclovax(values: Values) -> Traits:
     """Granite with norms of outputs, unless `use_post_norm` is off, and a factor of logits in place of a divisor."""
     return replace(
         granite(values),
@@ -557,71 +515,42 @@ def hyperclovax(values: Mapping[str, Any]) -> Traits:
     )
 
 
-def helium(values: Mapping[str, Any]) -> Traits:
-    """Its pairs of rotated dims stand side by side (INTERLEAVED)."""
-    biases = {"qkv_bias": bool(values["attention_bias"]), "output_bias": False}
-    return Traits(attention=biases, windows="none", mlp_bias="mlp_bias")
+def helium(values: Values) -> Traits:
+    return replace(glm(values), partial_rotary=False, mlp_bias="mlp_bias")
 
 
-def mellum(_values: Mapping[str, Any]) -> Traits:
-    return Traits(attention={"qk_norm": True})
-
-
-def granite_moe(values: Mapping[str, Any]) -> Traits:
+def granite_moe(values: Values) -> Traits:
     return replace(granite(values), mlp_bias="")
 
 
-def glm4_moe(values: Mapping[str, Any]) -> Traits:
-    """GLM-4.5 and 4.6, whose pairs of rotated dims stand apart."""
-    biases = {"qkv_bias": bool(values["attention_bias"]), "output_bias": False}
-    has_norms = bool(values.get("use_qk_norm"))
-    return Traits(attention={**biases, "qk_norm": has_norms}, windows="none", partial_rotary=True)
+def glm4_moe(values: Values) -> Traits:
+    """GLM-4.5 and 4.6."""
+    base = glm(values)
+    return replace(base, attention={**base.attention, "qk_norm": bool(values.get("use_qk_norm"))})
 
 
-def solar_open(values: Mapping[str, Any]) -> Traits:
-    biases = {"qkv_bias": bool(values["attention_bias"]), "output_bias": False}
-    return Traits(attention=biases, windows="none", partial_rotary=True)
-
-
-def minimax_m2(_values: Mapping[str, Any]) -> Traits:
-    return Traits(attention={"projection_norm": True}, windows="none", attention_bias=False, partial_rotary=True)
-
-
-def dots1(_values: Mapping[str, Any]) -> Traits:
-    return Traits(attention={"qk_norm": True})
-
-
-def exaone_moe(values: Mapping[str, Any]) -> Traits:
+def exaone_moe(values: Values) -> Traits:
     return replace(exaone4(values), norms="pre")
 
 
-def flint(values: Mapping[str, Any]) -> Traits:
+def flint(values: Values) -> Traits:
     """Layers without a window do not rotate."""
     kinds = values.get("layer_types") or ()
     unrotated = [index for index, kind in enumerate(kinds) if kind != "sliding_attention"]
     return Traits(attention={"qk_norm": True, "sinks": True}, unrotated=unrotated)
 
 
-def hy_v3(_values: Mapping[str, Any]) -> Traits:
-    """Hunyuan 3."""
-    return Traits(attention={"qk_norm": True}, windows="none", mlp_bias="mlp_bias")
-
-
-def phi3(_values: Mapping[str, Any]) -> Traits:
-    """Fused projections and longrope, files and fields say."""
-    return Traits(windows="alike", attention_bias=False, partial_rotary=True)
-
-
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
-    "ArceeForCausalLM": arcee,
-    "CwmForCausalLM": cwm,
-    "Dots1ForCausalLM": dots1,
+# Traits, or the function that finds them in a config.
+FAMILIES: dict[str, Traits | Callable[[Values], Traits]] = {
+    "ArceeForCausalLM": replace(LLAMA, gated=False),
+    "CwmForCausalLM": Traits(attention_bias=False, mlp_bias="mlp_bias"),
+    "Dots1ForCausalLM": Traits(attention={"qk_norm": True}),
     "Ernie4_5ForCausalLM": ernie,
     "Ernie4_5_MoeForCausalLM": ernie_moe,
     "Exaone4ForCausalLM": exaone4,
-    "ExaoneForCausalLM": llama,
+    "ExaoneForCausalLM": LLAMA,
     "ExaoneMoeForCausalLM": exaone_moe,
-    "FlexOlmoForCausalLM": flex_olmo,
+    "FlexOlmoForCausalLM": OLMO2,
     "FlintForCausalLM": flint,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
@@ -631,47 +560,56 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "Glm4ForCausalLM": glm4,
     "Glm4MoeForCausalLM": glm4_moe,
     "GlmForCausalLM": glm,
-    "GptOssForCausalLM": gpt_oss,
+    "GptOssForCausalLM": Traits(attention={"sinks": True}),
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
     "GraniteMoeSWAForCausalLM": granite_moe_swa,
     "GraniteMoeSharedForCausalLM": granite_moe,
     "GraniteSWAForCausalLM": granite_swa,
-    "HYV3ForCausalLM": hy_v3,
+    "HYV3ForCausalLM": replace(LLAMA, attention={"qk_norm": True}),
     "HeliumForCausalLM": helium,
     "HunYuanDenseV1ForCausalLM": hunyuan,
     "HunYuanMoEV1ForCausalLM": hunyuan,
     "HyperCLOVAXForCausalLM": hyperclovax,
-    "IQuestCoderForCausalLM": llama,
-    "InternLM3ForCausalLM": llama,
+    "IQuestCoderForCausalLM": LLAMA,
+    "InternLM3ForCausalLM": LLAMA,
     "LagunaForCausalLM": laguna,
-    "LlamaForCausalLM": llama,
-    "MellumForCausalLM": mellum,
-    "MiniMaxM2ForCausalLM": minimax_m2,
-    "Ministral3ForCausalLM": ministral3,
-    "MinistralForCausalLM": ministral,
+    "LlamaForCausalLM": LLAMA,
+    "MellumForCausalLM": Traits(attention={"qk_norm": True}),
+    "MiniMaxM2ForCausalLM": Traits(
+        attention={"projection_norm": True}, windows="none", attention_bias=False, partial_rotary=True
+    ),
+    "Ministral3ForCausalLM": Traits(windows="alike", attention_bias=False, query_growth=True),
+    "MinistralForCausalLM": Traits(attention_bias=False),
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mistral,
     "MuseGlimmerForCausalLM": muse_glimmer,
-    "Olmo2ForCausalLM": olmo2,
-    "Olmo3ForCausalLM": olmo3,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": replace(OLMO2, windows="by_layer"),
     "OlmoeForCausalLM": olmoe,
-    "Phi3ForCausalLM": phi3,
-    "Qwen2ForCausalLM": qwen2,
+    "Phi3ForCausalLM": Traits(windows="alike", attention_bias=False, partial_rotary=True),
+    "Qwen2ForCausalLM": QWEN2,
     "Qwen2MoeForCausalLM": qwen2_moe,
-    "Qwen3ForCausalLM": qwen3,
-    "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": replace(QWEN3, windows="alike"),
     "Qwen3NextForCausalLM": qwen3_next,
     "Qwen3_5ForCausalLM": qwen3_next,
     "Qwen3_5MoeForCausalLM": qwen3_next,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
-    "SolarOpenForCausalLM": solar_open,
+    "SolarOpenForCausalLM": glm,
     "VaultGemmaForCausalLM": vault_gemma,
 }
 # Families that rotate dims 2 i and 2 i + 1 of a head together, and not i and i + half.
 INTERLEAVED = frozenset(
     {"Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM", "HeliumForCausalLM"}
+)
+QWEN2_MOE = Mixture(
+    size="moe_intermediate_size",
+    normalise="norm_topk_prob",
+    shared="shared_expert_intermediate_size",
+    shared_gate=True,
+    layers="by_step",
 )
 GRANITE_MOE_SHARED = Mixture(shared="shared_intermediate_size")
 DEEPSEEK_MOE = Mixture(  # that of DeepSeek-V3 (arXiv 2412.19437)
@@ -701,13 +639,7 @@ MIXTURES: dict[str, Mixture] = {
         DEEPSEEK_MOE, count="num_experts", shared_experts="num_shared_experts", layers="by_type"
     ),
     "FlexOlmoForCausalLM": Mixture(normalise="norm_topk_prob"),
-    "FlintForCausalLM": Mixture(
-        size="moe_intermediate_size",
-        normalise="norm_topk_prob",
-        shared="shared_expert_intermediate_size",
-        scores="sigmoid",
-        layers="by_step",
-    ),
+    "FlintForCausalLM": replace(QWEN2_MOE, shared_gate=False, scores="sigmoid"),
     "Gemma4ForCausalLM": Mixture(switch="enable_moe_block", top_k="top_k_experts", size="moe_intermediate_size"),
     "Glm4MoeForCausalLM": DEEPSEEK_MOE,
     "GptOssForCausalLM": Mixture(),
@@ -737,24 +669,10 @@ MIXTURES: dict[str, Mixture] = {
     "MiniMaxM2ForCausalLM": Mixture(scores="sigmoid", correction=True),
     "MixtralForCausalLM": Mixture(),
     "OlmoeForCausalLM": Mixture(normalise="norm_topk_prob"),
-    "Qwen2MoeForCausalLM": Mixture(
-        size="moe_intermediate_size",
-        normalise="norm_topk_prob",
-        shared="shared_expert_intermediate_size",
-        shared_gate=True,
-        layers="by_step",
-    ),
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": Mixture(size="moe_intermediate_size", normalise="norm_topk_prob", layers="by_step"),
-    "Qwen3NextForCausalLM": Mixture(
-        size="moe_intermediate_size",
-        normalise="norm_topk_prob",
-        shared="shared_expert_intermediate_size",
-        shared_gate=True,
-        layers="by_step",
-    ),
-    "Qwen3_5MoeForCausalLM": Mixture(
-        size="moe_intermediate_size", shared="shared_expert_intermediate_size", shared_gate=True
-    ),
+    "Qwen3NextForCausalLM": QWEN2_MOE,
+    "Qwen3_5MoeForCausalLM": replace(QWEN2_MOE, normalise="", layers="all"),
     "SolarOpenForCausalLM": replace(DEEPSEEK_MOE, layers="all"),
 }
 
@@ -800,13 +718,13 @@ MTP: dict[str, MTPForm] = {
 }
 
 
-def architecture_of(values: Mapping[str, Any]) -> str:
+def architecture_of(values: Values) -> str:
     """Returns the decoder's architecture: for a multimodal checkpoint, that of its text part."""
     name = (values.get("architectures") or ["(none)"])[0]
     return TEXT_TYPES.get((name, _text_type(values)), "") or TEXT_PARTS.get(name, name)
 
 
-def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_part(values: Values) -> Values:
     """The decoder's fields of a config, which a multimodal checkpoint has in `text_config`. Whether the head is tied
     the top level says, as in transformers; Muse-Glimmer's files do not, and have a head."""
     name = (values.get("architectures") or [""])[0]
@@ -817,11 +735,12 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**(values.get("text_config") or {}), **same, **FIXED.get(name, {})}
 
 
-def traits_of(values: Mapping[str, Any]) -> Traits:
-    return FAMILIES[architecture_of(values)](values)
+def traits_of(values: Values) -> Traits:
+    family = FAMILIES[architecture_of(values)]
+    return family if isinstance(family, Traits) else family(values)
 
 
-def count_of(values: Mapping[str, Any], name: str) -> int:
+def count_of(values: Values, name: str) -> int:
     """The field `name` of a config. Raises ValueError unless it is an integer of at least 1."""
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -829,7 +748,7 @@ def count_of(values: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def number_of(values: Mapping[str, Any], name: str) -> float:
+def number_of(values: Values, name: str) -> float:
     """The field `name` of a config. Raises ValueError unless it is a number above 0."""
     value = values.get(name)
     if not is_number(value) or value == 0:
@@ -842,12 +761,12 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def cap_of(values: Mapping[str, Any], name: str) -> float | None:
+def cap_of(values: Values, name: str) -> float | None:
     """The field `name` of a config, as `number_of`; None where there is none."""
     return None if values.get(name) is None else number_of(values, name)
 
 
-def activation_of(values: Mapping[str, Any], traits: Traits) -> "MLPActivation":
+def activation_of(values: Values, traits: Traits) -> "MLPActivation":
     """Raises ValueError for one that there are no kernels for."""
     name = values.get(traits.activation) or ("gelu_pytorch_tanh" if traits.activation == "hidden_activation" else None)
     supported = ACTIVATIONS if traits.gated else UNGATED
@@ -856,13 +775,13 @@ def activation_of(values: Mapping[str, Any], traits: Traits) -> "MLPActivation":
     return supported[name]
 
 
-def refusal(values: Mapping[str, Any]) -> str:
+def refusal(values: Values) -> str:
     """Why targets with such a config are not served by design, and what else is not; empty where they may be."""
     reason = _reason(values)
     return f"{reason}. {NOT_SERVED}" if reason else ""
 
 
-def adapter_refusal(values: Mapping[str, Any]) -> str:
+def adapter_refusal(values: Values) -> str:
     """Says how to serve a folder that holds an adapter in place of a model, by its adapter_config.json."""
     kind = str(values.get("peft_type") or "LORA")
     base = values.get("base_model_name_or_path") or "its base model"
@@ -873,13 +792,13 @@ def adapter_refusal(values: Mapping[str, Any]) -> str:
     )
 
 
-def _text_type(values: Mapping[str, Any]) -> str:
+def _text_type(values: Values) -> str:
     """The `model_type` of a text part; empty where there is none."""
     inside = values.get("text_config")
     return str(inside.get("model_type") or "") if isinstance(inside, Mapping) else ""
 
 
-def _reason(values: Mapping[str, Any]) -> str:
+def _reason(values: Values) -> str:
     name = (values.get("architectures") or [""])[0]
     inside = values.get("text_config")
     fields = {**(inside if isinstance(inside, Mapping) else {}), **values}
