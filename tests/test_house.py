@@ -7,9 +7,9 @@ from slipstream.tests.house import SUBJECT, num_tokens
 
 def test_comments_docstrings_and_layout_cost_nothing() -> None:
     code = "x = 1\ndef f(a):\n    return a + x\n"
-    documented = '"""Module."""\n\nx = 1  # one\n\n\ndef f(a):\n    """Function."""\n\n    return (\n        a + x\n    )\n'
+    documented = '"""Module."""\n\nx = 1  # one\n\n\ndef f(a):\n    """Function."""\n\n    return a + x\n'
     assert num_tokens(code) == 3 + 6 + 4
-    assert num_tokens(documented) == num_tokens(code) + len("()")
+    assert num_tokens(documented) == num_tokens(code)
     assert num_tokens('x = "text"') == 3
 
 
