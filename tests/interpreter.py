@@ -14,6 +14,7 @@ def prepare() -> None:
     """Patches the interpreter of this process, before kernels are launched."""
     check_no_overflows()
     patch_once_per_launch()
+    know_types()
     add_products_in_order()
 
 
@@ -76,3 +77,37 @@ def patch_once_per_launch() -> None:
 
     interpreter._LangPatchScope = Scope
     interpreter._patch_lang = patch_unless_done
+
+
+def know_types() -> None:
+    """Each operation makes the type and the shape of its tile anew, and checks them; few are different."""
+    find_dtype = interpreter._get_np_dtype
+    init_type = tl.block_type.__init__
+    init_tensor = tl.tensor.__init__
+    dtypes: dict[str, np.dtype[Any]] = {}
+    types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def known_dtype(dtype: Any) -> np.dtype[Any]:
+        name = dtype.scalar.name
+        if name not in dtypes:
+            dtypes[name] = find_dtype(dtype)
+        return dtypes[name]
+
+    def known_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[length.value if isinstance(length, tl.constexpr) else length for length in shape])
+        if key not in types:
+            init_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key], element_ty=element_ty)
+
+    def known_shape(self: Any, handle: Any, type: Any) -> None:
+        key = (*type.shape,) if type.is_block() else ()
+        if key not in shapes:
+            init_tensor(self, handle, type)
+            shapes[key] = dict(vars(self))
+        vars(self).update(shapes[key], handle=handle, type=type, dtype=type.scalar)
+
+    interpreter._get_np_dtype = known_dtype
+    tl.block_type.__init__ = known_type
+    tl.tensor.__init__ = known_shape
