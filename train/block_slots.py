@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.blocks import BlockAttention
-from slipstream.train.losses import TargetHead, gathered_logits, head_losses
+from slipstream.train.losses import TargetHead, gathered_logits
 
 
 class Networks(NamedTuple):
@@ -88,11 +88,6 @@ class Slots:
         """(M, H) times the multiplier of the draft's logits."""
         factor = self.networks.draft.config.output_multiplier
         return self.states if factor == 1 else self.states * factor
-
-    def entropies(self) -> Tensor:
-        """(M,) cross-entropies of the draft's own logits against the labels, computed with a gradient."""
-        cap = self.networks.draft.config.final_logit_softcapping
-        return head_losses(self.scaled_states, self.networks.head.rows, self.labels, cap=cap)[0]
 
     def embed(self, rows: Tensor) -> Tensor:
         """The target's embedding of `rows` (...) of the head -> (..., H)."""

@@ -199,10 +199,9 @@ class DFlashTraining(DraftTraining):
             teach,
             bias=bias,
             cap=cap,
-            candidates=candidates,
         )
         overlaps = losses.overlaps if reads else None
-        return TokenLosses(losses.total, losses.entropies, overlaps, losses.best, candidates, weights)
+        return TokenLosses(losses.total, losses.entropies, overlaps, losses.best, None, weights)
 
     @torch.no_grad()
     def entropies(self, states: Tensor, slots: Slots, bias: Bias | None) -> Tensor:

@@ -180,13 +180,11 @@ def weighted_losses(
     *,
     bias: Bias | None = None,
     cap: float | None = None,
-    candidates: Tensor | None = None,
 ) -> WeightedLosses:
     """Cross-entropies of logits states @ head.T, capped, plus `bias`, against labels (N,), rows of the head, times
     `weights` (N,) fp32; and their overlaps with what `teach` gives.
 
-    states (N, H), head (Vd, H) frozen. `candidates` (N, k) int64 is filled with each row's best by the capped logits,
-    without the bias, in order.
+    states (N, H), head (Vd, H) frozen.
     """
     features, rows = bias or (None, None)
     inputs = [x for x in (states, features, rows) if x is not None]
@@ -194,8 +192,6 @@ def weighted_losses(
 
     def loss_of(part: slice, logits: Tensor, bias: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
         logits, slope = capped(logits, cap, with_slope=with_gradient)
-        if candidates is not None:
-            candidates[part] = logits.topk(candidates.shape[1], dim=-1).indices
         logits = logits if bias is None else logits + bias
         row_weights = weights[part]
         label = labels[part]

@@ -72,9 +72,6 @@ class TrainedSlots(Protocol):
     def normalisers(self) -> Tensor:
         """(M,) fp32 log of the sum of exp of all of the target's logits."""
 
-    def entropies(self) -> Tensor:
-        """(M,) cross-entropies of the draft's own logits against the labels, computed with a gradient."""
-
     def embed(self, rows: Tensor) -> Tensor:
         """The target's embedding of `rows` (...) of the head -> (..., H)."""
 
@@ -83,7 +80,7 @@ class TokenLosses(NamedTuple):
     """Losses of the M slots over the vocabulary."""
 
     total: Tensor  # weighted, summed
-    entropies: Tensor  # (M,) with a gradient where `overlaps` are not read and no head adds a bias
+    entropies: Tensor  # (M,) with a gradient where there are `candidates`
     overlaps: Tensor | None  # (M,) sum min(p, q) by which the target accepts what the draft samples, if computed
     best: Tensor  # (M,) rows of the head
     candidates: Tensor | None  # (M, k) rows of the head, best first

@@ -171,9 +171,7 @@ class LiLiCorr(JoiningHead):
         rows = tokens.candidates[slot_numbers]
         labels = slots.labels[slot_numbers]
         logits = slots.logits(torch.cat((rows, labels.unsqueeze(1)), dim=1), slot_numbers)
-        has_gradient = tokens.entropies.requires_grad or not slots.states.requires_grad
-        entropies = tokens.entropies if has_gradient else slots.entropies()
-        normalisers = entropies[slot_numbers] + logits[:, -1]
+        normalisers = tokens.entropies[slot_numbers] + logits[:, -1]
         log_probs = (logits[:, :-1] - normalisers.unsqueeze(1)).unflatten(0, shape)
         embedded = slots.embed(rows).unflatten(0, shape)
         start, edges = self(embedded, log_probs, slots.hidden[blocks], slots.context(blocks))
