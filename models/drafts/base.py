@@ -22,7 +22,7 @@ from slipstream.models.drafts.token_map import check_t2d, ids_of
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
 from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers.attention import SelfAttention
-from slipstream.models.layers.formats.base import FLOATS
+from slipstream.models.layers.formats.base import FLOATS, Tensors
 from slipstream.models.layers.formats.table import tensor_dtypes
 from slipstream.models.layers.linear import Embedding
 from slipstream.models.targets.config import ROPE_TYPES, AttentionSpec, DecoderShape, LayerSpec, TargetSpec
@@ -43,7 +43,7 @@ OWN_FIELDS = ("target", "target_revision", "target_fingerprint", "tokenizer_hash
 
 DRAFT_ROPES = tuple(kind for kind in ROPE_TYPES if kind != "longrope")
 Network = TypeVar("Network", bound="DraftNetwork")
-Tensors = Mapping[str, Tensor]  # by public name
+Values = Mapping[str, Any]  # of config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ class DraftConfig(DecoderShape, ABC):
 
     @classmethod
     @abstractmethod
-    def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
+    def from_json(cls, values: Values, target: TargetSpec, tensors: Tensors | None = None) -> Self:
         """Reads our config.json or another trainer's, whose `tensors`, by public name, say what it leaves out.
 
         Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
@@ -133,11 +133,11 @@ class DraftConfig(DecoderShape, ABC):
     @classmethod
     def settle(
         cls,
-        values: Mapping[str, Any],
+        values: Values,
         target: TargetSpec,  # noqa: ARG003
         choices: Choices,
         evidence: Evidence | None,  # noqa: ARG003
-    ) -> Mapping[str, Any]:
+    ) -> Values:
         """A config.json, ours or another trainer's, as `from_json` reads it: fields by their public names, and what
         trainers mean differently decided by `choices` or by what the file shows. Without `evidence`, where the tensors
         have not been read, what they would decide takes its usual meaning. Here: of kinds whose files leave nothing
@@ -263,7 +263,7 @@ def decoder_to_json(config: DraftConfig) -> dict[str, Any]:
     }
 
 
-def decoder_from_json(values: Mapping[str, Any], target: TargetSpec, *required: str) -> dict[str, Any]:
+def decoder_from_json(values: Values, target: TargetSpec, *required: str) -> dict[str, Any]:
     """The inverse: fields of a DraftConfig. Other trainers' configs mostly do not name the target.
 
     Raises ValueError for a required field, these or `required`, that is missing, null or not a number.
@@ -279,7 +279,7 @@ def decoder_from_json(values: Mapping[str, Any], target: TargetSpec, *required: 
     }
 
 
-def _check_numbers(values: Mapping[str, Any], names: Sequence[str]) -> None:
+def _check_numbers(values: Values, names: Sequence[str]) -> None:
     missing = [name for name in names if values.get(name) is None]
     if missing:
         raise ValueError(f"draft config lacks {', '.join(missing)}")
@@ -288,7 +288,7 @@ def _check_numbers(values: Mapping[str, Any], names: Sequence[str]) -> None:
             raise ValueError(f"draft config: {name} is {values[name]!r}; it must be a number")
 
 
-def check_llama_layer(values: Mapping[str, Any]) -> None:
+def check_llama_layer(values: Values) -> None:
     """Raises ValueError unless the decoder's layers are plain ones."""
     if values.get("hidden_act", "silu") != "silu":
         raise ValueError(f"draft config: hidden_act is {values['hidden_act']!r}; it must be 'silu'")
@@ -296,7 +296,7 @@ def check_llama_layer(values: Mapping[str, Any]) -> None:
         raise ValueError("draft config sets mlp_bias, which is not supported")
 
 
-def window_from_json(values: Mapping[str, Any]) -> int | None:
+def window_from_json(values: Values) -> int | None:
     """The window of an EAGLE draft's layers. Raises ValueError if some have one and others none.
 
     Llama's code has windows only where `layer_types` or `use_sliding_window` say so, as they do in our files.
@@ -318,7 +318,7 @@ def window_to_json(config: DraftConfig, num_layers: int = 1) -> dict[str, Any]:
     return {"layer_types": types, "use_sliding_window": True, "sliding_window": config.sliding_window}
 
 
-def check_target(values: Mapping[str, Any], **expected: int) -> None:
+def check_target(values: Values, **expected: int) -> None:
     """Raises ValueError for a given field of config.json that differs from `expected`, the target's."""
     for name, actual in expected.items():
         if values.get(name) not in (None, actual):
@@ -328,7 +328,7 @@ def check_target(values: Mapping[str, Any], **expected: int) -> None:
             )
 
 
-def write_draft(module: DraftNetwork, state: Mapping[str, Tensor], path: Path, run: Mapping[str, Any]) -> None:
+def write_draft(module: DraftNetwork, state: Tensors, path: Path, run: Mapping[str, Any]) -> None:
     """Writes a servable checkpoint into the existing folder `path` (see atomic.atomic_folder).
 
     `state` is the module's state_dict, gathered by the caller where it is sharded.
@@ -343,7 +343,7 @@ def load_draft(
     target: TargetSpec,
     dtype: torch.dtype | None,
     device: torch.device,
-    shared: Mapping[str, Tensor] | None = None,
+    shared: Tensors | None = None,
     choices: Choices | None = None,
 ) -> Network:
     """Reads a draft for `target`, strictly: the ValueError names every missing or unexpected key, and values that are
@@ -384,8 +384,8 @@ def check_files(network: type[DraftNetwork], path: Path) -> None:
 class DraftFiles(NamedTuple):
     """A draft's checkpoint: config.json, and tensors by their names in the files."""
 
-    values: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    values: Values
+    tensors: Tensors
 
 
 def settle_files(
@@ -395,7 +395,7 @@ def settle_files(
     choices = choices or Choices()
     check_unquantized(files.tensors, path)
     tensors = network.read_tensors(files.tensors, target)
-    values: Mapping[str, Any] = from_speculators(dict(files.values))
+    values: Values = from_speculators(dict(files.values))
     values = network.Config.settle(values, target, choices, Evidence(tensors, files.tensors.keys()))
     config: Any = network.Config.from_json(values, target, tensors)
     if choices.aux_layers is not None and config.aux_layers != tuple(choices.aux_layers):
@@ -415,7 +415,7 @@ def build_draft(
     target: TargetSpec,
     dtype: torch.dtype | None,
     device: torch.device,
-    shared: Mapping[str, Tensor] | None = None,
+    shared: Tensors | None = None,
     choices: Choices | None = None,
 ) -> Network:
     """`load_draft` of files that are read already; `path` names them in errors."""
@@ -438,7 +438,7 @@ def build_draft(
     return module
 
 
-def check_unquantized(tensors: Mapping[str, Tensor], path: Path) -> None:
+def check_unquantized(tensors: Tensors, path: Path) -> None:
     """Raises ValueError for a draft whose weights are quantised, in whatever format."""
     for name, tensor in tensors.items():
         if name.rpartition(".")[2] in tensor_dtypes() and tensor.dtype not in (*FLOATS, torch.float64):
@@ -516,7 +516,7 @@ def whole_numbers(d2t: Tensor, path: Path) -> Tensor:
     return d2t.long()
 
 
-def drop_copy(tensors: dict[str, Tensor], key: str, shared: Mapping[str, Tensor] | None) -> bool:
+def drop_copy(tensors: dict[str, Tensor], key: str, shared: Tensors | None) -> bool:
     """Removes `key` from a draft's tensors if it is a copy of the target's, `shared` (V, H); True if it is not a copy.
 
     A head is compared at the rows that the draft's t2d (V,) names. Without `shared` any tensor counts as a copy.
@@ -548,7 +548,7 @@ def is_copy(tensor: Tensor, expected: Tensor, ids: Tensor | None = None) -> bool
     return True
 
 
-def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
+def check_finite(tensors: Tensors, path: Path) -> None:
     """Raises ValueError that names the first tensor with NaN or infinite values."""
     for key, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.numel() == 0:
@@ -557,7 +557,7 @@ def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
             raise ValueError(f"{path}: {key} holds NaN or infinite values; fetch the draft again or train it again")
 
 
-def check_fc(tensors: Mapping[str, Tensor], size: int, layers: Sequence[int], field: str, path: Path) -> None:
+def check_fc(tensors: Tensors, size: int, layers: Sequence[int], field: str, path: Path) -> None:
     """Raises ValueError unless fc.weight fits the states of `layers`, each of `size` numbers; `field` lists them."""
     columns = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else len(layers) * size
     if columns % size:

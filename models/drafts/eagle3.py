@@ -253,7 +253,7 @@ def _layers_to_json(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def _layers_from_json(values: Values, target: TargetSpec, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+def _layers_from_json(values: Values, target: TargetSpec, tensors: Tensors) -> tuple[int, ...]:
     """Output ids. Raises ValueError if the two fields name different states, or neither any that are certain."""
     outputs = (values.get("eagle_config") or {}).get(AUX_LAYERS)
     if not values.get(AUX_LAYERS):
@@ -268,7 +268,7 @@ def _layers_from_json(values: Values, target: TargetSpec, tensors: Mapping[str, 
     return layers
 
 
-def _unnamed_layers(target: TargetSpec, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+def _unnamed_layers(target: TargetSpec, tensors: Tensors) -> tuple[int, ...]:
     """Returns the layer outputs that a file without layer ids reads. Raises ValueError unless a published rule makes
     them certain."""
     published = published_layers(target.num_layers)
@@ -342,7 +342,7 @@ class Eagle3(DraftNetwork):
         return ids_of(self.d2t)
 
     @torch.no_grad()
-    def init_from_target(self, weights: Mapping[str, Tensor]) -> None:
+    def init_from_target(self, weights: Tensors) -> None:
         """Takes over the target's head rows and final norm; fc passes the last aux hidden state through, and the MLP
         adds nothing at first. `weights` by their names in files.
 

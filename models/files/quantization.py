@@ -11,6 +11,7 @@ from typing import Any
 
 from slipstream.models.files.checkpoint import read_json
 
+Values = Mapping[str, Any]  # of a config
 BLOCK = 128  # rows and columns of an FP8 block
 PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")  # that a file's names may have
 GROUP_SIZES = (32, 64, 128)  # of int4; and multiples of 256, and -1
@@ -25,7 +26,7 @@ def has_fp8_cache(path: Path) -> bool:
     return is_float8 and str(algorithm).upper() == "FP8"
 
 
-def find_config(path: Path) -> Mapping[str, Any] | None:
+def find_config(path: Path) -> Values | None:
     """The quantisation config with `quant_method`, wherever the folder has it."""
     file = path / "config.json"
     config = read_json(file) if file.exists() else {}
@@ -44,7 +45,7 @@ def find_config(path: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def read_ignored(values: Mapping[str, Any]) -> list[str]:
+def read_ignored(values: Values) -> list[str]:
     inner = object_field(values, "quantization") or values
     names = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
     skipped = [f"re:{key[2:]}" for key in object_field(inner, "dynamic") if key.startswith("-:")]  # GPTQModel
@@ -54,7 +55,7 @@ def read_ignored(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def group_size_field(values: Mapping[str, Any], name: str) -> int:
+def group_size_field(values: Values, name: str) -> int:
     size = values.get(name)
     if size in (-1, None):
         return -1
@@ -63,21 +64,21 @@ def group_size_field(values: Mapping[str, Any], name: str) -> int:
     return size
 
 
-def expect(values: Mapping[str, Any], name: str, *allowed: Any) -> None:
+def expect(values: Values, name: str, *allowed: Any) -> None:
     """`allowed` has None if the field may be left out."""
     if values.get(name) not in allowed:
         choices = " or ".join(repr(value) for value in allowed if value not in (None, ""))
         raise ValueError(f"{name} is {values.get(name)!r}; it must be {choices}")
 
 
-def expect_blocks(values: Mapping[str, Any], name: str) -> None:
+def expect_blocks(values: Values, name: str) -> None:
     size_field = values.get(name)
     sizes = size_field.split("x") if isinstance(size_field, str) else size_field
     if not isinstance(sizes, list) or [str(size) for size in sizes] != [str(BLOCK)] * 2:
         raise ValueError(f"{name} is {size_field!r}; it must be [{BLOCK}, {BLOCK}]")
 
 
-def object_field(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def object_field(values: Values, name: str) -> Values:
     """A field that holds an object; an empty one if it is left out, null or empty."""
     section = values.get(name) or {}
     if not isinstance(section, Mapping):
@@ -87,7 +88,7 @@ def object_field(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section
 
 
-def module_field(values: Mapping[str, Any], name: str) -> list[str]:
+def module_field(values: Values, name: str) -> list[str]:
     """A field that names modules; empty if it is left out. Entries that begin with "re:" are regular expressions."""
     entries = values.get(name) or []
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):

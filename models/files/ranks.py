@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.files.weights import Place, check_tensors, expected_tensors, places_of
-from slipstream.models.layers.formats.base import FileTensor, QuantizedExperts, QuantizedLinear
+from slipstream.models.layers.formats.base import FileTensor, QuantizedExperts, QuantizedLinear, Tensors
 from slipstream.models.layers.formats.linear_experts import PROJECTIONS, LinearExperts
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.moe import Experts
@@ -35,7 +35,7 @@ class Slice(NamedTuple):
 
 
 def rank_tensors(
-    network: nn.Module, local: nn.Module, tensors: Mapping[str, Tensor], rank: int, world: int, source: Path
+    network: nn.Module, local: nn.Module, tensors: Tensors, rank: int, world: int, source: Path
 ) -> dict[str, Tensor]:
     """Returns a rank's part of the `tensors` of `source`, by their names in files, for its network, `local`; `network`
     is the target's. Fused projections and experts come apart. Biases of outputs that ranks add up are zeros but on
@@ -50,9 +50,7 @@ def rank_tensors(
     return pieces | {name: torch.zeros_like(pieces[name]) for name in added}
 
 
-def rank_slices(
-    network: nn.Module, local: nn.Module, tensors: Mapping[str, Tensor], rank: int, world: int
-) -> dict[str, Slice]:
+def rank_slices(network: nn.Module, local: nn.Module, tensors: Tensors, rank: int, world: int) -> dict[str, Slice]:
     """Returns a rank's slices by the names of tensors; tensors that every rank has whole are left out."""
     places = places_of(network)
     local_places = places_of(local)
@@ -95,7 +93,7 @@ def _slice_start(size: int, length: int, rank: int, world: int) -> int:
     return rank * (size // length) // world * length
 
 
-def sliceable(network: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def sliceable(network: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
     """Leaves out tensors that a rank's part does without: group ids of inputs in the usual order, which would not begin
     at 0 in a slice."""
     places = places_of(network, fused=tensors)
@@ -138,7 +136,7 @@ def _sizes(layer: nn.Module, part: nn.Module) -> Iterator[tuple[str, int, int, i
         yield "channels in an expert", layer.spec.intermediate_size, part.spec.intermediate_size, layer.unit
 
 
-def take_apart(network: nn.Module, places: Mapping[str, Place], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def take_apart(network: nn.Module, places: Mapping[str, Place], tensors: Tensors) -> dict[str, Tensor]:
     """Returns tensors with views of its parts in the place of each fused one, by their names in files."""
     shapes = expected_tensors(network, places_of(network))
     apart: dict[str, Tensor] = {}

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.layers.formats.base import FLOATS, FileTensor, QuantizedExperts, QuantizedLinear
+from slipstream.models.layers.formats.base import FLOATS, FileTensor, QuantizedExperts, QuantizedLinear, Tensors
 from slipstream.models.layers.linear import Linear, copy_converted, remake_derived
 from slipstream.models.layers.moe import Experts
 from slipstream.models.layers.norm import RMSNorm
@@ -44,7 +44,7 @@ class Place(NamedTuple):
             copy_converted(getattr(self.owner, name), tensor)
 
 
-def public_tensors(module: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def public_tensors(module: nn.Module, state: Tensors | None = None) -> dict[str, Tensor]:
     """Views of a module's tensors by their names in files; tied ones appear once.
 
     `state`: its state_dict, gathered by the caller where it is sharded. Default: the module's own tensors. Quantised
@@ -76,7 +76,7 @@ def load_weights(
     return module.eval().requires_grad_(False)
 
 
-def check_tensors(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> dict[str, Place]:
+def check_tensors(module: nn.Module, tensors: Tensors, source: Path) -> dict[str, Place]:
     """Returns the places of the `tensors` of `source`. Raises ValueError as `load_weights`."""
     places = places_of(module, fused=tensors)
     expected = expected_tensors(module, places)

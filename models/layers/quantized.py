@@ -7,14 +7,21 @@ it.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.models.layers.decoder_layer import DecoderLayer
-from slipstream.models.layers.formats.base import FLOATS, Format, Quantization, QuantizedExperts, QuantizedLinear
+from slipstream.models.layers.formats.base import (
+    FLOATS,
+    Format,
+    Quantization,
+    QuantizedExperts,
+    QuantizedLinear,
+    Tensors,
+)
 from slipstream.models.layers.formats.linear_experts import PROJECTIONS, LinearExperts
 from slipstream.models.layers.formats.table import FORMATS, tensor_dtypes
 from slipstream.models.layers.linear import Head, Linear
@@ -30,9 +37,7 @@ CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_proj.output
 """Ends of names of tensors for a KV cache in FP8 (models/targets/cache_scales.py)."""
 
 
-def quantize(
-    network: nn.Module, quantization: Quantization | None, tensors: Mapping[str, Tensor], device: torch.device
-) -> None:
+def quantize(network: nn.Module, quantization: Quantization | None, tensors: Tensors, device: torch.device) -> None:
     """Puts quantised layers and experts into `network`, on the meta device, where `tensors` of its files are quantised.
 
     Heads stay as they are (`dequantize_head`). Raises ValueError for parts of a fused projection and experts of a layer
@@ -92,7 +97,7 @@ def _file_linears(path: str, module: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _quantized_linear(
-    path: str, linear: Linear, quantization: Quantization | None, tensors: Mapping[str, Tensor]
+    path: str, linear: Linear, quantization: Quantization | None, tensors: Tensors
 ) -> QuantizedLinear | None:
     if quantization is not None and quantization.on_the_fly and path.endswith(GATES):
         return None
@@ -112,7 +117,7 @@ def _quantized_linear(
 
 
 def format_in_file(
-    name: str, quantization: Quantization | None, tensors: Mapping[str, Tensor], is_quantized: bool | None = None
+    name: str, quantization: Quantization | None, tensors: Tensors, is_quantized: bool | None = None
 ) -> Format | None:
     """Format of the linear layer with this name in files; None for 16 or 32 bits. `is_quantized`: whether its tensors
     are, where they have other names than a layer's."""
@@ -164,7 +169,7 @@ def _quantized_experts(
     path: str,
     experts: Experts,
     quantization: Quantization | None,
-    tensors: Mapping[str, Tensor],
+    tensors: Tensors,
     device: torch.device,
 ) -> QuantizedExperts | None:
     with torch.device("meta"):
@@ -182,7 +187,7 @@ def _quantized_experts(
 
 
 def _experts_alone(
-    path: str, experts: Experts, quantization: Quantization | None, tensors: Mapping[str, Tensor]
+    path: str, experts: Experts, quantization: Quantization | None, tensors: Tensors
 ) -> QuantizedExperts | None:
     """Experts in a format that linear layers do not have."""
     for format in FORMATS:
@@ -195,7 +200,7 @@ def _experts_alone(
 
 
 def _linear_experts(
-    path: str, experts: Experts, quantization: Quantization | None, tensors: Mapping[str, Tensor]
+    path: str, experts: Experts, quantization: Quantization | None, tensors: Tensors
 ) -> LinearExperts | None:
     formats = {name: _format_of_experts(path, name, experts, quantization, tensors) for name in PROJECTIONS}
     if None in formats.values():
@@ -217,7 +222,7 @@ def _linear_experts(
 
 
 def _format_of_experts(
-    path: str, name: str, experts: Experts, quantization: Quantization | None, tensors: Mapping[str, Tensor]
+    path: str, name: str, experts: Experts, quantization: Quantization | None, tensors: Tensors
 ) -> Format | None:
     """Format of a projection of all experts."""
     fused = tensors.get(f"{path}.{name}")

@@ -21,6 +21,7 @@ from slipstream.models.files.quantization import ignores, names_module
 from slipstream.models.layers.linear import Linear, copy_converted
 from slipstream.models.layers.moe import Experts
 
+Tensors = Mapping[str, Tensor]  # by name
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 
@@ -90,7 +91,7 @@ class QuantizedLinear(Linear, ABC):
     def _file_tensors(self, outputs: int) -> dict[str, FileTensor]: ...
 
     @abstractmethod
-    def load_part(self, part: str | None, tensors: Mapping[str, Tensor]) -> None:
+    def load_part(self, part: str | None, tensors: Tensors) -> None:
         """Stores all tensors of a part. Raises ValueError for values that the format does not allow."""
 
     @abstractmethod
@@ -98,7 +99,7 @@ class QuantizedLinear(Linear, ABC):
         """(O, I) fp32."""
 
     @abstractmethod
-    def stored_in(self, buffers: Mapping[str, Tensor]) -> ExpertMatrix:
+    def stored_in(self, buffers: Tensors) -> ExpertMatrix:
         """Weights in `buffers`, by the names of this layer's, as kernels take them. Those of experts have the experts
         in front."""
 
@@ -116,7 +117,7 @@ class QuantizedLinear(Linear, ABC):
     def check_order(self, rows: Iterable[int]) -> None:
         """Its kernels have one order."""
 
-    def _load_bias(self, part: str | None, tensors: Mapping[str, Tensor]) -> None:
+    def _load_bias(self, part: str | None, tensors: Tensors) -> None:
         if self.bias is not None:
             copy_converted(self.bias[self.rows_of(part)], tensors["bias"])
 
@@ -142,7 +143,7 @@ class QuantizedExperts(Experts, ABC):
         """Maps names in files to pieces, for experts called `path`; `fused`: names of tensors that hold all experts."""
 
     @abstractmethod
-    def load_part(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+    def load_part(self, part: str, tensors: Tensors) -> None:
         """Stores all tensors of a part, by the last part of their names. Raises ValueError for values that the format
         does not allow."""
 
@@ -192,7 +193,7 @@ class Format(ABC):
         """Whether tensors that hold all experts are read."""
         return False
 
-    def layer(self, linear: Linear, names: Sequence[str], tensors: Mapping[str, Tensor]) -> QuantizedLinear:
+    def layer(self, linear: Linear, names: Sequence[str], tensors: Tensors) -> QuantizedLinear:
         """Makes the layer that takes the place of `linear`, on the meta device. `names`: of its parts in files, whose
         `tensors` may tell more than the config."""
         raise NotImplementedError
@@ -202,7 +203,7 @@ class Format(ABC):
         raise NotImplementedError
 
     @staticmethod
-    def shape_in_file(tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
+    def shape_in_file(tensors: Tensors) -> tuple[int, int] | None:
         """Returns O and I of a linear layer with these tensors; None if those that tell are missing."""
         raise NotImplementedError
 

@@ -3,9 +3,9 @@
 Letters: I and O input and output channels.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from slipstream.kernels.gemm.expert_weights import FP8Weight
 from slipstream.kernels.gemm.fixed_order import FP8Product
 from slipstream.kernels.gemm.tiling import choose_tiling
 from slipstream.kernels.kv.rope import Rotation
-from slipstream.models.files.quantization import BLOCK, expect, expect_blocks, object_field
-from slipstream.models.layers.formats.base import FileTensor, Format, Quantization, QuantizedLinear
+from slipstream.models.files.quantization import BLOCK, Values, expect, expect_blocks, object_field
+from slipstream.models.layers.formats.base import FileTensor, Format, Quantization, QuantizedLinear, Tensors
 from slipstream.models.layers.linear import CHUNK, Linear, copy_converted
 
 FUSED_SCALES = "_scale_inv"  # of all experts' blocks in one tensor, as transformers 5 holds them
@@ -48,7 +48,7 @@ class FP8Format(Format):
     """Whether the file has 16-bit weights, which are quantised per output when they are loaded."""
 
     @classmethod
-    def read(cls, method: str, values: Mapping[str, Any]) -> Quantization | None:
+    def read(cls, method: str, values: Values) -> Quantization | None:
         """DeepSeek's and Qwen's, and older ones with a scale per tensor; and modelopt's."""
         if method == "modelopt":
             return cls._read_modelopt(values)
@@ -69,7 +69,7 @@ class FP8Format(Format):
         return Quantization.uniform("fp8 in blocks", cls("block", "weight_scale_inv"))
 
     @classmethod
-    def _read_modelopt(cls, values: Mapping[str, Any]) -> Quantization | None:
+    def _read_modelopt(cls, values: Values) -> Quantization | None:
         algorithm = str((object_field(values, "quantization") or values).get("quant_algo") or "").upper()
         formats = {
             "FP8": cls("tensor", static=True),
@@ -79,7 +79,7 @@ class FP8Format(Format):
         return Quantization.uniform(f"modelopt {algorithm}", formats[algorithm]) if algorithm in formats else None
 
     @classmethod
-    def read_group(cls, kind: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Format | None:
+    def read_group(cls, kind: str, weights: Values, inputs: Values | None) -> Format | None:
         strategy = weights.get("strategy")
         is_fp8 = (weights.get("type"), weights.get("num_bits")) == ("float", 8) and inputs is not None
         if kind not in ("float-quantized", "naive-quantized") or not is_fp8 or inputs is None:
@@ -106,7 +106,7 @@ class FP8Format(Format):
     def is_fused(self) -> bool:
         return self.on_the_fly or self.scales == "block"
 
-    def layer(self, linear: Linear, names: Sequence[str], tensors: Mapping[str, Tensor]) -> "FP8Linear":
+    def layer(self, linear: Linear, names: Sequence[str], tensors: Tensors) -> "FP8Linear":
         del names, tensors
         return FP8Linear(linear, self)
 
@@ -115,7 +115,7 @@ class FP8Format(Format):
         return {"weight": torch.empty(0, dtype=fp8.E4M3, device="meta")}
 
     @staticmethod
-    def shape_in_file(tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
+    def shape_in_file(tensors: Tensors) -> tuple[int, int] | None:
         if "weight" not in tensors:
             return None
         outputs, inputs = tensors["weight"].shape
@@ -165,7 +165,7 @@ class FP8Linear(QuantizedLinear):
             "input_scale": FileTensor(single, is_optional=not self.format.static),
         }
 
-    def load_part(self, part: str | None, tensors: Mapping[str, Tensor]) -> None:
+    def load_part(self, part: str | None, tensors: Tensors) -> None:
         rows = self.rows_of(part)
         weight = self.get_buffer("weight")[rows]
         if self.format.on_the_fly:
@@ -252,7 +252,7 @@ class FP8Linear(QuantizedLinear):
     def _quantized(self, x: Tensor | fp8.QuantizedRows) -> fp8.QuantizedRows:
         return x if isinstance(x, fp8.QuantizedRows) else fp8.quantize_rows(x, self.scales_of_inputs())
 
-    def stored_in(self, buffers: Mapping[str, Tensor]) -> FP8Weight:
+    def stored_in(self, buffers: Tensors) -> FP8Weight:
         static = buffers["input_scale"] if self.format.static else None
         return FP8Weight(
             buffers["weight"], buffers["weight_scale"], fp8.InputScales(static, self.format.scales == "block")

@@ -4,10 +4,10 @@ Letters: I and O input and output channels, G groups of inputs.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from slipstream.kernels.gemm import int4, int4_weight
 from slipstream.kernels.gemm.activation import Activation
 from slipstream.kernels.gemm.choose import choose, device_of
 from slipstream.kernels.kv.rope import Rotation
-from slipstream.models.files.quantization import expect, group_size_field, object_field
-from slipstream.models.layers.formats.base import INTEGERS, FileTensor, Format, Quantization, QuantizedLinear
+from slipstream.models.files.quantization import Values, expect, group_size_field, object_field
+from slipstream.models.layers.formats.base import INTEGERS, FileTensor, Format, Quantization, QuantizedLinear, Tensors
 from slipstream.models.layers.linear import CHUNK, Linear
 
 GROUP_IDS = ("g_idx", "weight_g_idx")
@@ -45,13 +45,13 @@ class Int4Format(Format):
     """Whether groups may be of inputs that are not neighbours (desc_act, actorder). The file's g_idx decides."""
 
     @classmethod
-    def read(cls, method: str, values: Mapping[str, Any]) -> Quantization | None:
+    def read(cls, method: str, values: Values) -> Quantization | None:
         if method == "awq":
             return cls._read_awq(values)
         return cls._read_gptq(values) if method == "gptq" else None
 
     @classmethod
-    def _read_awq(cls, values: Mapping[str, Any]) -> Quantization:
+    def _read_awq(cls, values: Values) -> Quantization:
         """config.json's names, or AutoAWQ's own ones of quant_config.json."""
         is_old = "bits" not in values and not values.keys().isdisjoint(("w_bit", "q_group_size"))
         expect(values, "w_bit" if is_old else "bits", 4)
@@ -63,7 +63,7 @@ class Int4Format(Format):
         return Quantization.uniform(f"awq, groups of {size}", cls("awq", size))
 
     @classmethod
-    def _read_gptq(cls, values: Mapping[str, Any]) -> Quantization:
+    def _read_gptq(cls, values: Values) -> Quantization:
         expect(values, "bits", 4)
         expect(values, "checkpoint_format", None, "", "gptq", "gptq_v2")
         expect(values, "is_marlin_format", None, False)
@@ -81,7 +81,7 @@ class Int4Format(Format):
         return Quantization.uniform(f"gptq{'_v2' if is_second else ''}, groups of {size}", format)
 
     @classmethod
-    def read_group(cls, kind: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Format | None:
+    def read_group(cls, kind: str, weights: Values, inputs: Values | None) -> Format | None:
         strategy = weights.get("strategy")
         is_int4 = (weights.get("type"), weights.get("num_bits")) == ("int", 4) and inputs is None
         if kind != "pack-quantized" or not is_int4 or strategy not in ("group", "channel"):
@@ -94,7 +94,7 @@ class Int4Format(Format):
     def description(self) -> str:
         return f"int4, groups of {self.group_size}"
 
-    def layer(self, linear: Linear, names: Sequence[str], tensors: Mapping[str, Tensor]) -> "Int4Linear":
+    def layer(self, linear: Linear, names: Sequence[str], tensors: Tensors) -> "Int4Linear":
         layer = Int4Linear(linear, self, act_order=False)
         ids = (tensors.get(f"{name}.{kind}") for name, kind in product(names, GROUP_IDS))
         if any(groups is not None and is_shuffled(groups, layer.group_size) for groups in ids):
@@ -111,7 +111,7 @@ class Int4Format(Format):
         return tensors
 
     @staticmethod
-    def shape_in_file(tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
+    def shape_in_file(tensors: Tensors) -> tuple[int, int] | None:
         if "weight_packed" in tensors:
             outputs, words = tensors["weight_packed"].shape
             return outputs, words * 8
@@ -178,7 +178,7 @@ class Int4Linear(QuantizedLinear):
             names["bias"] = FileTensor(((outputs,),), is_optional=True)  # zeros where the network has none
         return names
 
-    def load_part(self, part: str | None, tensors: Mapping[str, Tensor]) -> None:
+    def load_part(self, part: str | None, tensors: Tensors) -> None:
         rows = self.rows_of(part)
         order = self._order(part, tensors.get("g_idx", tensors.get("weight_g_idx")))
         scales = tensors["weight_scale"] if self.format.layout == "packed" else tensors["scales"].t()
@@ -198,7 +198,7 @@ class Int4Linear(QuantizedLinear):
         elif "bias" in tensors and bool(tensors["bias"].count_nonzero()):
             raise ValueError(f"{part or 'a projection'} has a bias, which this architecture does not know")
 
-    def _codes(self, tensors: Mapping[str, Tensor], outputs: slice, device: torch.device) -> Tensor:
+    def _codes(self, tensors: Tensors, outputs: slice, device: torch.device) -> Tensor:
         """(outputs, I) of 0 to 15, in the file's order of inputs."""
         if self.format.layout == "packed":
             return _nibbles(tensors["weight_packed"][outputs].to(device)).flatten(1)
@@ -207,7 +207,7 @@ class Int4Linear(QuantizedLinear):
         words = tensors["qweight"][:, outputs].to(device)  # (I / 8, outputs)
         return _nibbles(words.t()).flatten(1)
 
-    def _load_zeros(self, rows: slice, tensors: Mapping[str, Tensor]) -> None:
+    def _load_zeros(self, rows: slice, tensors: Tensors) -> None:
         count = rows.stop - rows.start
         device = self.get_buffer("words").device
         if self.format.layout == "packed":
@@ -244,7 +244,7 @@ class Int4Linear(QuantizedLinear):
         self.get_buffer("permutation").copy_(order)
         return order
 
-    def stored_in(self, buffers: Mapping[str, Tensor]) -> int4_weight.Int4Weight:
+    def stored_in(self, buffers: Tensors) -> int4_weight.Int4Weight:
         zeros = None if self.format.symmetric else buffers["zeros"]
         return int4_weight.Int4Weight(buffers["words"], buffers["scales"], zeros, self.group_size, self.in_features)
 

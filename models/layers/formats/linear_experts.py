@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, FP8Weight
 from slipstream.kernels.gemm.fp8 import InputScales
-from slipstream.models.layers.formats.base import FilePiece, FileTensor, QuantizedExperts, QuantizedLinear
+from slipstream.models.layers.formats.base import FilePiece, FileTensor, QuantizedExperts, QuantizedLinear, Tensors
 from slipstream.models.layers.moe import Experts
 
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -89,7 +89,7 @@ class LinearExperts(QuantizedExperts):
             pieces[f"{path}.{name}{end}"] = FilePiece(name, FileTensor(stacked, expected.dtypes))
         return pieces
 
-    def load_part(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+    def load_part(self, part: str, tensors: Tensors) -> None:
         if part in PROJECTIONS:
             name = part
             for expert in range(self.spec.num_experts):
@@ -103,7 +103,7 @@ class LinearExperts(QuantizedExperts):
         if shared is not None:
             self.get_buffer(f"{name}_largest_scale").copy_(self.get_buffer(f"{name}_{shared}").max())
 
-    def _of_fused(self, name: str, expert: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _of_fused(self, name: str, expert: int, tensors: Tensors) -> dict[str, Tensor]:
         """An expert's tensors, as a linear layer's."""
         expert_tensors = {key: tensors[name + end][expert] for end, key in self.layers[name].fused_names.items()}
         if self.spec.transposed:

@@ -1,11 +1,10 @@
 """The formats of weights, and how a checkpoint's config is read."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.models.files.quantization import find_config, module_field, object_field, read_ignored
+from slipstream.models.files.quantization import Values, find_config, module_field, object_field, read_ignored
 from slipstream.models.layers.formats.base import Format, Quantization
 from slipstream.models.layers.formats.fp8 import FP8Format
 from slipstream.models.layers.formats.int4 import Int4Format
@@ -43,7 +42,7 @@ def tensor_dtypes() -> dict[str, tuple[Any, ...]]:
     return {name: dtypes for format in FORMATS for name, dtypes in format.tensors.items()}
 
 
-def _read(values: Mapping[str, Any]) -> Quantization:
+def _read(values: Values) -> Quantization:
     method = str(values.get("quant_method") or ("modelopt" if "quant_algo" in values else "")).lower()
     if method in ("compressed-tensors", "compressed_tensors"):
         quantization = _read_compressed_tensors(values)
@@ -52,7 +51,7 @@ def _read(values: Mapping[str, Any]) -> Quantization:
     return replace(quantization, ignored=read_ignored(values))
 
 
-def _read_of_one_format(method: str, values: Mapping[str, Any]) -> Quantization:
+def _read_of_one_format(method: str, values: Values) -> Quantization:
     inner = object_field(values, "quantization") or values
     if method == "modelopt" and not inner.get("quant_algo") and inner.get("kv_cache_quant_algo"):
         return Quantization("modelopt, KV cache alone", [])
@@ -65,7 +64,7 @@ def _read_of_one_format(method: str, values: Mapping[str, Any]) -> Quantization:
     raise ValueError(f"quant_method is {values.get('quant_method')!r}")
 
 
-def _read_compressed_tensors(values: Mapping[str, Any]) -> Quantization:
+def _read_compressed_tensors(values: Values) -> Quantization:
     sparsity = object_field(values, "sparsity_config").get("format", "dense")
     if sparsity != "dense":
         raise ValueError(f"sparsity_config.format is {sparsity!r}")
@@ -87,7 +86,7 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> Quantization:
     return Quantization(f"compressed-tensors {', '.join(kinds)}", read)
 
 
-def _read_group(values: Mapping[str, Any], group: Mapping[str, Any]) -> Format:
+def _read_group(values: Values, group: Values) -> Format:
     kind = group.get("format") or values.get("format")
     weights = object_field(group, "weights")
     inputs = None if group.get("input_activations") is None else object_field(group, "input_activations")
