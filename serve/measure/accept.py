@@ -15,7 +15,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -37,7 +37,6 @@ from slipstream.serve.measure.conversations import (
     RequestOptions,
     ServerResponder,
     Setting,
-    ask_server,
     server_responder,
 )
 from slipstream.serve.measure.identity import Identity, checkpoint_identity, server_identities
@@ -133,6 +132,11 @@ class AcceptConfig:
         return [Setting(*values) for values in product(temperatures, efforts, levels)] if self.questions else []
 
     @property
+    def target_name(self) -> str:
+        """The target of a draft in this process."""
+        return find_target(EngineConfig(target=self.target, draft=self.draft))[0]
+
+    @property
     def request_options(self) -> RequestOptions:
         return RequestOptions(max_tokens=self.max_tokens, seed=self.seed, template=self.template, fields=self.fields)
 
@@ -172,7 +176,7 @@ class Record:
             conversation = Conversation(question)
             more = True
             while more:
-                text = self._texts.get((question.id, conversation.turn, drafted, *setting_key(setting)))
+                text = self._texts.get((question.id, conversation.turn, drafted, *astuple(setting)))
                 if text is None:
                     yield conversation
                     break
@@ -216,10 +220,6 @@ class Record:
         self.bar.update()
 
 
-def setting_key(setting: Setting) -> tuple[float, str, int]:
-    return setting.temperature, setting.thinking, setting.concurrency
-
-
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("question", "turn", "drafted", "temperature", "thinking", "concurrency"))
 
@@ -250,14 +250,9 @@ def accept(config: AcceptConfig) -> None:
 
 def identity_of(config: AcceptConfig) -> Identity | None:
     if not config.url:
-        return checkpoint_identity(find_target(engine_options(config))[0], config.draft)
+        return checkpoint_identity(config.target_name, config.draft)
     urls = [url for url in (config.url, config.baseline_url) if url]
     return asyncio.run(server_identities(urls, model=config.model, api_key=read_key(config.api_key_file)))
-
-
-def engine_options(config: AcceptConfig) -> EngineConfig:
-    """Returns the options that name the target and the draft in this process."""
-    return EngineConfig(target=config.target, draft=config.draft)
 
 
 async def measure_servers(config: AcceptConfig, record: Record) -> None:
@@ -280,23 +275,20 @@ async def measure_servers(config: AcceptConfig, record: Record) -> None:
         record.expect(config.settings, len(responders))
         for setting in config.settings:
             for drafted, batch in record.by_turns(setting, list(responders)):
-                await measure_batch(
-                    responders[drafted], batch, setting, config.request_options, record, drafted=drafted
-                )
+                await measure_batch(responders[drafted], batch, setting, record, drafted=drafted)
 
 
 async def measure_batch(
     responder: ServerResponder,
     conversations: Sequence[Conversation],
     setting: Setting,
-    request_options: RequestOptions,
     record: Record,
     *,
     drafted: bool,
 ) -> None:
     before = await responder.count() if drafted else None
     num_before = len(record.journal.results)
-    await ask_server(responder, conversations, setting, request_options, partial(record.add, setting, drafted=drafted))
+    await responder.ask(conversations, setting, partial(record.add, setting, drafted=drafted))
     after = await responder.count() if before is not None else None
     if before is not None and after is not None:
         counts = {"counters": asdict(after.since(before)), "answers": len(record.journal.results) - num_before}
@@ -326,8 +318,8 @@ def measure_here(config: AcceptConfig, record: Record) -> None:
 
     kinds = (True, False) if config.baseline else (True,)
     record.expect(config.settings, len(kinds))
-    target = find_target(engine_options(config))[0]
-    options = {"max_running": max(read_levels(config.concurrency)), **config.engine, "target": target}
+    sizes = {"max_running": max(read_levels(config.concurrency))}
+    options = {**sizes, **config.engine, "target": config.target_name}
     thinking = sorted({setting.thinking for setting in config.settings})
     with_draft: dict[str, Any] = {"draft": config.draft, "drafter": config.drafter}
     draft_options = {True: with_draft, False: dict.fromkeys(DRAFT_OPTIONS)}
@@ -337,14 +329,14 @@ def measure_here(config: AcceptConfig, record: Record) -> None:
             continue
         with ExitStack() as stack:
             responders = {
-                drafted: stack.enter_context(engine_responder({**options, **draft_options[drafted]}, thinking))
+                drafted: stack.enter_context(
+                    engine_responder({**options, **draft_options[drafted]}, thinking, config.request_options)
+                )
                 for drafted in together
             }
             for setting in config.settings:
                 for drafted, batch in record.by_turns(setting, together):
-                    responders[drafted].ask(
-                        batch, setting, config.request_options, partial(record.add, setting, drafted=drafted)
-                    )
+                    responders[drafted].ask(batch, setting, partial(record.add, setting, drafted=drafted))
 
 
 def report(config: AcceptConfig, figures: Sequence[Figures], failures: Counter[str]) -> None:

@@ -95,9 +95,12 @@ class ServerResponder:
     streamed, and sent again without streaming if that told nothing (SGLang tells it only without streaming).
     """
 
-    def __init__(self, client: Client, kind: Kind, *, speculates: bool, salt: str) -> None:
+    def __init__(
+        self, client: Client, kind: Kind, request_options: RequestOptions, *, speculates: bool, salt: str
+    ) -> None:
         self.client = client
         self.kind = kind
+        self.request_options = request_options
         self._own: dict[str, Any] = {"stream": True}
         self._speculates = speculates
         if kind == "slipstream" and not speculates:
@@ -108,7 +111,7 @@ class ServerResponder:
             self._own["return_meta_info"] = True
         self.reports_rounds = self.reports_usage = self.counts = False
 
-    async def probe(self, request_options: RequestOptions) -> None:
+    async def probe(self) -> None:
         """Raises ValueError if the server does not answer, or drafts nothing where it should."""
         fields = {"max_tokens": 48, "temperature": 0.0, **self._own}
         answer = await self.client.ask(PROBE, fields)
@@ -126,25 +129,24 @@ class ServerResponder:
     async def count(self) -> RoundCounts | None:
         return read_counts(await self.client.read("/metrics")) if self.counts else None
 
-    def fields(self, conversation: Conversation, setting: Setting, request_options: RequestOptions) -> dict[str, Any]:
+    def fields(self, conversation: Conversation, setting: Setting) -> dict[str, Any]:
         """Returns the fields of a request but for its prompt."""
-        fields: dict[str, Any] = {"max_tokens": request_options.max_tokens, "temperature": setting.temperature}
-        fields["seed"] = conversation.seed(request_options.seed)
+        options = self.request_options
+        fields: dict[str, Any] = {"max_tokens": options.max_tokens, "temperature": setting.temperature}
+        fields["seed"] = conversation.seed(options.seed)
         if conversation.is_chat:
             variables = template_variables(setting.thinking)
             effort = variables.pop("reasoning_effort", None)  # OpenAI has a field for it
             if effort is not None:
                 fields["reasoning_effort"] = effort
-            if variables or request_options.template:
-                fields["chat_template_kwargs"] = {**variables, **request_options.template}
-        return {**fields, **self._own, **request_options.fields}
+            if variables or options.template:
+                fields["chat_template_kwargs"] = {**variables, **options.template}
+        return {**fields, **self._own, **options.fields}
 
-    async def answer(
-        self, conversation: Conversation, setting: Setting, request_options: RequestOptions
-    ) -> CountedAnswer:
+    async def answer(self, conversation: Conversation, setting: Setting) -> CountedAnswer:
         alone = setting.concurrency == 1 and not self.reports_rounds and self._speculates
         before = await self.count() if alone else None
-        answer = await self.client.ask(conversation.prompt, self.fields(conversation, setting, request_options))
+        answer = await self.client.ask(conversation.prompt, self.fields(conversation, setting))
         if answer.error is not None or answer.rounds or self.reports_rounds or not self._speculates:
             return CountedAnswer(answer, "server" if answer.rounds else "none")
         after = await self.count() if before is not None else None
@@ -161,6 +163,20 @@ class ServerResponder:
         answer.decoded_tokens = answer.completion_tokens - 1
         return CountedAnswer(answer, "pieces")
 
+    async def ask(self, conversations: Iterable[Conversation], setting: Setting, on_answer: OnAnswer) -> None:
+        """Keeps `setting.concurrency` conversations open until all have ended. One whose request fails ends with it."""
+        waiting = iter(conversations)
+
+        async def work() -> None:
+            for conversation in waiting:  # shared by the workers
+                more = True
+                while more:
+                    counted_answer = await self.answer(conversation, setting)
+                    on_answer(conversation, counted_answer)
+                    more = counted_answer.answer.error is None and conversation.take(counted_answer.answer.text)
+
+        await asyncio.gather(*(work() for _ in range(setting.concurrency)))
+
 
 @asynccontextmanager
 async def server_responder(
@@ -174,27 +190,7 @@ async def server_responder(
     api_key: str | None,
 ) -> AsyncIterator[ServerResponder]:
     async with Client(url, connections=connections, model=model, api_key=api_key) as client:
-        responder = ServerResponder(client, kind_of(await client.read("/metrics")), speculates=speculates, salt=salt)
-        await responder.probe(request_options)
+        kind = kind_of(await client.read("/metrics"))
+        responder = ServerResponder(client, kind, request_options, speculates=speculates, salt=salt)
+        await responder.probe()
         yield responder
-
-
-async def ask_server(
-    responder: ServerResponder,
-    conversations: Iterable[Conversation],
-    setting: Setting,
-    request_options: RequestOptions,
-    on_answer: OnAnswer,
-) -> None:
-    """Keeps `setting.concurrency` conversations open until all have ended. One whose request fails ends with it."""
-    waiting = iter(conversations)
-
-    async def work() -> None:
-        for conversation in waiting:  # shared by the workers
-            more = True
-            while more:
-                counted_answer = await responder.answer(conversation, setting, request_options)
-                on_answer(conversation, counted_answer)
-                more = counted_answer.answer.error is None and conversation.take(counted_answer.answer.text)
-
-    await asyncio.gather(*(work() for _ in range(setting.concurrency)))

@@ -65,17 +65,19 @@ def count(answer: Answer, stats: RequestStats) -> None:
 class EngineResponder:
     """An engine that answers conversations."""
 
-    def __init__(self, model: llm.LLM) -> None:
+    def __init__(self, model: llm.LLM, request_options: RequestOptions) -> None:
         self._model = model
+        self._options = request_options
         self._names: Iterator[int] = iter(range(2**62))
 
-    def begin(self, conversation: Conversation, setting: Setting, request_options: RequestOptions) -> OpenAnswer:
-        variables = {**template_variables(setting.thinking), **request_options.template} if conversation.is_chat else {}
+    def begin(self, conversation: Conversation, setting: Setting) -> OpenAnswer:
+        options = self._options
+        variables = {**template_variables(setting.thinking), **options.template} if conversation.is_chat else {}
         params = {
-            "max_tokens": request_options.max_tokens,
+            "max_tokens": options.max_tokens,
             "temperature": setting.temperature,
-            "seed": conversation.seed(request_options.seed),
-            **request_options.fields,
+            "seed": conversation.seed(options.seed),
+            **options.fields,
         }
         answer = self._model.begin(
             str(next(self._names)), conversation.prompt, SamplingParams(**params), chat_template_kwargs=variables
@@ -83,13 +85,7 @@ class EngineResponder:
         self._model.engine.add(answer.request)
         return OpenAnswer(conversation, answer)
 
-    def ask(
-        self,
-        conversations: Iterable[Conversation],
-        setting: Setting,
-        request_options: RequestOptions,
-        on_answer: OnAnswer,
-    ) -> None:
+    def ask(self, conversations: Iterable[Conversation], setting: Setting, on_answer: OnAnswer) -> None:
         """Keeps `setting.concurrency` conversations open until all have ended. Raises ValueError for a prompt that
         cannot be served."""
         waiting = iter(conversations)
@@ -101,7 +97,7 @@ class EngineResponder:
                     conversation = next(waiting, None)
                     if conversation is None:
                         break
-                    self._start(conversation, setting, request_options, running)
+                    self._start(conversation, setting, running)
                 if not running:
                     return
                 for output in engine.step():
@@ -111,35 +107,28 @@ class EngineResponder:
                     conversation = running.pop(output.request_id).conversation
                     on_answer(conversation, counted_answer)
                     if counted_answer.answer.error is None and conversation.take(counted_answer.answer.text):
-                        self._start(conversation, setting, request_options, running)
+                        self._start(conversation, setting, running)
         finally:
             for name in running:
                 engine.abort(name)
 
-    def _start(
-        self,
-        conversation: Conversation,
-        setting: Setting,
-        request_options: RequestOptions,
-        running: dict[str, OpenAnswer],
-    ) -> None:
-        started = self.begin(conversation, setting, request_options)
+    def _start(self, conversation: Conversation, setting: Setting, running: dict[str, OpenAnswer]) -> None:
+        started = self.begin(conversation, setting)
         running[started.answer.request.id] = started
 
 
 @contextmanager
-def engine_responder(options: dict[str, Any], thinking: Sequence[str]) -> Iterator[EngineResponder]:
+def engine_responder(
+    options: dict[str, Any], thinking: Sequence[str], request_options: RequestOptions
+) -> Iterator[EngineResponder]:
     """Starts the engine that `options`, fields of EngineConfig, describe, has it answer once, and ends it. Raises
     ValueError if the target's chat template reads nothing of one of `thinking`."""
     with llm.LLM(**options) as model:
         for mode in thinking:
             check_thinking(model, mode)
-        responder = EngineResponder(model)
         probe = Conversation(Question("probe", "", PROBE))
-        request_options = RequestOptions(max_tokens=48)
-        responder.ask([probe], Setting(0.0, "default", 1), request_options, lambda _, __: None)
-        yield responder
-        del responder
+        EngineResponder(model, RequestOptions(max_tokens=48)).ask([probe], Setting(0.0, "default", 1), lambda *_: None)
+        yield EngineResponder(model, request_options)
     del model
     gc.collect()
     torch.cuda.empty_cache()
