@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from slipstream.serve.engine.plan import FORCED
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
 PLACES = BUCKETS = KINDS = 16  # the last place, bucket of probabilities and kind stand for all above, too
 NETWORK_BINS = PLACES * BUCKETS
 BINS = NETWORK_BINS + KINDS * PLACES
@@ -28,8 +31,8 @@ REFRESH = 32  # steps between two refreshes; fewer at the beginning
 class HostRow(NamedTuple):
     """Bins, -1 for the root, and the bits of fp32 probabilities of a host proposal's nodes, (n,) both."""
 
-    bins: NDArray[np.int32]
-    probabilities: NDArray[np.int32]
+    bins: Ints
+    probabilities: Ints
 
 
 class AcceptanceStats:
@@ -55,7 +58,7 @@ class AcceptanceStats:
         self._host_rows: dict[tuple[int, int], HostRow] = {}  # by `table`
         self._steps = self._published = 0
 
-    def record(self, bins: NDArray[np.int32], accepted: NDArray[np.bool_], steps: int = 1) -> None:
+    def record(self, bins: Ints, accepted: NDArray[np.bool_], steps: int = 1) -> None:
         """Counts the verified nodes of the last `steps` steps: (n,) bins, and whether each node was accepted."""
         tried = np.bincount(bins, minlength=BINS)
         right = np.bincount(bins[accepted], minlength=BINS)
@@ -78,7 +81,7 @@ class AcceptanceStats:
         self._host_rows.clear()
 
     @property
-    def probabilities(self) -> NDArray[np.float64]:
+    def probabilities(self) -> Floats:
         """(BINS,) probability that a node is accepted: the present ones, which the table follows with delay."""
         if not self._is_new:
             prior = np.minimum(self._prior * self._surer(), MOST_LIKELY)
@@ -101,7 +104,7 @@ class AcceptanceStats:
             self._host_rows[key] = HostRow(bins, probabilities.view(np.int32))
         return self._host_rows[key]
 
-    def _surer(self) -> NDArray[np.float64]:
+    def _surer(self) -> Floats:
         """Returns (BINS,) accepted nodes over those that the priors expected, at the same place of proposals of this
         kind."""
         counts = _by_place(np.stack((self._accepted, self.num_tried * self._prior)))
@@ -120,30 +123,30 @@ class AcceptanceStats:
             self.publish(self.probabilities.astype(np.float32))
 
 
-def host_bins(count: int, kind: int) -> NDArray[np.int32]:
+def host_bins(count: int, kind: int) -> Ints:
     """Returns (count,) bins of the nodes of a host proposal of a kind >= 1; -1 for its root."""
     bins = NETWORK_BINS + min(kind, KINDS - 1) * PLACES + np.minimum(np.arange(count), PLACES) - 1
     bins[0] = -1
     return bins.astype(np.int32)
 
 
-def is_forced(bins: NDArray[np.int32]) -> NDArray[np.bool_]:
+def is_forced(bins: Ints) -> NDArray[np.bool_]:
     """Whether nodes of these bins are tokens that a grammar forced."""
     return bins >= NETWORK_BINS + FORCED * PLACES
 
 
-def _by_place(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _by_place(values: Floats) -> Floats:
     """Turns sums by bin, (n, BINS), into sums by place, (n, PLACES + KINDS * PLACES)."""
     network = values[:, :NETWORK_BINS].reshape(len(values), PLACES, BUCKETS).sum(axis=2)
     return np.concatenate((network, values[:, NETWORK_BINS:]), axis=1)
 
 
-def _network_prior() -> NDArray[np.float64]:
+def _network_prior() -> Floats:
     """Returns (NETWORK_BINS,) the draft's probability, in the middle of each bucket."""
     return np.tile((np.arange(BUCKETS) + 0.5) / BUCKETS, PLACES)
 
 
-def _host_prior() -> NDArray[np.float64]:
+def _host_prior() -> Floats:
     """Returns (KINDS * PLACES,): each node follows the one before with one probability, higher for surer kinds."""
     places = np.arange(1, PLACES + 1)
     kinds = np.arange(KINDS)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.engine.acceptance import AcceptanceStats
+from slipstream.serve.engine.acceptance import AcceptanceStats, Floats, Ints
 from slipstream.serve.engine.host_wait import HostWait
 from slipstream.serve.engine.probing import Prober
 from slipstream.serve.engine.step_costs import Costs
@@ -98,7 +98,7 @@ class BudgetPolicy:
         self._prober = Prober(len(self.widths), is_fitted=costs.is_fitted)
         self._best_width = BestWidth(len(self.widths))
         self._stored = self._best_width.index  # index of the stored proposals' width
-        self._records: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]] = []  # not counted yet
+        self._records: list[tuple[Ints, Ints, NDArray[np.bool_]]] = []  # not counted yet
         # computed for a few steps
         self._yields = Yields(self.acceptance, self.proposals, self.widths)
         self._step_values: dict[tuple[Batch, int, bool], StepValues] = {}
@@ -175,7 +175,7 @@ class BudgetPolicy:
         self._count_nodes(nodes)
         return Choice(nodes, self.widths[j], steps.ms(k, j), float(tokens[k]))
 
-    def record(self, bins: NDArray[np.int32], admitted: NDArray[np.int32], accepted: NDArray[np.bool_]) -> None:
+    def record(self, bins: Ints, admitted: Ints, accepted: NDArray[np.bool_]) -> None:
         """Counts the nodes that a step verified for B requests. (B, N) bins of all stored nodes, verified or not, -1
         for roots and unused ones; (B,) numbers of verified nodes, which come first, roots included; (B, N) whether a
         node was accepted."""
@@ -330,9 +330,7 @@ class BudgetPolicy:
         nodes = min(steps.rows[steps.best[j]], num_decoding * self.width, max_nodes)
         return nodes, steps.ms(steps.best[j], j), steps.draft_ms[j]
 
-    def _weigh_host(
-        self, steps: StepValues, offers: Sequence[Offer], prompt_rows: int
-    ) -> tuple[int, NDArray[np.float64]]:
+    def _weigh_host(self, steps: StepValues, offers: Sequence[Offer], prompt_rows: int) -> tuple[int, Floats]:
         """Returns the best pass for these offers, and the tokens by pass; notes whether waiting for the host paid."""
         k, tokens = self._expect(steps, offers, prompt_rows)
         self.host_wait.record_step(pays=self.host_wait.is_worth(steps, tokens, self._stored))
@@ -340,7 +338,7 @@ class BudgetPolicy:
             self.host_wait.record_tokens(float(tokens[k]), steps.rate, steps.ms(k, self._best_width.index))
         return k, tokens
 
-    def _expect(self, steps: StepValues, offers: Sequence[Offer], prompt_rows: int) -> tuple[int, NDArray[np.float64]]:
+    def _expect(self, steps: StepValues, offers: Sequence[Offer], prompt_rows: int) -> tuple[int, Floats]:
         """Returns the best pass for these offers, and the tokens that they yield, by pass."""
         rows, target = steps.arrays
         curve = self._yields.joint_curve(offers)

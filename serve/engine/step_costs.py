@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 from slipstream.models.files.cost_tables import MODES, CostTables
 
+Rows = NDArray[np.int64]  # of passes
+Floats = NDArray[np.float64]
+
 REMEMBERED = 200  # steps over which errors of predictions are measured
 RARELY = 0.95  # the share of steps that `p95` covers
 MOST_OFF = 1.5  # a step counts as at most this many times its prediction, and at least one over it
@@ -55,12 +58,12 @@ class Costs(ABC):
         self._p95_age = 0
 
     @abstractmethod
-    def passes(self, min_rows: int, max_rows: int, *, stride: int = 1) -> NDArray[np.int64]:
+    def passes(self, min_rows: int, max_rows: int, *, stride: int = 1) -> Rows:
         """Rows of the passes that take at least `min_rows` rows, up to the first that takes `max_rows`; those `stride`
         apart where a pass may have any number."""
 
     @abstractmethod
-    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
+    def targets(self, rows: Rows, *, filtered: bool) -> Floats:
         """(n,) times of target passes over that many rows, (n,)."""
 
     @abstractmethod
@@ -130,11 +133,11 @@ class StepCosts(Costs):
         self._covariance = np.diag(self._spread**2)
         self._num_observed = 0
 
-    def passes(self, min_rows: int, max_rows: int, *, stride: int = 1) -> NDArray[np.int64]:
+    def passes(self, min_rows: int, max_rows: int, *, stride: int = 1) -> Rows:
         sizes = self._sizes[bisect_left(self._sizes, min_rows) : bisect_left(self._sizes, max_rows) + 1]
         return np.array(sizes or (min_rows,))
 
-    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
+    def targets(self, rows: Rows, *, filtered: bool) -> Floats:
         index = np.minimum(np.searchsorted(self._sizes, rows), len(self._sizes) - 1)
         entries = self._first_target[MODES[filtered]] + index
         times = self.slower * self._table_ms[entries] * np.exp(self._logs[entries])
@@ -205,7 +208,7 @@ class FittedCosts(Costs):
         super().__init__()
         self.most_rows = most_rows
         self.coefficients = np.array(ROUGH)  # (6,) a to f
-        self._first: list[tuple[NDArray[np.float64], float]] = []  # measured steps, whose fastest sets the scale
+        self._first: list[tuple[Floats, float]] = []  # measured steps, whose fastest sets the scale
         # normal equations
         self._matrix = np.eye(len(ROUGH))
         self._vector = np.zeros(len(ROUGH))
@@ -216,10 +219,10 @@ class FittedCosts(Costs):
         self._off = np.ones(num_sizes)
         self._seen = np.zeros(num_sizes)
 
-    def passes(self, min_rows: int, max_rows: int, *, stride: int = 1) -> NDArray[np.int64]:
+    def passes(self, min_rows: int, max_rows: int, *, stride: int = 1) -> Rows:
         return np.arange(min_rows, max(min(max_rows, self.most_rows), min_rows) + 1, stride)
 
-    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
+    def targets(self, rows: Rows, *, filtered: bool) -> Floats:
         factor = self._filtered if filtered else 1.0
         return factor * self._plain_targets(rows) * self._off[self._sizes_of(rows)]
 
@@ -253,11 +256,11 @@ class FittedCosts(Costs):
         if self._num_fitted < SOLVE_EACH or self._num_fitted % SOLVE == 0:
             self.coefficients = _solve(self._matrix, self._vector)
 
-    def _plain_targets(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        fitted: NDArray[np.float64] = self.coefficients[0] + self.coefficients[2] * rows
+    def _plain_targets(self, rows: Rows) -> Floats:
+        fitted: Floats = self.coefficients[0] + self.coefficients[2] * rows
         return fitted
 
-    def _sizes_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _sizes_of(self, rows: Rows) -> Rows:
         return np.minimum(_size(rows), len(self._off) - 1)
 
     def _start(self) -> None:
@@ -269,7 +272,7 @@ class FittedCosts(Costs):
             self._fit(features / ms)
         self.coefficients = _solve(self._matrix, self._vector)
 
-    def _fit(self, features: NDArray[np.float64]) -> None:
+    def _fit(self, features: Floats) -> None:
         """Adds an equation features @ coefficients = 1, and forgets a part of earlier equations for that product."""
         product = self._matrix @ features
         forgotten = (1 - FORGET) / float(features @ product) * product
@@ -277,18 +280,18 @@ class FittedCosts(Costs):
         self._matrix = self._matrix - np.outer(forgotten, product) + np.outer(features, features)
 
 
-def _size(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def _size(rows: Rows) -> Rows:
     """Groups passes of about as many rows, which share a deviation: single sizes up to 16, then four an octave."""
     coarse = np.floor(4 * np.log2(np.maximum(rows, 16) / 16)).astype(np.int64)
     return np.minimum(rows, 16) + coarse
 
 
-def _features(rows: int, requests: int, width: int) -> NDArray[np.float64]:
+def _features(rows: int, requests: int, width: int) -> Floats:
     drafted = width - 1 if requests else 0
     return np.array((1.0, requests, rows, requests * drafted, float(drafted > 0), drafted))
 
 
-def _solve(matrix: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArray[np.float64]:
+def _solve(matrix: Floats, vector: Floats) -> Floats:
     """Solves normal equations without negative coefficients: sets them to 0, the most negative first."""
     indices = np.arange(len(vector))
     while True:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.engine.acceptance import BUCKETS, NETWORK_BINS, PLACES, AcceptanceStats, host_bins
+from slipstream.serve.engine.acceptance import BUCKETS, NETWORK_BINS, PLACES, AcceptanceStats, Floats, Ints, host_bins
 
 FREE = 1.02  # a pass that takes so much longer than one of the roots alone takes no longer
 SEEN = 100.0  # proposals that the shares of a place remember
@@ -21,8 +21,8 @@ Offer = tuple[int, int]
 class Curve(NamedTuple):
     """Expected tokens by number of a request's likeliest nodes after the root: (n,) both, from 0, concave between."""
 
-    nodes: NDArray[np.float64]
-    tokens: NDArray[np.float64]
+    nodes: Floats
+    tokens: Floats
 
 
 class ProposalStats:
@@ -38,7 +38,7 @@ class ProposalStats:
         buckets = (BUCKETS * 0.8 ** (places + 1)).astype(int)  # until some are seen
         self._seen[places, np.minimum(buckets, BUCKETS - 1)] = 1.0
 
-    def record(self, bins: NDArray[np.int32]) -> None:
+    def record(self, bins: Ints) -> None:
         """Counts proposals: (B, N) bins of all nodes of each, verified or not; -1 roots and unused nodes. Proposals of
         the host do not count."""
         drafted = bins[:, 1 : len(self._seen) + 1]
@@ -48,7 +48,7 @@ class ProposalStats:
         total = self._seen.sum(axis=1, keepdims=True)
         self._seen *= SEEN / np.maximum(total, SEEN)
 
-    def curves(self, widths: Sequence[int], probabilities: NDArray[np.float64]) -> list[Curve]:
+    def curves(self, widths: Sequence[int], probabilities: Floats) -> list[Curve]:
         """Returns the curve of the mean proposal of each width."""
         shares = self._seen / self._seen.sum(axis=1, keepdims=True)
         places, buckets = (shares > 1e-4).nonzero()
@@ -72,7 +72,7 @@ class Yields:
         self._acceptance = acceptance
         self._proposals = proposals
         self._widths = widths
-        self._nodes: dict[Offer, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        self._nodes: dict[Offer, tuple[Floats, Floats]] = {}
         self._joint_curves: dict[tuple[Offer, ...], Curve] = {}
 
     @cached_property
@@ -94,7 +94,7 @@ class Yields:
             self._joint_curves[key] = Curve(_sums(shares[order]), _sums((shares * probabilities)[order]))
         return self._joint_curves[key]
 
-    def _nodes_of(self, offer: Offer) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _nodes_of(self, offer: Offer) -> tuple[Floats, Floats]:
         """Returns (n,) numbers of nodes in such a proposal, and (n,) their probabilities."""
         if offer not in self._nodes:
             count, kind = offer
@@ -124,9 +124,9 @@ class StepValues(NamedTuple):
 
     rows: list[int]  # [k] ascending
     target_ms: list[float]  # [k] time of the target's pass
-    arrays: tuple[NDArray[np.int64], NDArray[np.float64]]  # `rows` and `target_ms`
+    arrays: tuple[NDArray[np.int64], Floats]  # `rows` and `target_ms`
     draft_ms: list[float]  # [j] time of the draft pass
-    tokens: NDArray[np.float64]  # [j, k] expected
+    tokens: Floats  # [j, k] expected
     best: list[int]  # [j] the best k
     values: list[float]  # [j] its tokens, less those that other steps would yield in the time
     rate: float  # tokens per ms of the best step without prompts
@@ -150,12 +150,12 @@ def has_host_nodes(offers: Sequence[Offer] | None) -> bool:
     return offers is not None and any(kind for _, kind in offers)
 
 
-def within(ms: NDArray[np.float64], max_ms: float) -> NDArray[np.bool_]:
+def within(ms: Floats, max_ms: float) -> NDArray[np.bool_]:
     """Returns which steps take at most `max_ms`; if none, the fastest."""
     mask = ms <= max_ms
     return mask if mask.any() else ms == ms.min()
 
 
-def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _sums(values: Floats) -> Floats:
     """Returns (n + 1,) sums of the first 0, 1, ... n values."""
     return np.concatenate(((0.0,), np.cumsum(values)))

@@ -41,6 +41,7 @@ NUM_CORES = min(8, os.cpu_count() or 1)  # that compile a grammar
 MOST_PREFIXES = 64  # tokens that may be beginnings of one forced text
 LOOKAHEAD = 4  # further tokens to read, since the spelling of a word depends on its end
 WORD_BITS = 32
+Masks = NDArray[np.uint32]  # of tokens: bit i of word w stands for token 32 * w + i
 
 
 def check_length(grammar: Grammar) -> None:
@@ -214,7 +215,7 @@ class Grammars:
 
     def allowed(
         self, matchers: "Sequence[Matcher]", trees: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[NDArray[np.uint32]]:
+    ) -> list[Masks]:
         """Returns `Matcher.allowed` of several matchers at once."""
         return allowed_after(matchers, trees, self._filler)
 
@@ -290,12 +291,12 @@ class Matcher:
                 return False
         return True
 
-    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.uint32]:
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> Masks:
         """Returns (N, ceil(V / 32)) bits of the tokens that may follow each node of a tree, whose parents come first.
         All bits are set after nodes that the grammar refuses and after an end, since these are never accepted."""
         return allowed_after([self], [(tokens, parents)], Filler())[0]
 
-    def widened(self, masks: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    def widened(self, masks: Masks) -> Masks:
         """Extends masks (N, words of the matcher's vocabulary) to the target's vocabulary; further tokens are
         forbidden."""
         if self._size % WORD_BITS:
@@ -310,7 +311,7 @@ class Matcher:
         """Whether the matcher can take this token and go on after it."""
         return token < self._size and token not in self._ends
 
-    def forced(self, last: int, limit: int) -> tuple[list[int], NDArray[np.uint32]]:
+    def forced(self, last: int, limit: int) -> tuple[list[int], Masks]:
         """Returns up to `limit` tokens after the token `last` that spell the only text that the grammar leaves, as the
         tokenizer spells it, and the masks (1 + their number, ceil(V / 32)) before and after each, as `allowed` does.
 
@@ -347,7 +348,7 @@ class Matcher:
         self.library.rollback(len(tokens))
         return tokens
 
-    def _only(self, mask: NDArray[np.uint32]) -> int | None:
+    def _only(self, mask: Masks) -> int | None:
         """Returns the only token that may come next, or the longest if the others are its beginnings."""
         tokens = tokens_in(mask, MOST_PREFIXES)
         if len(tokens) < 2 or self._spelling is None:
@@ -358,7 +359,7 @@ class Matcher:
         text = vocabulary[longest]
         return longest if is_text and all(text.startswith(vocabulary[token]) for token in tokens) else None
 
-    def _is_sure(self, mask: NDArray[np.uint32], following: Sequence[int]) -> bool:
+    def _is_sure(self, mask: Masks, following: Sequence[int]) -> bool:
         """Whether all tokens that may come next are beginnings of the text of the `following` tokens."""
         assert self._spelling is not None
         tokens = tokens_in(mask, MOST_PREFIXES)
@@ -420,7 +421,7 @@ class Walk:
 
 def allowed_after(
     matchers: Sequence[Matcher], trees: Sequence[tuple[Sequence[int], Sequence[int]]], filler: "Filler"
-) -> list[NDArray[np.uint32]]:
+) -> list[Masks]:
     """Returns `Matcher.allowed` of each matcher for its tree. All matchers have the same vocabulary."""
     import torch
 
@@ -468,13 +469,13 @@ def _batch() -> Any:
     return xgrammar.BatchGrammarMatcher(max_threads=NUM_CORES)
 
 
-def allow_any(masks: NDArray[np.uint32]) -> None:
+def allow_any(masks: Masks) -> None:
     """Allows all tokens, in place, after nodes that allow none: these are never accepted."""
     for row in np.flatnonzero(masks.max(axis=1, initial=0) == 0):
         masks[row] = 2**WORD_BITS - 1
 
 
-def tokens_in(mask: NDArray[np.uint32], limit: int) -> list[int]:
+def tokens_in(mask: Masks, limit: int) -> list[int]:
     """Returns the tokens that a mask (ceil(V / 32),) allows; none if it allows more than `limit`."""
     words = np.flatnonzero(mask)
     if len(words) > limit:
