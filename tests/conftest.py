@@ -139,3 +139,14 @@ def slow_files_read_once() -> Iterator[None]:
         patch.setattr(AttributeDocstrings, "get_attr_docs", lambda _, component: descriptions(component))
         patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries_loaded_once() -> Iterator[None]:
+    """Servers' processes that try grammars are forked from one that has loaded the library for all of them."""
+    from slipstream.serve.grammar import trial  # not all tests need it
+    from slipstream.tests.serve.forked_trials import ForkedTrials
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "subprocess", ForkedTrials)
+        yield

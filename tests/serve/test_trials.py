@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from slipstream.models.targets.pretrained import load_tokenizer
+from slipstream.serve.grammar import trial
 from slipstream.serve.grammar.grammars import translate
 from slipstream.serve.grammar.trial import Crashed, TooLong, TrialProcess, Unavailable
 from slipstream.serve.grammar.trials import LEAST_SIZE, MOST_LONG, MOST_SHORT, SHORT_SECONDS, Trials
@@ -231,8 +233,9 @@ def test_a_server_tries_grammars_with_its_own_limit_of_white_space() -> None:
     assert asyncio.run(admitted(config)) == translate(QUICK_OBJECT, 3)
 
 
-def test_trials_end_within_their_limits_and_none_hurts_another() -> None:
-    """One process is loaded for all of them."""
+def test_trials_end_within_their_limits_and_none_hurts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process, started as a server starts it, is loaded for all of them."""
+    monkeypatch.setattr(trial, "subprocess", subprocess)
 
     async def run(process: TrialProcess) -> None:
         cancelled = asyncio.Event()
@@ -248,20 +251,20 @@ def test_trials_end_within_their_limits_and_none_hurts_another() -> None:
         with pytest.raises(TooLong):
             await process.attempt(SLOW, 0.1, cancelled)
         left = asyncio.Event()
-        trial = asyncio.create_task(process.attempt(SLOW, 1000.0, left))
+        running = asyncio.create_task(process.attempt(SLOW, 1000.0, left))
         other = asyncio.create_task(process.attempt(QUICK, 9.0, cancelled))
         while not loaded.children():
             await asyncio.sleep(0.01)
         await other
         left.set()
-        await trial
+        await running
         assert loaded.children() == []
-        trial = asyncio.create_task(process.attempt(SLOW, 1000.0, cancelled))
+        running = asyncio.create_task(process.attempt(SLOW, 1000.0, cancelled))
         while not (children := loaded.children()):
             await asyncio.sleep(0.01)
         os.kill(children[0].pid, signal.SIGKILL)  # as the kernel does where memory is short
         with pytest.raises(Crashed):
-            await trial
+            await running
         assert process.pid == loaded.pid
         loaded.kill()
         await process.attempt(QUICK, 9.0, cancelled)
