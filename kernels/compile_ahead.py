@@ -18,37 +18,19 @@ from triton import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
 MAX_THREADS = 16  # each takes up to 300 MB
-_is_short = False
-
-
-def is_short() -> bool:
-    """Whether the target runs its first two layers and one of each other kind: the others launch the same kernels."""
-    return _is_short
-
-
-@contextmanager
-def short_run() -> Iterator[None]:
-    """Runs few of the target's layers, in passes that only compile kernels. The outputs of the other layers are zero,
-    so that indices made of them are valid. Allocations are those of a real pass. Not to be nested."""
-    global _is_short
-    _is_short = True
-    try:
-        with _zero_filled():
-            yield
-    finally:
-        _is_short = False
 
 
 @contextmanager
 def dry_run(run: Callable[..., Any] = lambda *_, **__: None) -> Iterator[None]:
-    """A short run without Triton kernels: `run` stands in for their launch. All other operators run.
+    """Runs passes without Triton kernels: `run` stands in for their launch. All other operators run.
 
-    None is launched, not even what is compiled already: a kernel could take indices from one that was skipped.
+    None is launched, not even what is compiled already: a kernel could take indices from one that was skipped. What
+    they would have written is zero, so that indices made of it are valid. Allocations are those of a real pass.
     """
     launch = JITFunction.run
     JITFunction.run = run
     try:
-        with short_run():
+        with zero_filled():
             yield
     finally:
         JITFunction.run = launch
@@ -99,7 +81,7 @@ class _Compiled(AsyncCompileMode):
 
 
 @contextmanager
-def _zero_filled() -> Iterator[None]:
+def zero_filled() -> Iterator[None]:
     """Allocates zeros where a program asks for memory that is not initialised. Replaces three functions: torch's modes
     would take several microseconds for each operator, or import torch._dynamo, which takes seconds."""
     with ExitStack() as stack:

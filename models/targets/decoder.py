@@ -1,7 +1,8 @@
 """The serving target: a decoder with fused projections and experts, of any family in config.py."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.compile_ahead import is_short
+from slipstream.kernels.compile_ahead import zero_filled
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import EMBEDDING, HEAD, ROWS
 from slipstream.models.files.checkpoint import read_json, read_tensors
@@ -52,6 +53,7 @@ class Target(nn.Module):
     def __init__(self, config: TargetSpec) -> None:
         super().__init__()
         self.config = config
+        self._is_short = False
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         size = config.hidden_size
         eps = config.rms_norm_eps
@@ -101,6 +103,17 @@ class Target(nn.Module):
         assert self.path is not None
         return end_of_text_ids(self.path, self.trust_remote_code)
 
+    @contextmanager
+    def short_run(self) -> Iterator[None]:
+        """Runs one layer of each of the `kinds`, which launch the kernels of all, in passes whose results nobody reads.
+        The outputs of the other layers are zero, so that indices made of them are valid. Not to be nested."""
+        self._is_short = True
+        try:
+            with zero_filled():
+                yield
+        finally:
+            self._is_short = False
+
     def forward(
         self, tokens: Tensor, attention: Attention, aux_layers: Sequence[int] = (), mask: Mask = "causal"
     ) -> tuple[Tensor, Tensor | None]:
@@ -113,7 +126,7 @@ class Target(nn.Module):
         delta = None
         inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(tokens, residual)
         aux_states, states = self._allocate_aux_states(residual, aux_layers)
-        for index in self.kinds if is_short() else range(num_layers):
+        for index in self.kinds if self._is_short else range(num_layers):
             part = () if inputs is None else (inputs[:, index],)
             residual, delta = self.layers[index](residual, delta, attention, mask, states.get(index - 1), *part)
         hidden = self._norm(residual, delta, states.get(num_layers - 1))

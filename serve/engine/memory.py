@@ -131,7 +131,7 @@ def measure_workspace(step_passes: StepPasses, plan: EnginePlan) -> int:
     if not plan.captures:
         return peak(lambda: _prefill_padding(step_passes, plan.config.prompt_tokens, plan.limits.prompts_by))
     steps, drafts = make_graphs(step_passes, plan.graphs)
-    with dry_run():
+    with step_passes.target.short_run(), dry_run():
         captured = max(peak(partial(steps.pass_of, key)) for key in (steps.keys[0], _largest(steps.keys)))
         if drafts is not None:
             captured = max(captured, peak(partial(drafts.pass_of, drafts.keys[0])))

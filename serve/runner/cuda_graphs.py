@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from slipstream import runtime
-from slipstream.kernels.compile_ahead import compile_ahead, short_run
+from slipstream.kernels.compile_ahead import compile_ahead
 from slipstream.kernels.speculation.ragged import Chunks
 from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.decoder import Target
@@ -68,9 +68,10 @@ def _no_collection() -> Iterator[None]:
 
 
 class Capturer:
-    """Captures passes that share one memory pool."""
+    """Captures passes with `target` that share one memory pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target) -> None:
+        self._target = target
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._has_warned = False
@@ -115,7 +116,7 @@ class Capturer:
         """Loads kernels, and gives libraries their workspaces on the stream of the captures."""
         torch.cuda.synchronize()  # sync
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), short_run():
+        with torch.cuda.stream(self._stream), self._target.short_run():
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -368,7 +369,7 @@ def make_graphs(
     step_passes: StepPasses, keys: GraphKeys, capturer: Capturer | None = None
 ) -> tuple[StepGraphs, DraftGraphs | None]:
     """Makes the graphs, not captured yet."""
-    capturer = capturer or Capturer()
+    capturer = capturer or Capturer(step_passes.target)
     return StepGraphs(step_passes, keys, capturer), DraftGraphs(step_passes, keys, capturer) if keys.drafts else None
 
 
@@ -378,7 +379,11 @@ def capture_all(step_passes: StepPasses, keys: GraphKeys) -> tuple[StepGraphs, D
     if step_passes.order is not None:
         check_order(step_passes.target, keys.steps)
     try:
-        with runtime.stage("compiling kernels"), compile_ahead("compiling kernels"):
+        with (
+            runtime.stage("compiling kernels"),
+            step_passes.target.short_run(),
+            compile_ahead("compiling kernels"),
+        ):
             steps.run_all()
             if drafts is not None:
                 drafts.run_all()

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from slipstream.kernels.compile_ahead import compile_ahead, dry_run, is_short
+from slipstream.kernels.compile_ahead import compile_ahead, dry_run
 
 
 @triton.jit
@@ -21,6 +21,9 @@ def add_number(x_ptr, out_ptr, number, BLOCK: tl.constexpr):
 @triton.jit
 def wrong_kernel(_out_ptr, BLOCK: tl.constexpr):
     tl.static_assert(BLOCK == 0)
+
+
+EMPTY = torch.empty
 
 
 class Hopper:
@@ -47,7 +50,7 @@ def one_pass(block: int) -> int:
     x = torch.full((block,), 2**40)
     out = torch.empty_like(x)
     add_number[(1,)](x, out, 7, BLOCK=block)
-    assert is_short()
+    assert torch.empty is not EMPTY
     return int(torch.arange(8)[out].sum())
 
 
@@ -80,7 +83,7 @@ def main() -> None:
     with compile_ahead("after that"):
         sums += [one_pass(64)]
     assert "torch._dynamo" not in sys.modules  # it takes seconds to import
-    print(json.dumps([sums, skipped, compiled, num_launchers, failed, is_short()]))
+    print(json.dumps([sums, skipped, compiled, num_launchers, failed, torch.empty is EMPTY]))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from slipstream.kernels.compile_ahead import short_run
 from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers.moe import MixtureOfExperts
 from slipstream.models.layers.rope import RotaryEmbedding
@@ -101,6 +100,6 @@ def test_a_short_pass_runs_each_kind_of_layer(family: str, kinds: list[int], mak
     ran: list[int] = []
     for index, layer in enumerate(target.layers):
         layer.register_forward_hook(lambda *_, index=index: ran.append(index))
-    with short_run():
+    with target.short_run():
         target(torch.tensor([3, 4]), CausalAttention(RotaryEmbedding(target.config.rope, target.config.head_dim, 8), 2))
     assert ran == kinds
