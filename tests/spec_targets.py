@@ -121,9 +121,9 @@ class NaiveAttention(Attention):
         spec = layer.spec
         length = len(q)
         q, k = norm_heads(q, k, layer.norms)
-        cos, sin = RotaryEmbedding(spec.rope, spec.head_dim, length).cos_sin(torch.arange(length))
-        q = rotate_halves(q, cos, sin)
-        k = rotate_halves(k, cos, sin)
+        rope = RotaryEmbedding(spec.rope, spec.head_dim, length)
+        q = rotate_halves(q, rope.cos[:, None], rope.sin[:, None])
+        k = rotate_halves(k, rope.cos[:, None], rope.sin[:, None])
         if self.scales is not None:
             k, v = (
                 decode(encode(x, scale[:, None]), scale[:, None], x.dtype)

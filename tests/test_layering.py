@@ -35,7 +35,7 @@ ROOMS = {
     "engine": ("runner", "attention", "drafters.registry", "drafters.base"),
     "runner": ("engine.plan", "engine.graph_keys", "drafters.base", "attention"),
     "drafters": ("engine.plan", "engine.host_stages", "runner.batch", "runner.kv", "runner.request_state", "attention"),
-    "attention": ("runner.batch", "runner.kv"),
+    "attention": ("runner.batch", "runner.kv", "runner.request_state"),
 }
 TRACKERS = ("wandb", "tensorboard")
 HTTP = ("starlette", "uvicorn", "httpx")

@@ -155,6 +155,8 @@ def admit(
     if passes is not None:
         passes += 1
     keys = (probabilities[requests, :max_nodes] * 255).ceil().int()
+    if not keys[:, 1:].any():
+        return (keys[:, 0] > 0).int()
     if lengths is not None:
         committed = lengths[requests][:, None]
         keys = torch.where(

@@ -32,10 +32,6 @@ class RotaryEmbedding:
         self.query_scales = None if self.query_scales is None else self.query_scales.to(device)
         return self
 
-    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin (..., 1, R) fp32 for integer positions (...), broadcastable over heads."""
-        return self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
-
 
 def _inverse_frequencies(rope: RopeConfig, rotary_dim: int, context: int) -> tuple[Tensor, float]:
     if not rope.rotates:

@@ -15,7 +15,8 @@ from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import AttentionSpec
 from slipstream.serve.runner.batch import AttentionMetadata, Phase
-from slipstream.serve.runner.kv import KVSlots, NetworkKV
+from slipstream.serve.runner.kv import NetworkKV
+from slipstream.serve.runner.request_state import KVSlots
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +90,12 @@ class Backend(Attention):
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepares one pass; `attend` of every layer follows."""
-        self.metadata = metadata
+        self.plan_reads(metadata)
         self.plan_writes(metadata.positions, metadata.slots)
+
+    def plan_reads(self, metadata: AttentionMetadata) -> None:
+        """Prepares `attend_stored` of every layer alone."""
+        self.metadata = metadata
 
     def plan_writes(self, positions: Tensor, slots: KVSlots) -> None:
         """Prepares `write` of every layer alone, for rows at positions (T,) int64 whose KV goes to these slots."""

@@ -142,8 +142,8 @@ class Backend(base.Backend):
         variants = _variants(self.kv.specs)
         return all(_build(dtype, variant, self.prompt_kernels).is_done for variant in variants)
 
-    def plan(self, metadata: AttentionMetadata) -> None:
-        super().plan(metadata)
+    def plan_reads(self, metadata: AttentionMetadata) -> None:
+        super().plan_reads(metadata)
         self.planned = {}
 
     def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:

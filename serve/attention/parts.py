@@ -16,13 +16,13 @@ from torch import Tensor
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.runner.batch import AttentionMetadata
-from slipstream.serve.runner.kv import KVSlots
 
 
 class Nodes(NamedTuple):
     """The first rows of a pass."""
 
     counts: tuple[int, ...]  # (B,)
+    total: int  # n
     padded: Tensor | None  # (B * N,) int64 rows of the pass, N for each request; None: the first ones as they are
     node_rows: Tensor | None  # (n,) int64 the nodes among these; None: all of them
 
@@ -30,23 +30,19 @@ class Nodes(NamedTuple):
     def of(cls, counts: Sequence[int], device: torch.device) -> "Nodes":
         """The rows of requests with counts (B,) nodes."""
         if len(set(counts)) <= 1:
-            return cls(tuple(counts), None, None)
+            return cls(tuple(counts), sum(counts), None, None)
         sizes = np.array(counts)
         max_nodes = max(counts)
         starts = sizes.cumsum() - sizes
         padded = starts[:, None] + np.minimum(np.arange(max_nodes), sizes[:, None] - 1)
         node_rows = np.repeat(max_nodes * np.arange(len(sizes)) - starts, sizes) + np.arange(sizes.sum())
-        return cls(tuple(counts), torch.from_numpy(padded.ravel()).to(device), torch.from_numpy(node_rows).to(device))
+        rows = [torch.from_numpy(array).to(device) for array in (padded.ravel(), node_rows)]
+        return cls(tuple(counts), sum(counts), *rows)
 
     @property
     def max_nodes(self) -> int:
         """N."""
         return max(self.counts, default=0)
-
-    @property
-    def total(self) -> int:
-        """n."""
-        return sum(self.counts)
 
     def pad(self, values: Tensor) -> Tensor:
         """values (T, ...) of all rows -> (B * N, ...)."""
@@ -68,20 +64,16 @@ class PartsAttention(Attention):
     prompts: Backend
     has_prompts: bool = False
 
-    def plan(
-        self,
-        nodes: AttentionMetadata | None,
-        prompts: AttentionMetadata | None,
-        positions: Tensor,
-        slots: KVSlots,
-    ) -> None:
-        """positions (T,) int64 of all rows, whose KV goes to `slots`."""
+    def plan(self, nodes: AttentionMetadata | None, prompts: AttentionMetadata | None) -> None:
+        """Prepares a pass. Positions and slots of both are those of all rows."""
         self.has_prompts = prompts is not None
+        rows = nodes or prompts
+        assert rows is not None, "a pass has rows"
         if nodes is not None:
-            self.backend.plan(nodes)
+            self.backend.plan_reads(nodes)
         if prompts is not None:
-            self.prompts.plan(prompts)
-        self.prompts.plan_writes(positions, slots)
+            self.prompts.plan_reads(prompts)
+        self.prompts.plan_writes(rows.positions, rows.slots)
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         raise AssertionError("a target's rows all ask")

@@ -21,7 +21,8 @@ from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.attention import base
 from slipstream.serve.runner.batch import AttentionMetadata
-from slipstream.serve.runner.kv import KVSlots, NetworkKV
+from slipstream.serve.runner.kv import NetworkKV
+from slipstream.serve.runner.request_state import KVSlots
 
 # Without cuDNN, which prepares about 40 ms for every new prompt length.
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -84,10 +85,10 @@ class Backend(base.Backend):
         self.score_scales = [spec.score_scale for spec in kv.specs]
         self.query_dtype = kv.query_dtype
 
-    def plan(self, metadata: AttentionMetadata) -> None:
+    def plan_reads(self, metadata: AttentionMetadata) -> None:
         """A pass whose requests have unlike numbers of nodes has masks (B, N, N). Prompts may be long and unlike in
         length, so each has a mask of its own."""
-        super().plan(metadata)
+        super().plan_reads(metadata)
         counts = metadata.query_lens
         if metadata.phase != "prefill" or len(set(counts)) == 1:
             self.segments = [self._segment(0, len(counts), 0)]
@@ -122,7 +123,9 @@ class Backend(base.Backend):
         self.angles: dict[RotaryEmbedding, tuple[Tensor, Tensor]] = {}
         for rope in self.ropes:
             if rope not in self.angles:
-                cos, sin = self.angles[rope] = rope.cos_sin(positions)
+                cos = rope.cos[positions].unsqueeze(-2)  # (T, 1, R)
+                sin = rope.sin[positions].unsqueeze(-2)
+                self.angles[rope] = cos, sin
                 sin[..., : sin.shape[-1] // 2].neg_()
 
     def _norm_and_rotate(self, q: Tensor, k: Tensor, layer: AttentionLayer) -> Sequence[Tensor]:
@@ -182,8 +185,9 @@ class Backend(base.Backend):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _is_one_call(self, layer: AttentionLayer, segment: Segment) -> bool:
-        num_tokens = self._view(layer, segment).pages.numel() * self.page_size
-        return len(segment.counts) >= MANY_REQUESTS and num_tokens <= MOST_AT_ONCE
+        if len(segment.counts) < MANY_REQUESTS:
+            return False
+        return self._view(layer, segment).pages.numel() * self.page_size <= MOST_AT_ONCE
 
     def _attend_pages(self, q: Tensor, pages: Tensor, bias: Tensor | None, layer: AttentionLayer) -> Tensor:
         """q (b * count, Q, D) attends to pages (b, p) -> the same shape. No bias: of a whole prompt on a GPU."""
@@ -340,7 +344,9 @@ class Backend(base.Backend):
         queries = torch.arange(first_node, first_node + segment.max_queries, device=device)
         ancestors = metadata.ancestors[segment.requests] if metadata.ancestors is not None else None
         ends = first_node + torch.tensor(segment.counts, device=device)[:, None]
-        is_visible = sees(nodes, queries, ancestors, kind.mask, kind.window) & (nodes < ends)[:, None]  # (b, N, S)
+        is_visible = (nodes < ends)[:, None]  # (b, N, S) with the next line; one query sees all tokens up to its own
+        if segment.max_queries > 1 or kind.mask != "causal" or kind.window is not None:
+            is_visible = is_visible & sees(nodes, queries, ancestors, kind.mask, kind.window)
         bias = torch.zeros(is_visible.shape, dtype=kind.dtype, device=device)
         return bias.masked_fill_(~is_visible, -torch.inf)[:, None].repeat_interleave(kind.stacked, dim=2)
 

@@ -55,9 +55,9 @@ class Backend(base.Backend):
         assert isinstance(out, Tensor)
         return out.flatten(0, 1)
 
-    def plan(self, metadata: AttentionMetadata) -> None:
+    def plan_reads(self, metadata: AttentionMetadata) -> None:
         """Plans the tiles of a ragged pass, before its tokens are embedded: see `ragged_attention`."""
-        super().plan(metadata)
+        super().plan_reads(metadata)
         if metadata.segments is not None:
             for key in {self._geometry(spec) for spec in self.kv.specs}:  # layers that are alike share a plan
                 num_heads, num_kv_heads, head_dim, window = key

@@ -24,8 +24,7 @@ from slipstream.serve.drafters import base
 from slipstream.serve.drafters.options import TreeOptions, widths_up_to
 from slipstream.serve.drafters.vocabulary import DraftVocabulary
 from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
-from slipstream.serve.runner.kv import KVSlots
-from slipstream.serve.runner.request_state import RequestState
+from slipstream.serve.runner.request_state import KVSlots, RequestState
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from slipstream.kernels.attention.paths import Paths
 from slipstream.kernels.attention.ragged import Segments
 from slipstream.kernels.sampling.sample import Sampling
-from slipstream.serve.runner.kv import KVSlots
-from slipstream.serve.runner.request_state import RequestState
+from slipstream.serve.runner.request_state import KVSlots, RequestState
 
 Phase = Literal["prefill", "verify", "draft"]
 
@@ -40,8 +39,9 @@ class AttentionMetadata:
     state: RequestState
     requests: Tensor  # (B,) int64 request slots
     lengths: Tensor  # (B,) int64 committed KV tokens before this pass
+    # Of all rows of the pass; the other fields may be those of a part of it.
     positions: Tensor  # (T,) int64 depth positions for rotary embedding: lengths + depth in the tree
-    slots: KVSlots  # destination of each query's KV
+    slots: KVSlots  # destination of each row's KV
     query_lens: tuple[int, ...]
     kv_bounds: tuple[int, ...]
     ancestors: Tensor | None = None  # (B, N) int64 bit masks of a tree (kernels/speculation/verify.py); None: chains

@@ -9,8 +9,8 @@ S slots = num_pages * page_size.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -131,16 +131,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type == "cpu":  # the system's zero pages, each taken when it is first written: torch.zeros writes all
         return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-@dataclass(slots=True)
-class KVSlots:
-    """The slots that the queries' KV goes to: (T,) int64 in each group, computed at the first use."""
-
-    find: Callable[[int], Tensor]
-    by_group: dict[int, Tensor] = field(default_factory=dict)
-
-    def of(self, group: int) -> Tensor:
-        if group not in self.by_group:
-            self.by_group[group] = self.find(group)
-        return self.by_group[group]

@@ -16,7 +16,7 @@ from slipstream.kernels.sampling.logprobs import token_logprobs
 from slipstream.kernels.sampling.processors import count_tokens
 from slipstream.kernels.sampling.sample import Sampling
 from slipstream.models.targets.decoder import Target
-from slipstream.serve.engine.plan import PromptChunk, SamplingMode
+from slipstream.serve.engine.plan import PromptChunk
 from slipstream.serve.runner.request_state import RequestState
 
 LOGITS_BYTES = 256 * 2**20  # fp32 logits of prompts that are held at a time
@@ -30,29 +30,24 @@ class NodeTokens(NamedTuple):
     ancestors: Tensor | None  # (T,) int64 bit masks; None: chains
 
 
-def target_sampling(state: RequestState, requests: Tensor, mode: SamplingMode, path: NodeTokens) -> Sampling:
-    """Returns the sampling of the target's token after each row of logits (H, V).
+def with_processors(sampling: Sampling, state: RequestState, requests: Tensor, path: NodeTokens) -> Sampling:
+    """Adds what acts on logits (H, V) before they are sampled, the masks that `state` holds among it.
 
-    requests (H,) int64: the slot of each row. A node counts the tokens of its path. Mode "all" also heeds the masks
-    that `state` holds.
+    requests (H,) int64: the slot of each row. A node counts the tokens of its path.
     """
-    sampling = state.sampling(requests, mode)
-    if mode == "all":
-        processors = state.processors._replace(
-            row_nodes=path.nodes,
-            nodes=path.tokens,
-            ancestors=path.ancestors,
-            masks=state.mask_bits,
-            mask_rows=state.mask_rows[requests, path.nodes],
-        )
-        sampling = replace(sampling, processors=processors)
-    return sampling
+    processors = state.processors._replace(
+        row_nodes=path.nodes,
+        nodes=path.tokens,
+        ancestors=path.ancestors,
+        masks=state.mask_bits,
+        mask_rows=state.mask_rows[requests, path.nodes],
+    )
+    return replace(sampling, processors=processors)
 
 
-def count_emitted(state: RequestState, requests: Tensor, mode: SamplingMode, tokens: Tensor) -> None:
+def count_emitted(state: RequestState, requests: Tensor, tokens: Tensor) -> None:
     """Counts emitted tokens (S, W), -1 where there is none, for the penalties of `requests` (S,)."""
-    if mode == "all":
-        count_tokens(state.processors.counts, state.processors.flags, requests, tokens)
+    count_tokens(state.processors.counts, state.processors.flags, requests, tokens)
 
 
 def prompt_logprobs(target: Target, hidden: Tensor, following: Tensor, chunks: Sequence[PromptChunk]) -> Tensor | None:

@@ -4,8 +4,9 @@ Letters: B requests of a batch, N tree nodes per request (root included), R requ
 request, V target vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,9 +21,21 @@ from slipstream.kernels.sampling.sample import Filters, Sampling, noise_key
 from slipstream.kernels.speculation.ragged import BINS, Stored
 from slipstream.serve.engine.plan import Admission, HostProposal, NodeMasks, SamplingMode
 from slipstream.serve.request import Request
-from slipstream.serve.runner.kv import KVSlots
 
 MOST_ENTRIES = 1024  # entries of page tables that are uploaded at a time
+
+
+@dataclass(slots=True)
+class KVSlots:
+    """The slots that rows' KV goes to: (T,) int64 in each group, found in its page tables at the first use."""
+
+    find: Callable[[int], Tensor]
+    by_group: dict[int, Tensor] = field(default_factory=dict)
+
+    def of(self, group: int) -> Tensor:
+        if group not in self.by_group:
+            self.by_group[group] = self.find(group)
+        return self.by_group[group]
 
 
 class RequestState:

@@ -37,11 +37,11 @@ from slipstream.serve.attention.parts import Nodes, PartsAttention
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.plan import SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows
-from slipstream.serve.runner.kv import KVSlots, NetworkKV
-from slipstream.serve.runner.logits import NodeTokens, count_emitted, prompt_logprobs, target_sampling
+from slipstream.serve.runner.kv import NetworkKV
+from slipstream.serve.runner.logits import NodeTokens, count_emitted, prompt_logprobs, with_processors
 from slipstream.serve.runner.passes import HostShape, PassSizes, Results, TargetPass
 from slipstream.serve.runner.recurrence import MixedAttention, RecurrentStates
-from slipstream.serve.runner.request_state import RequestState
+from slipstream.serve.runner.request_state import KVSlots, RequestState
 
 GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 spread evenly
 
@@ -120,11 +120,12 @@ class StepPasses:
             emitted = Emitted(layout.starts, verified.nodes, verified.tokens, verified.lengths, layout.segment_slots)
             basis = sampling if self.logprobs_of_samples else None
             emitted_logprobs(logits, emitted, state.logprobs, basis, results.logprobs)
-        if sizes.host is not None:
+        if sizes.host is not None and sizes.host.chunks:
             first = sum(sizes.host.counts)
             scores = prompt_logprobs(self.target, hidden[first:], verified.next_tokens[first:], sizes.host.chunks)
             results = results._replace(prompt_logprobs=scores)
-        count_emitted(state, layout.segment_slots, target_pass.mode, verified.tokens)
+        if target_pass.mode == "all":
+            count_emitted(state, layout.segment_slots, verified.tokens)
         self._commit(layout, verified, B)
         if aux_states is not None:
             attention = self._chains(layout, B, sizes.host) if self.drafter.attends_to_context else None
@@ -180,9 +181,11 @@ class StepPasses:
             requests = logit_rows.requests
             positions = logit_rows.positions
             nodes = logit_rows.nodes
-        path = NodeTokens(nodes, layout.tokens, layout.ancestors)
         logits = self.target.logits(hidden)
-        sampling = target_sampling(self.state, requests, mode, path)
+        sampling = self.state.sampling(requests, mode)
+        if mode == "all":
+            path = NodeTokens(nodes, layout.tokens, layout.ancestors)
+            sampling = with_processors(sampling, self.state, requests, path)
         sampled = sample(logits, positions, sampling)
         if self.accept_length is not None:
             sampled = simulate(sampled, layout, num_requests, self.state, self.accept_length)
@@ -193,17 +196,25 @@ class StepPasses:
     ) -> tuple[Backend | PartsAttention, str]:
         """The target's attention, planned, and the mask of nodes."""
         verify = self.attention["verify"]
-        prefill = self.attention["prefill"]
         mask = "tree" if self.branches and num_requests else "causal"
         if host is None or host.prompts_by == "verify":
             verify.plan(self._ragged(layout, num_requests))
             return verify, mask
+        is_tree = mask == "tree" and max(host.counts) > 1
+        if not host.chunks and not is_tree and verify.supports_ragged_nodes:
+            verify.plan(self._nodes(layout, host, host.counts))
+            return verify, "causal"
         nodes = Nodes.of(host.counts, self.state.device)
-        attention = PartsAttention(nodes, verify, prefill)
-        is_tree = mask == "tree" and nodes.max_nodes > 1
-        of_nodes = self._nodes(layout, nodes, host, pads=not verify.supports_ragged_nodes, is_tree=is_tree)
-        of_prompts = self._prompts(layout, nodes.total, host)
-        attention.plan(of_nodes, of_prompts, layout.positions, self._kv_slots(layout))
+        attention = PartsAttention(nodes, verify, self.attention["prefill"])
+        of_nodes = None
+        if nodes.counts:
+            counts = nodes.counts if verify.supports_ragged_nodes else (nodes.max_nodes,) * num_requests
+            ancestors = None
+            if is_tree and layout.ancestors is not None:
+                ancestors = nodes.pad(layout.ancestors).view(num_requests, nodes.max_nodes)
+            of_nodes = self._nodes(layout, host, counts, ancestors)
+        of_prompts = self._prompts(layout, host) if host.chunks else None
+        attention.plan(of_nodes, of_prompts)
         return attention, mask if is_tree else "causal"
 
     def _ragged(self, layout: Layout, num_requests: int) -> AttentionMetadata:
@@ -241,47 +252,30 @@ class StepPasses:
         return KVSlots(lambda group: self.state.slots(layout.requests, layout.places, group), {0: layout.kv_slots})
 
     def _nodes(
-        self, layout: Layout, nodes: Nodes, host: HostShape, *, pads: bool, is_tree: bool
-    ) -> AttentionMetadata | None:
-        if not nodes.counts:
-            return None
-        B = len(nodes.counts)
-        slots = self._kv_slots(layout)
-        counts = nodes.counts
-        positions = layout.positions[: nodes.total]
-        node_slots = KVSlots(lambda group: slots.of(group)[: nodes.total])
-        if pads:
-            positions = nodes.pad(layout.positions)
-            node_slots = KVSlots(lambda group: nodes.pad(slots.of(group)))
-            counts = (nodes.max_nodes,) * B
-        bounds = tuple(bound + count for bound, count in zip(host.bounds, counts, strict=True))
-        ancestors = None
-        if is_tree and layout.ancestors is not None:
-            ancestors = nodes.pad(layout.ancestors).view(B, nodes.max_nodes)
+        self, layout: Layout, host: HostShape, counts: tuple[int, ...], ancestors: Tensor | None = None
+    ) -> AttentionMetadata:
+        B = len(counts)
         return AttentionMetadata(
             phase="verify",
             state=self.state,
             requests=layout.segment_slots[:B],
             lengths=layout.segment_lengths[:B],
-            positions=positions,
-            slots=node_slots,
+            positions=layout.positions,
+            slots=self._kv_slots(layout),
             query_lens=counts,
-            kv_bounds=bounds,
+            kv_bounds=tuple([bound + count for bound, count in zip(host.bounds, counts, strict=True)]),
             ancestors=ancestors,
         )
 
-    def _prompts(self, layout: Layout, num_nodes: int, host: HostShape) -> AttentionMetadata | None:
-        if not host.chunks:
-            return None
+    def _prompts(self, layout: Layout, host: HostShape) -> AttentionMetadata:
         num_requests = len(host.counts)
-        slots = self._kv_slots(layout)
         return AttentionMetadata(
             phase="prefill",
             state=self.state,
             requests=layout.segment_slots[num_requests:],
             lengths=layout.segment_lengths[num_requests:],
-            positions=layout.positions[num_nodes:],
-            slots=KVSlots(lambda group: slots.of(group)[num_nodes:]),
+            positions=layout.positions,
+            slots=self._kv_slots(layout),
             query_lens=tuple(len(chunk.tokens) for chunk in host.chunks),
             kv_bounds=tuple(chunk.end for chunk in host.chunks),
         )

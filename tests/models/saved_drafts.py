@@ -84,7 +84,8 @@ class CausalAttention(Attention):
     """Every row of one sequence sees the rows before it and itself; keeps the last k and v."""
 
     def __init__(self, rope: RotaryEmbedding, length: int) -> None:
-        self.cos, self.sin = rope.cos_sin(torch.arange(length))
+        self.cos = rope.cos[:length, None]
+        self.sin = rope.sin[:length, None]
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         self.k = rotate_halves(k, self.cos, self.sin)

@@ -15,8 +15,8 @@ from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import RopeConfig
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.runner.batch import AttentionMetadata
-from slipstream.serve.runner.kv import KVSlots, LayerCache, NetworkKV
-from slipstream.serve.runner.request_state import RequestState
+from slipstream.serve.runner.kv import LayerCache, NetworkKV
+from slipstream.serve.runner.request_state import KVSlots, RequestState
 from slipstream.tests.attention_layers import asking_layer
 
 NUM_LAYERS = 2

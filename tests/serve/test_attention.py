@@ -1,7 +1,6 @@
 """Every attention backend that runs here against one loop per request, query and head."""
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from slipstream.serve.attention.parts import Nodes, PartsAttention
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
 from slipstream.serve.runner.batch import AttentionMetadata, Phase
-from slipstream.serve.runner.kv import KVSlots
+from slipstream.serve.runner.request_state import KVSlots
 from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.serve.attention_passes import LAYER, RAGGED, Pass, Scene
 from slipstream.tests.sources import ROOT
@@ -290,18 +289,16 @@ def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
     counts = case.query_lens[: case.num_decoding]
     lens = case.query_lens[case.num_decoding :]
     split = Nodes.of(counts, scene.device)
-    first = sum(counts)
     attention = PartsAttention(split, nodes(scene.kv, scene.ropes), SDPABackend(scene.kv, scene.ropes))
 
-    def part(phase: Phase, requests: slice, rows_of: Callable[[Tensor], Tensor], **shape: Any) -> AttentionMetadata:
-        places = rows_of(scene.written[:num_used])
+    def part(phase: Phase, requests: slice, **shape: Any) -> AttentionMetadata:
         return AttentionMetadata(
             phase=phase,
             state=scene.state,
             requests=ragged.requests[requests],
             lengths=ragged.lengths[requests],
-            positions=rows_of(ragged.positions[:num_used]),
-            slots=KVSlots(lambda _: places),
+            positions=ragged.positions[:num_used],
+            slots=KVSlots(lambda _: scene.written[:num_used]),
             **shape,
         )
 
@@ -312,13 +309,11 @@ def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
         own_counts = counts if nodes.supports_ragged_nodes else (split.max_nodes,) * len(counts)
         bounds = tuple(length + count for length, count in zip(case.lengths, own_counts, strict=False))
         shape: dict[str, Any] = {"query_lens": own_counts, "kv_bounds": bounds, "ancestors": ancestors}
-        rows_of = (lambda x: x[:first]) if nodes.supports_ragged_nodes else split.pad
-        of_nodes = part("verify", slice(len(counts)), rows_of, **shape)
+        of_nodes = part("verify", slice(len(counts)), **shape)
     if lens:
         ends = tuple(scene.ends[len(counts) :])
-        of_prompts = part("prefill", slice(len(counts), None), lambda x: x[first:], query_lens=lens, kv_bounds=ends)
-    slots = KVSlots(lambda _: scene.written[:num_used])
-    attention.plan(of_nodes, of_prompts, ragged.positions[:num_used], slots)
+        of_prompts = part("prefill", slice(len(counts), None), query_lens=lens, kv_bounds=ends)
+    attention.plan(of_nodes, of_prompts)
     out = attention.attend(*(x[:num_used] for x in scene.qkv), scene.layer(), case.mask)
     torch.testing.assert_close(out.double(), reference, atol=1e-5, rtol=1e-5)
     before.flatten(2, 3)[:, :, 0] = scene.cache.flatten(2, 3)[:, :, 0]

@@ -76,7 +76,7 @@ def test_chunks_of_known_lengths(seed: int) -> None:
     packed = split_chunks(pack_chunks(chunks, len(chunks), sum(lens), state.padding, False), len(chunks), sum(lens))
     layout = check(chunks, packed, state, sum(lens))
     runner = StepPasses(None, {}, None, state, ())  # type: ignore[arg-type]
-    metadata = runner._prompts(layout, 0, HostShape((), (), tuple(chunks), "prefill"))
+    metadata = runner._prompts(layout, HostShape((), (), tuple(chunks), "prefill"))
     assert isinstance(metadata, AttentionMetadata)
     assert metadata.phase == "prefill"
     assert metadata.query_lens == tuple(lens)

@@ -16,7 +16,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Speculation
 from slipstream.serve.runner.batch import PassRows
-from slipstream.serve.runner.kv import KVSlots
+from slipstream.serve.runner.request_state import KVSlots
 from slipstream.tests.pairwise import pairwise, rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.tests.serve.engine_runs import (

@@ -11,7 +11,7 @@ import torch
 from slipstream.serve.attention.base import Backend, KVFormat
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.runner.batch import AttentionMetadata
-from slipstream.serve.runner.kv import KVSlots
+from slipstream.serve.runner.request_state import KVSlots
 from slipstream.tests.attention_layers import asking_layer, find_backends
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.serve import fake_flashinfer
