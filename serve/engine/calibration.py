@@ -90,7 +90,9 @@ def prefill(runner: ModelRunner, tokens: Sequence[int], width: int, prompts_by: 
         end = min(start + CHUNK, len(tokens))
         is_last = end == len(tokens)
         part = PromptChunk(0, start, list(tokens[start:end]), None if is_last else tokens[end], is_last)
-        plan = StepPlan(number, chunks=(part,), width=width if is_last else 1, prompts_by=prompts_by)
+        plan = StepPlan(number, chunks=(part,), segments=(0,), prompts_by=prompts_by)
+        if is_last:
+            plan = replace(plan, drafting=(0,), width=width)
         if number == 1:
             plan = replace(plan, admissions=(Admission(0, request, tuple(tokens)),), pages=pages)
         output = runner.launch(plan).read()

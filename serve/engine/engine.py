@@ -19,7 +19,7 @@ from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.engine_plan import EnginePlan
 from slipstream.serve.engine.host_stages import HostStage
 from slipstream.serve.engine.host_work import HostNeed, HostWork
-from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, StepPlan, slots_of
+from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, StepPlan
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.grammar.grammars import Grammars
@@ -161,7 +161,7 @@ class Engine:
     @property
     def host_need(self) -> HostNeed:
         """The host's work on the steps in flight that the next step waits for."""
-        return self.host.need([slot for step in self._steps for slot in slots_of(step.plan)])
+        return self.host.need([slot for step in self._steps for slot in step.plan.segments])
 
     def drain(self) -> list[Output]:
         """Reads all steps in flight and launches nothing."""
@@ -199,7 +199,8 @@ class Engine:
         plan = self.planner.plan()
         if plan is None:
             return None
-        self.host.mask_first_tokens(plan)
+        if plan.chunks:
+            self.host.mask_first_tokens(plan)
         self._tell("planned", plan)
         self.runner.prepare(plan)
         step = Step(plan)
@@ -208,14 +209,9 @@ class Engine:
 
     def _launch(self, step: Step, *, up_to_sampling: bool = False, has_waited: bool = False) -> None:
         """Launches a step, or what is left of one, with the edits that are there. `has_waited`: for proposals."""
-        plan = step.plan
-        slots = slots_of(plan)
+        plan = self.host.edit(step.plan)
         if step.state == State.PLANNED:
-            returns_proposals = plan.returns_proposals or self.host.reads_proposals(list(slots))
-            plan = replace(plan, edits=self.host.take_edits(slots), returns_proposals=returns_proposals)
             plan = self.planner.choose(plan, will_be_masked=up_to_sampling, has_waited=has_waited)
-        else:
-            plan = replace(plan, edits=plan.edits + self.host.take_edits(slots))
         step.plan = plan
         if up_to_sampling:
             step.flight = self.runner.launch(plan, up_to_sampling=True)

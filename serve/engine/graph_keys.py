@@ -8,8 +8,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
-from slipstream.serve.engine.plan import DraftKey, PromptChunk, SamplingMode, StepKey, StepPlan, drafting_slots
+from slipstream.serve.engine.plan import DraftKey, PromptChunk, SamplingMode, StepKey, StepPlan
 
 # Sampling modes with graphs of their own. In the second a request without filters has neutral ones.
 MODES: tuple[SamplingMode, ...] = ("plain", "all")
@@ -77,17 +78,22 @@ class GraphTable:
             return None
         if chunks and not plan.slots and is_long(chunks) and self._takes_long_prompts():
             return None
-        keys = self._steps.get((bool(chunks), plan.variant), [])
+        keys = self._steps.get((bool(chunks), variant_of(plan.mode, plan.logprobs)), [])
         start = bisect_left(keys, plan.nodes + sum(len(chunk.tokens) for chunk in chunks), key=lambda key: key.rows)
         heads = plan.nodes + len(chunks)
         return next((key for key in islice(keys, start, None) if key.heads >= heads), None)
 
     def draft(self, plan: StepPlan) -> DraftKey | None:
         """Returns the draft's pass; None without one, or if memory held no graph."""
-        count = len(drafting_slots(plan))
+        count = len(plan.drafting)
         keys = self._drafts.get((plan.width, "all" if plan.mode == "all" else "plain"), []) if count else []
         start = bisect_left(keys, count, key=lambda key: key.requests)
         return next(islice(keys, start, None), None)
+
+
+def variant_of(mode: SamplingMode, logprobs: int | None) -> Literal["plain", "all"]:
+    """Returns the mode of captured passes that take steps of a mode, with log-probabilities or without."""
+    return "plain" if mode != "all" and logprobs is None else "all"
 
 
 def is_long(chunks: Iterable[PromptChunk]) -> bool:

@@ -2,7 +2,7 @@
 which a stage raises. Imports no torch."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
-from slipstream.serve.engine.plan import Edits, HostProposal, StepOutput, StepPlan, slots_of
+from slipstream.serve.engine.plan import NO_EDITS, Edits, HostProposal, StepOutput, StepPlan
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
 
@@ -25,7 +25,7 @@ class HostWork:
     def __init__(self, stages: list[HostStage], planner: Planner) -> None:
         self.stages = stages
         self.planner = planner
-        self._edits = Edits()
+        self._edits = NO_EDITS
         self._isolated = IsolatedStages(stages, self._fail)
 
     def need(self, slots: list[int]) -> HostNeed:
@@ -36,9 +36,9 @@ class HostWork:
         drafting = (stage for stage in self.stages if max(stage.widths) > 1)
         if self.planner.waiting_pays and any(self._isolated.wants(stage, slots) for stage in drafting):
             return "before launch"
-        return "before sampling" if self.reads_proposals(slots) else "nothing"
+        return "before sampling" if self._reads_proposals(slots) else "nothing"
 
-    def reads_proposals(self, slots: list[int]) -> bool:
+    def _reads_proposals(self, slots: Collection[int]) -> bool:
         """Whether a stage wants to see the nodes that a step of these requests verifies."""
         readers = (stage for stage in self.stages if stage.reads == "proposal")
         return any(self._isolated.wants(stage, slots) for stage in readers)
@@ -54,7 +54,7 @@ class HostWork:
             inputs: Emitted | Proposed
             if stage.reads == "emitted":
                 inputs = self.planner.emitted(plan, output)
-            elif output.proposed is not None and self._isolated.wants(stage, list(slots_of(plan))):
+            elif output.proposed is not None and self._isolated.wants(stage, plan.segments):
                 inputs = self.planner.proposed(plan, output).after(self._edits.proposals)
             else:
                 continue
@@ -76,10 +76,14 @@ class HostWork:
                 edits = self._isolated.run(stage, Proposed(slots, nodes, np.zeros((len(ends), 2), np.int32)), 1)
                 self._edits += edits
 
-    def take_edits(self, slots: tuple[int, ...]) -> Edits:
-        """Returns the edits of a plan for these slots, and keeps the others."""
-        edits, self._edits = self._edits.of(slots)
-        return edits
+    def edit(self, plan: StepPlan) -> StepPlan:
+        """Adds the edits for the plan's requests, keeps the others, and asks for the proposals that a stage reads."""
+        edits = plan.edits
+        if self._edits is not NO_EDITS:
+            present, self._edits = self._edits.of(plan.segments)
+            edits += present
+        returns_proposals = plan.returns_proposals or self._reads_proposals(plan.segments)
+        return replace(plan, edits=edits, returns_proposals=returns_proposals)
 
     def admit(self, sequence: Sequence) -> None:
         self._isolated.admit(sequence)
@@ -131,7 +135,7 @@ class IsolatedStages:
         del self._running[slot]
         self._failed.discard(slot)
 
-    def wants(self, stage: HostStage, slots: list[int]) -> bool:
+    def wants(self, stage: HostStage, slots: Collection[int]) -> bool:
         """Whether a stage has work for a step of these requests."""
         if self._failed:
             slots = [slot for slot in slots if slot not in self._failed]

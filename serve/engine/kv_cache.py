@@ -53,6 +53,7 @@ class PageTable:
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)  # a table of each further group, from admission to release
+    room: int = 0  # tokens that the pages hold
     num_sent: int = 0  # pages that plans have named
     num_missed: int = 0  # pages that the tree knew when this was admitted, and a further group could not serve
     miss_reason: MissReason | None = None
@@ -145,23 +146,26 @@ class PageCache(PagePool):
         for node in nodes[:hit]:
             self._reference(table, node)
             table.pages.append(node.page)
+        table.room = hit * self.page_size
         if self.extend(table, num_tokens, headroom):
             table.groups = [group.admit(table.nodes, limit, len(nodes), table.num_prompt) for group in self.groups]
             return True
         self._unreference_all(table)
         table.pages.clear()
+        table.room = 0
         return False
 
     def extend(self, table: PageTable, num_tokens: int, headroom: int = 0) -> bool:
         """Give the table own pages of the first group until it holds `num_tokens`. Returns False, and takes nothing, as
         `admit` does.
         """
-        if num_tokens <= len(table.pages) * self.page_size:
+        if num_tokens <= table.room:
             return True
         missing = self.pages_for(num_tokens) - len(table.pages)
         if missing + headroom > self.num_available:
             return False
         table.pages.extend(self._take() for _ in range(missing))
+        table.room += missing * self.page_size
         return True
 
     def extend_groups(self, table: PageTable, num_tokens: int) -> None:
@@ -229,6 +233,7 @@ class PageCache(PagePool):
         self._unreference_all(table)
         table.pages.clear()
         table.groups.clear()
+        table.room = 0
         table.num_sent = 0
 
     def _key(self, tokens: list[int], index: int, namespace: str, lookahead: int) -> Key:
@@ -319,6 +324,7 @@ class PageCache(PagePool):
                 assert node.page == table.pages[index], "a shared page is not its node's"
                 readers[node] = readers.get(node, 0) + 1
                 parent = node
+            assert table.room == len(table.pages) * self.page_size, "a table's room is not that of its pages"
             private_pages += table.pages[len(table.nodes) :]
         nodes = self._nodes()
         assert len({id(node) for node in nodes}.union(map(id, readers))) == len(nodes), "a table holds a lost node"

@@ -116,7 +116,7 @@ class Edits:
         """Splits the edits into those of a plan for `slots` and those for a later plan. Proposals always come with the
         next plan: the device keeps them, while masks hold for one pass."""
         if not self.masks and not self.errors:
-            return self, Edits()
+            return self, NO_EDITS
         masks = self.masks
         errors = self.errors.items()
         now = Edits(
@@ -138,6 +138,9 @@ class Edits:
         return Edits(self.proposals, masks, {other: error for other, error in self.errors.items() if other != slot})
 
 
+NO_EDITS = Edits()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One target pass over the nodes of the requests in `slots` and over chunks of prompts, and one pass of the draft,
@@ -151,41 +154,19 @@ class StepPlan:
     pages: tuple[tuple[int, int, int, int], ...] = ()  # KV group, slot, index in its table, page
     chunks: tuple[PromptChunk, ...] = ()
     slots: tuple[int, ...] = ()
+    segments: tuple[int, ...] = ()  # (S,) `slots`, then those of the chunks
+    drafting: tuple[int, ...] = ()  # those of the requests that the draft then proposes for
     bounds: tuple[int, ...] = ()  # for each of `slots`: most tokens that it can have committed before the step
     mode: SamplingMode = "greedy"
     nodes: int = 0  # nodes that the pass verifies, roots included: the likeliest of all requests
     width: int = 1  # nodes that the draft then proposes for each request, root included
     acceptance_table: NDArray[np.float32] | None = None  # (C,) by acceptance bin, where they have changed
-    undrafted: frozenset[int] = frozenset()  # slots of this step that the draft does not propose for
     returns_proposals: bool = False  # a host stage or a traced request needs what the step proposes
     logprobs: int | None = None  # the most likeliest tokens that any request wants beside each of its own; None: nobody
     graph: StepKey | None = None  # the target's captured pass; None: it is launched kernel by kernel
     draft_graph: DraftKey | None = None  # likewise, the draft's
     prompts_by: PromptPhase = "prefill"  # in a pass that is not captured
-    edits: Edits = field(default_factory=Edits)
-
-    @property
-    def variant(self) -> Literal["plain", "all"]:
-        """The captured pass that the plan needs."""
-        return variant_of(self.mode, self.logprobs)
-
-
-def variant_of(mode: SamplingMode, logprobs: int | None) -> Literal["plain", "all"]:
-    """See StepPlan.variant."""
-    return "plain" if mode != "all" and logprobs is None else "all"
-
-
-def slots_of(plan: StepPlan) -> tuple[int, ...]:
-    """Returns (S,) slots of the requests, then of the chunks."""
-    return plan.slots + tuple([chunk.slot for chunk in plan.chunks]) if plan.chunks else plan.slots
-
-
-def drafting_slots(plan: StepPlan) -> tuple[int, ...]:
-    """Returns the slots of the requests for which the draft proposes."""
-    slots = plan.slots
-    if plan.chunks:
-        slots += tuple([chunk.slot for chunk in plan.chunks if chunk.is_last])
-    return tuple([slot for slot in slots if slot not in plan.undrafted]) if plan.undrafted else slots
+    edits: Edits = NO_EDITS
 
 
 class StepOutput(NamedTuple):

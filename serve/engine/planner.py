@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from slipstream.serve.engine.acceptance import is_forced
 from slipstream.serve.engine.budget import BudgetPolicy
 from slipstream.serve.engine.counts import EngineCounts
-from slipstream.serve.engine.graph_keys import GraphTable
+from slipstream.serve.engine.graph_keys import GraphTable, variant_of
 from slipstream.serve.engine.host_stages import Emitted, Proposed
 from slipstream.serve.engine.plan import (
     Admission,
@@ -23,10 +23,7 @@ from slipstream.serve.engine.plan import (
     SamplingMode,
     StepOutput,
     StepPlan,
-    drafting_slots,
     read_logprobs,
-    slots_of,
-    variant_of,
 )
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
 from slipstream.serve.engine.traces import Tracer
@@ -49,21 +46,38 @@ class PassLimits:
 
 @dataclass(frozen=True, slots=True)
 class BatchTraits:
-    """Sampling mode, log-probabilities and drafting of a step's requests."""
+    """A step's requests: their slots, sampling mode, log-probabilities and drafting."""
 
+    everyone: list[Sequence]  # those that decode, then those of chunks
+    slots: tuple[int, ...]  # see StepPlan, as of the next four
+    segments: tuple[int, ...]
+    drafting: tuple[int, ...]
     mode: SamplingMode
-    logprobs: int | None  # see StepPlan
-    undrafted: frozenset[int]  # slots
+    logprobs: int | None
+    filtered: bool  # the step has the costs of passes of mode "all"
     traced: dict[str, int]  # places in the step of those that gain tokens and want a trace, by request id
+    sizes: dict[str, int]  # for BudgetPolicy
 
     @classmethod
     def of(cls, sequences: list[Sequence], chunks: list[Chunk]) -> "BatchTraits":
         everyone = [*sequences, *[chunk.sequence for chunk in chunks]]
+        emitting = [*sequences, *[chunk.sequence for chunk in chunks if chunk.is_last]]
+        mode = sampling_mode(everyone)
+        logprobs = most_logprobs(emitting)
         return cls(
-            mode=sampling_mode(everyone),
-            logprobs=most_logprobs([*sequences, *[chunk.sequence for chunk in chunks if chunk.is_last]]),
-            undrafted=frozenset([sequence.slot for sequence in everyone if not sequence.traits.wants_drafts]),
+            everyone=everyone,
+            slots=tuple([sequence.slot for sequence in sequences]),
+            segments=tuple([sequence.slot for sequence in everyone]),
+            drafting=tuple([sequence.slot for sequence in emitting if sequence.traits.wants_drafts]),
+            mode=mode,
+            logprobs=logprobs,
+            filtered=variant_of(mode, logprobs) == "all",
             traced=traced_of(sequences, chunks),
+            sizes={
+                "num_decoding": len(sequences),
+                "prompt_rows": sum([chunk.end - chunk.start for chunk in chunks]),
+                "num_drafted": sum([sequence.traits.wants_drafts for sequence in sequences]),
+            },
         )
 
 
@@ -73,8 +87,8 @@ class Launched:
 
     sequences: list[Sequence]  # the decoding ones
     chunks: list[Chunk]
-    everyone: list[Sequence]  # of both
-    traced: dict[str, int]  # see BatchTraits
+    traits: BatchTraits
+    filtered: bool  # see BatchTraits, with masks that come late
     expected_ms: float = 0.0  # the policy's prediction for the step
 
 
@@ -122,23 +136,22 @@ class Planner:
         if not sequences and not chunks:
             return None
         traits = self._traits_of(sequences, chunks)
-        everyone = [*sequences, *[chunk.sequence for chunk in chunks]]
-        launched = Launched(sequences, chunks, everyone, traits.traced)
         plan = StepPlan(
-            number=self._next(launched),
+            number=self._next(Launched(sequences, chunks, traits, traits.filtered)),
             admissions=tuple(self._admissions),
-            pages=self._new_pages(everyone),
+            pages=self._new_pages(traits.everyone),
             chunks=tuple(map(prompt_chunk, chunks)),
-            slots=tuple([sequence.slot for sequence in sequences]),
+            slots=traits.slots,
+            segments=traits.segments,
+            drafting=traits.drafting,
             bounds=tuple([sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences]),
             mode=traits.mode,
-            undrafted=traits.undrafted,
             returns_proposals=bool(traits.traced),
             logprobs=traits.logprobs,
             prompts_by=self.limits.prompts_by,
         )
         self._admissions.clear()
-        self.policy.prepare(**sizes_of(plan), filtered=plan.variant == "all")
+        self.policy.prepare(**traits.sizes, filtered=traits.filtered)
         return plan
 
     def _next_chunks(self, sequences: list[Sequence]) -> list[Chunk]:
@@ -171,10 +184,12 @@ class Planner:
         mode = "all" if plan.edits.masks or will_be_masked else plan.mode
         offers = None
         if self.host_drafts and (has_waited or not self._offered.isdisjoint(plan.slots)):
-            offers = [(1, 0) if slot in plan.undrafted else self._offers[slot] for slot in plan.slots]
-        filtered = variant_of(mode, plan.logprobs) == "all"
-        choice = self.policy.choose(**sizes_of(plan), filtered=filtered, offers=offers)
-        self._launched[plan.number].expected_ms = choice.ms
+            drafting = frozenset(plan.drafting)
+            offers = [self._offers[slot] if slot in drafting else (1, 0) for slot in plan.slots]
+        launched = self._launched[plan.number]
+        launched.filtered |= mode == "all"
+        choice = self.policy.choose(**launched.traits.sizes, filtered=launched.filtered, offers=offers)
+        launched.expected_ms = choice.ms
         acceptance_table = None
         acceptance = self.policy.acceptance
         if self._sent_version != acceptance.version:
@@ -194,13 +209,12 @@ class Planner:
         """Notes that the passes of the plan are launched and will store proposals."""
         launched = self._launched[plan.number]
         self.scheduler.mark_launched(launched.chunks)
-        if launched.traced:
-            self._tracer.launched(plan, launched.traced)
+        if launched.traits.traced:
+            self._tracer.launched(plan, launched.traits.traced)
         if self.host_drafts:
             offer: Offer = min(plan.width, self.limits.of_network), 0
-            slots = slots_of(plan)
-            self._offers.update(dict.fromkeys(slots, (1, 0)) | dict.fromkeys(drafting_slots(plan), offer))
-            self._offered.difference_update(slots)
+            self._offers.update(dict.fromkeys(plan.segments, (1, 0)) | dict.fromkeys(plan.drafting, offer))
+            self._offered.difference_update(plan.segments)
 
     def emitted(self, plan: StepPlan, output: StepOutput) -> Emitted:
         """Returns the tokens of a step for the requests that still wait for them."""
@@ -232,7 +246,7 @@ class Planner:
         errors = {**output.errors, **plan.edits.errors}  # the errors of stages say more
         outputs: list[Output] = []
         if errors:
-            owners = zip(launched.everyone, slots_of(plan), strict=True)
+            owners = zip(launched.traits.everyone, plan.segments, strict=True)
             failed = [self.scheduler.fail(sequence, errors[slot]) for sequence, slot in owners if slot in errors]
             outputs = [ending for ending in failed if ending is not None]
         else:
@@ -250,9 +264,9 @@ class Planner:
         self._count(plan, output, launched, emitted, drafted, ms)
         outputs += emitted
         outputs = add_logprobs(outputs, plan, output, launched)
-        if launched.traced:
-            rounds = {name: launched.everyone[place].num_rounds for name, place in launched.traced.items()}
-            outputs = self._tracer.add_traces(outputs, plan, output, launched.traced, rounds)
+        if traced := launched.traits.traced:
+            rounds = {name: launched.traits.everyone[place].num_rounds for name, place in traced.items()}
+            outputs = self._tracer.add_traces(outputs, plan, output, traced, rounds)
         return outputs
 
     def _count(
@@ -299,16 +313,17 @@ class Planner:
         if waited_ms is not None:
             self.policy.host_wait.record_wait(waited_ms)
         if late:
-            offers = dict[int, Offer].fromkeys(drafting_slots(plan), (self.limits.of_network, 0))
+            offers = dict[int, Offer].fromkeys(plan.drafting, (self.limits.of_network, 0))
             for proposal in late:
                 offers.update(offers_of(proposal))
-            self.policy.look_back(list(offers.values()), filtered=plan.variant == "all")
+            self.policy.look_back(list(offers.values()), filtered=self._launched[plan.number].filtered)
 
     def _learn(self, plan: StepPlan, output: StepOutput, ms: float) -> None:
         """Counts accepted nodes and the step's time. Skips requests without drafts, and requests that change their
         logits if there are others, whose drafts may be accepted more often, except for tokens forced by grammars."""
         count = len(plan.slots)
-        sequences = self._launched[plan.number].sequences
+        launched = self._launched[plan.number]
+        sequences = launched.sequences
         drafted = [i for i, sequence in enumerate(sequences) if sequence.traits.wants_drafts]
         if drafted and self.limits.most_nodes > 1:
             free = {i for i in drafted if not sequences[i].traits.changes_logits}
@@ -321,8 +336,7 @@ class Planner:
         if output.prompt_logprobs is not None:  # they take extra time
             return
         rows = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
-        requests = len(drafting_slots(plan))
-        self.policy.costs.observe(rows, requests, plan.width, ms, filtered=plan.variant == "all")
+        self.policy.costs.observe(rows, len(plan.drafting), plan.width, ms, filtered=launched.filtered)
 
     def _calibrate(self, proposal: HostProposal) -> None:
         """Fills in the proposal's bins and their probabilities."""
@@ -339,7 +353,7 @@ class Planner:
         """Returns the places in the pass, and the slots, of the requests that gain tokens by it."""
         launched = self._launched[plan.number]
         ends = [True] * len(launched.sequences) + [chunk.is_last for chunk in launched.chunks]
-        rows = zip(launched.everyone, slots_of(plan), ends, strict=True)
+        rows = zip(launched.traits.everyone, plan.segments, ends, strict=True)
         receivers = [
             (place, slot)
             for place, (sequence, slot, is_end) in enumerate(rows)
@@ -356,6 +370,9 @@ class Planner:
         """Returns what has changed in the sequences' page tables."""
         changes: list[tuple[int, int, int, int]] = []
         for sequence in sequences:
+            table = sequence.table
+            if table.num_sent == len(table.pages) and not table.groups:
+                continue
             for group, table in enumerate((sequence.table, *sequence.table.groups)):
                 if added := table.changes():
                     changes += [(group, sequence.slot, index, page) for index, page in added]
@@ -375,12 +392,12 @@ def add_logprobs(outputs: list[Output], plan: StepPlan, output: StepOutput, laun
             prompts[index] = Logprobs.join(chunk.sequence.prompt_logprobs)
     if output.logprobs is None and not prompts:
         return outputs
-    places = {sequence.request.id: index for index, sequence in enumerate(launched.everyone)}
+    places = {sequence.request.id: index for index, sequence in enumerate(launched.traits.everyone)}
     results = []
     for result in outputs:
         index = places[result.request_id]
         logprobs = None
-        k = launched.everyone[index].request.params.logprobs
+        k = launched.traits.everyone[index].request.params.logprobs
         if k is not None and output.logprobs is not None:
             logprobs = read_logprobs(output.logprobs[:, index, : len(result.tokens)], k)
         results.append(replace(result, logprobs=logprobs, prompt_logprobs=prompts.get(index)))
@@ -415,13 +432,6 @@ def prompt_chunk(chunk: Chunk) -> PromptChunk:
     following = tokens[end] if end < len(tokens) else None
     logprobs = chunk.sequence.request.params.prompt_logprobs if chunk.sequence.scores_prompt else None
     return PromptChunk(chunk.sequence.slot, start, tokens[start:end], following, chunk.is_last, logprobs)
-
-
-def sizes_of(plan: StepPlan) -> dict[str, int]:
-    """Returns the sizes of a plan that BudgetPolicy needs."""
-    num_drafted = len(plan.slots) - sum([slot in plan.undrafted for slot in plan.slots] if plan.undrafted else [])
-    prompt_rows = sum([len(chunk.tokens) for chunk in plan.chunks])
-    return {"num_decoding": len(plan.slots), "prompt_rows": prompt_rows, "num_drafted": num_drafted}
 
 
 def most_logprobs(emitting: list[Sequence]) -> int | None:

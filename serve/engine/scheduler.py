@@ -269,7 +269,8 @@ class Scheduler:
         sequences: list[Sequence] = []
         for sequence in self._running.copy():
             while self._decodes_next(sequence):
-                if self.cache.extend(sequence.table, sequence.kv_bound + reserve):
+                bound = sequence.kv_bound + reserve
+                if bound <= sequence.table.room or self.cache.extend(sequence.table, bound):
                     sequences.append(sequence)
                     break
                 self._preempt_newest()  # in the end this very sequence

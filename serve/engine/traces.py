@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.engine.plan import StepOutput, StepPlan, slots_of
+from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Output, TokenTrace
 
 TARGET = "target"  # the source of tokens that nobody drafted
@@ -57,7 +57,7 @@ class Tracer:
         rounds: Mapping[str, int],
     ) -> list[Output]:
         """Adds traces to the Outputs of a step. `rounds`: how many each traced request has had, by id."""
-        slots = slots_of(plan)
+        slots = plan.segments
         replaced = self._replaced.pop(plan.number, {})
         rows = num_rows(plan, output)
         traced_outputs = list[Output]()

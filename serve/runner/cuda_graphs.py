@@ -32,7 +32,6 @@ from slipstream.serve.engine.plan import (
     PromptChunk,
     StepKey,
     StepPlan,
-    drafting_slots,
 )
 from slipstream.serve.runner.passes import (
     CapturedPass,
@@ -253,7 +252,7 @@ class StepGraphs(Graphs[StepKey]):
     def launch(self, plan: StepPlan) -> int:
         """Launches the plan's target pass, in mode "all" up to where it samples. Returns the pass's number."""
         assert plan.graph is not None
-        self.step_passes.state.send(plan.slots, plan.nodes, drafting_slots(plan))
+        self.step_passes.state.send(plan.slots, plan.nodes, plan.drafting)
         if plan.chunks:
             self._hold_chunks(plan.chunks)
         if self._num_launched is None:
@@ -350,7 +349,7 @@ class DraftGraphs(Graphs[DraftKey]):
     def run(self, plan: StepPlan) -> None:
         """Launches the plan's draft pass."""
         assert plan.draft_graph is not None
-        self.step_passes.state.send_drafting(drafting_slots(plan))
+        self.step_passes.state.send_drafting(plan.drafting)
         self._replay(plan.draft_graph)
 
     def parts_of(self, key: DraftKey) -> Sequence[Part]:

@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.kernels.speculation.ragged import Chunks
 from slipstream.serve.engine.graph_keys import GraphKeys
-from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan, drafting_slots, slots_of
+from slipstream.serve.engine.plan import HostProposal, PromptChunk, StepOutput, StepPlan
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.serve.runner.passes import EagerPass, Results, StepInputs, pack_chunks, split_chunks
 from slipstream.serve.runner.step import StepPasses
@@ -47,7 +48,7 @@ class InFlight:
         counts = results[:, 0]
         tokens = results[:, 2 : 2 + width]
         accepted = results[:, 2 + 2 * width :]
-        slots = slots_of(plan)
+        slots = plan.segments
         errors = dict.fromkeys(slots, self.failure) if self.failure else self._not_finite(slots, counts, tokens)
         return StepOutput(
             num_emitted=counts,
@@ -128,6 +129,7 @@ class ModelRunner:
         self.width = passes.state.proposals.shape[2]  # nodes that a request slot stores
         self._prepared = 0  # number of the last plan whose slots and pages the device has
         self._clock = CpuClock()
+        self._no_chunks = self._put_chunks(())
         self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by purpose
 
     @property
@@ -213,16 +215,20 @@ class ModelRunner:
         if self.steps is not None and flight.captured is not None:
             return self.steps.finish(plan, flight.captured)
         state = self.state
-        num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        packed = pack_chunks(plan.chunks, len(plan.chunks), num_tokens, state.padding, state.device.type == "cuda")
-        chunks = split_chunks(packed.to(state.device, non_blocking=True), len(plan.chunks), num_tokens)
+        chunks = self._put_chunks(plan.chunks) if plan.chunks else self._no_chunks
         inputs = StepInputs(state.upload([plan.nodes]), self._upload("step", plan.slots), chunks)
-        results = self.passes.empty_results(len(slots_of(plan)), has_logprobs=plan.logprobs is not None)
+        results = self.passes.empty_results(len(plan.segments), has_logprobs=plan.logprobs is not None)
         target_pass = EagerPass(inputs, plan.mode, results, plan.bounds, plan.chunks, plan.prompts_by)
         return self.passes.step(target_pass), len(plan.slots)
 
+    def _put_chunks(self, chunks: tuple[PromptChunk, ...]) -> Chunks:
+        """Copies chunks to the device."""
+        num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        packed = pack_chunks(chunks, len(chunks), num_tokens, self.state.padding, self.state.device.type == "cuda")
+        return split_chunks(packed.to(self.state.device, non_blocking=True), len(chunks), num_tokens)
+
     def _failed(self, plan: StepPlan, error: Exception) -> InFlight:
-        count = len(slots_of(plan))
+        count = len(plan.segments)
         message = f"the device has no memory for this step ({error}); lower max_running, prefill_budget or mem_fraction"
         results = Results(torch.zeros(count, 2 + 2 * self.width, dtype=torch.int32), None)
         return InFlight(plan, self.width, None, results=results, first_chunk=len(plan.slots), failure=message)
@@ -239,10 +245,10 @@ class ModelRunner:
 
     def _proposals(self, plan: StepPlan) -> Tensor:
         """(2, S, W): the stored proposals."""
-        return self.state.proposals[:2, self.state.upload(slots_of(plan))]
+        return self.state.proposals[:2, self.state.upload(plan.segments)]
 
     def _draft(self, plan: StepPlan) -> None:
-        slots = drafting_slots(plan)
+        slots = plan.drafting
         if plan.width == 1 or not slots:
             return
         if self.drafts is not None and plan.draft_graph is not None:

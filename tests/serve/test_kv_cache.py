@@ -121,6 +121,7 @@ FAULTS: dict[str, Callable[[PageCache, PageTable], object]] = {
     "a reader is counted twice": lambda cache, _: setattr(cache._nodes()[0], "references", 2),
     "a node is cut off": lambda _, table: table.nodes[0].children.clear(),
     "pages are swapped": lambda _, table: table.pages.reverse(),
+    "pages hold less": lambda _, table: setattr(table, "room", 16),
 }
 
 

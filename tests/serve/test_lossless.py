@@ -23,7 +23,7 @@ from slipstream.serve.engine.acceptance import BINS
 from slipstream.serve.engine.budget import BudgetPolicy, Choice
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_wait import HostWait
-from slipstream.serve.engine.plan import StepOutput, StepPlan, drafting_slots
+from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, grouped, rotating, some_of
@@ -533,10 +533,9 @@ def record(engine: Engine, proposals: Proposals) -> None:
     """Records all proposals from now on. Raises AssertionError where a text had another proposal before."""
 
     def look(event: str, plan: StepPlan) -> None:
-        slots = drafting_slots(plan)
         stored = engine.runner.state.stored
         for sequence in decoding(engine) if event == "committed" else ():
-            if sequence.slot in slots:
+            if sequence.slot in plan.drafting:
                 nodes = [stored.tokens[sequence.slot].tolist(), stored.parents[sequence.slot].tolist()]
                 assert proposals.setdefault((sequence.request.seed, *sequence.tokens), nodes) == nodes
 

@@ -325,7 +325,8 @@ def chunk_of(start: int, end: int, slot: int = 0) -> PromptChunk:
 
 
 def step_of(*chunks: PromptChunk, mode: SamplingMode = "plain", slots: Iterable[int] = (), nodes: int = 0) -> StepPlan:
-    return StepPlan(1, chunks=chunks, slots=tuple(slots), nodes=nodes, mode=mode)
+    drafting = (*slots, *[chunk.slot for chunk in chunks])
+    return StepPlan(1, chunks=chunks, slots=tuple(slots), drafting=drafting, nodes=nodes, mode=mode)
 
 
 def without_graphs(engine: Engine, keys: Collection[StepKey]) -> GraphTable:
