@@ -9,7 +9,6 @@ A message travels as an 8-byte length and a pickle. The engine's end of the pipe
 stream, so that neither a full pipe nor half a message stops its event loop.
 """
 
-import asyncio
 import logging
 import os
 import pickle
@@ -80,17 +79,6 @@ class Failed:
     reason: str
 
 
-def frame(message: object) -> bytes:
-    payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return HEADER.pack(len(payload)) + payload
-
-
-async def receive(reader: asyncio.StreamReader) -> Any:
-    """Returns the next message. Raises EOFError or OSError at the end."""
-    (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-    return pickle.loads(await reader.readexactly(size))
-
-
 class Pipe:
     """The engine's end of the pipe. One thread may send while another receives."""
 
@@ -100,7 +88,8 @@ class Pipe:
 
     def send(self, message: object) -> None:
         """Raises ConnectionError if the server has closed the pipe."""
-        self._socket.sendall(frame(message))
+        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._socket.sendall(HEADER.pack(len(payload)) + payload)
 
     def receive(self) -> Any:
         """Blocks for the next message. Raises EOFError or OSError at the end."""

@@ -7,6 +7,7 @@ nothing here blocks the event loop, whatever the engine's process does.
 import asyncio
 import logging
 import multiprocessing
+import pickle
 import signal
 import socket
 import time
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.process import (
+    HEADER,
     Abort,
     EngineFactory,
     Failed,
@@ -23,8 +25,6 @@ from slipstream.serve.engine.process import (
     Rejected,
     Step,
     build_engine,
-    frame,
-    receive,
     run_engine,
 )
 from slipstream.serve.options import EngineConfig
@@ -121,7 +121,7 @@ class EngineClient:
             self.spawn()
         self._info = asyncio.get_running_loop().create_future()
         reader, self._writer = await asyncio.open_unix_connection(sock=self._end_of_pipe)
-        self._writer.write(frame(config))
+        self._write(self._writer, config)
         self._tasks.append(asyncio.create_task(self._listen(reader)))
         info = await self._info
         self._tasks.append(asyncio.create_task(self._ping()))
@@ -163,7 +163,16 @@ class EngineClient:
         messages = self._outbox
         self._outbox = []
         if messages and self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frame(messages))
+            self._write(self._writer, messages)
+
+    def _write(self, writer: asyncio.StreamWriter, message: object) -> None:
+        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        writer.write(HEADER.pack(len(payload)) + payload)
+
+    async def _receive(self, reader: asyncio.StreamReader) -> Any:
+        """Returns the next message. Raises EOFError or OSError at the end."""
+        (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+        return pickle.loads(await reader.readexactly(size))
 
     async def _ping(self) -> None:
         """Keeps sending messages to an idle engine, to see that it answers."""
@@ -177,7 +186,7 @@ class EngineClient:
         try:
             while True:
                 for _ in range(MESSAGES_AT_ONCE):
-                    self._handle(await receive(reader))
+                    self._handle(await self._receive(reader))
                 await asyncio.sleep(0)
         except (EOFError, OSError):
             await self._wait_for_exit(EXIT_SECONDS)

@@ -20,15 +20,12 @@ class Guard:
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = sorted({digest(key) for key in keys})
+        self.is_open = not self._digests  # asks for no key
 
     @classmethod
     def of(cls, config: ServeConfig) -> "Guard":
         """Raises ValueError for a file that cannot be read or holds no key."""
         return cls(read_keys(config))
-
-    @property
-    def is_open(self) -> bool:
-        return not self._digests
 
     def check(self, path: str, authorization: str | None) -> str:
         """Returns the name of the client: a digest of its key, or empty if there are fewer than two keys to tell
