@@ -14,7 +14,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from slipstream.models.chat.messages import Message, date_of
+from slipstream.models.chat.messages import Message, MessageError, check_text, date_of
 
 QUESTION: Message = {"role": "user", "content": "What is 2 + 2?"}
 ARGUMENTS = {"first": "two"}  # of a call that tells in which form a template takes them
@@ -89,6 +89,10 @@ class PromptTemplate:
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
             raise TemplateFailed(str(error)) from error
         texts, _ = rendered
+        try:
+            check_text("it", texts[0])
+        except MessageError as error:
+            raise TemplateRefused(str(error)) from error
         return texts[0]
 
     @functools.cached_property
@@ -148,9 +152,13 @@ def with_arguments(value: Any, convert: Conversion) -> Any:
 
 
 def as_object(arguments: Any) -> Any:
-    """Arguments as an object if they are the JSON text of one."""
+    """Arguments as an object if they are the JSON text of one. Models may write escapes of half of a surrogate pair,
+    which no prompt can hold: they become U+FFFD."""
     try:
         parsed = json.loads(arguments)
+        if "\\u" in arguments:
+            text = json.dumps(parsed, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            parsed = json.loads(text.decode("utf-16", "replace"))
     except (TypeError, ValueError, RecursionError):  # already an object, or invalid JSON
         return arguments
     return parsed if isinstance(parsed, dict) else arguments
