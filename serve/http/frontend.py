@@ -243,10 +243,15 @@ class Frontend:
         if not isinstance(body, CompletionBody) or not body.echo:
             return []
         echoes: list[Echo] = []
+        size = 0
         for prompt, request in zip(body.prompt, requests[:: body.n], strict=True):
             tokens = request.prompt
             text = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
             text = prompt if isinstance(prompt, str) else text
+            size += body.n * len(text)
+            if size > self.limits.body_bytes:
+                limit = f"the limit is {self.limits.body_bytes} characters, as of a body"
+                raise ApiError(400, f"echo repeats more of prompts than an answer holds ({limit}); send fewer", "echo")
             echoes += [Echo(text, tokens, self.texts.starts(tokens, text))] * body.n
         return echoes
 

@@ -23,7 +23,7 @@ GENERATION |= {"repetition_penalty": 1.05}
 # Of the target, and of the server.
 SERVERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bytes": ({}, {}),
-    "lenient": ({}, {"ignore_unknown_fields": True}),
+    "lenient": ({}, {"ignore_unknown_fields": True, "max_body_mb": 0.01}),
     "echo": ({"template": ECHO, "markers": MARKERS, "generation": {"do_sample": False}}, {"max_model_len": 1024}),
     "shown": (
         {"template": SHOWN, "markers": MARKERS, "generation": GENERATION},
