@@ -36,6 +36,13 @@ def text(value: str) -> Element:
     return {"type": "const_string", "value": value}
 
 
+def any_until(end: Element) -> Element:
+    """Returns any text before the marker `end`."""
+    if end["type"] == "token":
+        return {"type": "any_tokens", "exclude_tokens": [end["token"]]}
+    return {"type": "any_text", "excludes": [end["value"]]}
+
+
 def json_of(schema: Any) -> Element:
     return {"type": "json_schema", "json_schema": schema}
 
@@ -72,19 +79,23 @@ def properties(schema: Any) -> list[tuple[str, Any, bool]] | None:
 
 def branches(schema: dict[str, Any], definitions: dict[str, Any], work: Work, place: str) -> Iterator[dict[str, Any]]:
     """Yields the alternatives of a rewritten schema with their top-level references resolved. Each reference is
-    followed once, since a second time adds nothing."""
-    rest = [schema]
+    followed once, since a second time adds nothing. Raises Unsupported if there are none."""
+    rest = [{keyword: value for keyword, value in schema.items() if keyword != "$defs"}]
     names = set[str]()
+    is_empty = True
     while rest:
         work.charge(place, STEPS_OF_BRANCH)
         schema = rest.pop()
         if "anyOf" in schema:
             rest += reversed(schema["anyOf"])
         elif "$ref" not in schema:
+            is_empty = False
             yield schema
         elif (name := schema["$ref"].removeprefix("#/$defs/")) not in names:
             names.add(name)
             rest.append(definitions[name])
+    if is_empty:
+        raise Unsupported(place, "$ref", "refers to itself alone, which allows nothing; correct it")
 
 
 class Parameters:
@@ -116,8 +127,7 @@ class Parameters:
         json_values = list[Element]()
         definitions = schema.get("$defs", {})
         shared = {"$defs": definitions} if definitions else {}
-        top = {keyword: value for keyword, value in schema.items() if keyword != "$defs"}
-        for branch in branches(top, definitions, self._work, place):
+        for branch in branches(schema, definitions, self._work, place):
             if branch in ({}, {"type": "string"}):
                 is_free = True
             elif branch.get("type") == "string":
@@ -129,8 +139,6 @@ class Parameters:
                 json_values += [text(json.dumps(value)) for value in branch["enum"] if not isinstance(value, str)]
             else:
                 json_values.append(json_of({**branch, **shared}))
-        if not is_free and not texts and not json_values:
-            raise Unsupported(place, "$ref", "refers to itself alone, which allows nothing; correct it")
         if is_free and not self._is_typed:
             return self._tag_of(key, "true", None)
         kinds: list[tuple[str, list[Element] | None]] = [("true", None if is_free else texts), ("false", json_values)]
@@ -144,9 +152,9 @@ class Parameters:
         end = self._literal(self._end)
         if values is not None:
             return sequence(*begin, one_of(values), *end)
-        token = next((element["token"] for element in end if element["type"] == "token"), None)
+        token = next((element for element in end if element["type"] == "token"), None)
         if token is not None:
-            return sequence(*begin, {"type": "any_tokens", "exclude_tokens": [token]}, *end)
+            return sequence(*begin, any_until(token), *end)
         tag = {"type": "tag", "begin": begin[-1]["value"], "content": ANY_TEXT, "end": self._end}
         return sequence(*begin[:-1], tag)
 
@@ -161,13 +169,8 @@ class QuotedMembers:
 
     def elements(self, schema: Any) -> list[Element]:
         if properties(schema) is None:
-            return [self._any_until(self._call_end[-1])]
+            return [any_until(self._call_end[-1])]
         return self._members(schema, schema.get("$defs", {}), "", 0)
-
-    def _any_until(self, end: Element) -> Element:
-        if end["type"] == "token":
-            return {"type": "any_tokens", "exclude_tokens": [end["token"]]}
-        return {"type": "any_text", "excludes": [end["value"]]}
 
     def _members(self, schema: Any, definitions: dict[str, Any], place: str, depth: int) -> list[Element]:
         members = properties(schema)
@@ -184,16 +187,13 @@ class QuotedMembers:
     def _value(self, schema: Any, definitions: dict[str, Any], place: str, depth: int) -> Element:
         if depth > MOST_NESTING:
             raise Unsupported(place, "the schema", f"nests more than {MOST_NESTING} deep in this form; make it flatter")
-        top = {keyword: value for keyword, value in schema.items() if keyword != "$defs"}
-        values = list[Element]()
-        for branch in branches(top, definitions, self._work, place):
-            values += self._values_of(branch, definitions, place, depth)
-        if not values:
-            raise Unsupported(place, "$ref", "refers to itself alone, which allows nothing; correct it")
-        return one_of(values)
+        alternatives = branches(schema, definitions, self._work, place)
+        return one_of(
+            [value for branch in alternatives for value in self._values_of(branch, definitions, place, depth)]
+        )
 
     def _values_of(self, branch: dict[str, Any], definitions: dict[str, Any], place: str, depth: int) -> list[Element]:
-        any_string = sequence(*self._quote, self._any_until(self._quote[0]), *self._quote)
+        any_string = sequence(*self._quote, any_until(self._quote[0]), *self._quote)
         kind = branch.get("type")
         if not branch:
             return [any_string, *(json_of({"type": name}) for name in ("number", "boolean", "null"))]

@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.serve.chat.forms import ReasoningForm, ToolForm
 from slipstream.serve.chat.markers import Markers
-from slipstream.serve.chat.notations import ANY_TEXT, Element, arguments_of, one_of, optional, sequence
+from slipstream.serve.chat.notations import ANY_TEXT, Element, any_until, arguments_of, one_of, optional, sequence
 from slipstream.serve.chat.parser import ARGUMENTS
 from slipstream.serve.chat.tools import Tool, ToolChoice, ToolError
 from slipstream.serve.grammar.grammars import MOST_CHARS, as_element
@@ -71,16 +71,10 @@ class AnswerGrammar:
             return []
         end = self._literal(form.end[0].strip())
         after = [*self._literal(form.next_message), *([SPACE] if form.end[0] != form.end[0].rstrip() else [])]
-        inside = [*self._until(end[0]), *end, *after]
+        inside = [any_until(end[0]), *end, *after]
         if is_open:
             return inside
         return [optional(sequence(*self._literal(form.begin[0].rstrip()), *inside))]
-
-    def _until(self, end: Element) -> list[Element]:
-        """Returns any text before the marker `end`."""
-        if end["type"] == "token":
-            return [{"type": "any_tokens", "exclude_tokens": [end["token"]]}]
-        return [{"type": "any_text", "excludes": [end["value"]]}]
 
     def _content(self, grammar: Grammar | None) -> Element:
         begin = self._literal(self._reasoning.content[0]) if self._reasoning and self._reasoning.content else []
