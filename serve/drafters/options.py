@@ -22,6 +22,7 @@ TREE_NODES = 16  # nodes of a tree that is drafted level by level, unless option
 BLOCK_NODES = 32  # nodes of a tree from one block
 NGRAM = "ngram"  # no drafter but a host stage (ngram/stage.py), alone or before a draft network
 SAVED_MAGIC = b"GMTRIE1"  # csrc/snapshot.cpp
+LONGEST_MATCH = 12  # last tokens that are looked up, unless options say otherwise
 CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "order", "breadth", "queue_tokens")
 AdmitBy = Literal["confidence", "candidates", "position"]
 
@@ -225,7 +226,7 @@ class NgramOptions:
     """Most nodes per proposal, root included."""
     min_match: int = 1
     """Fewest last tokens that count as a match."""
-    max_match: int = 12
+    max_match: int = LONGEST_MATCH
     """Most last tokens that are looked up; the longest match wins."""
     order: Literal["probability", "breadth"] = "probability"
     """Which nodes come first: the likeliest by counts, or level by level."""
@@ -298,9 +299,9 @@ class NgramFirstOptions:
     """Draft n-grams from texts of clients with other API keys, too."""
 
     def __post_init__(self) -> None:
-        longest = NgramOptions().max_match
-        if not 0 <= self.ngram_first <= longest:
-            raise ValueError(f"drafter.ngram_first is {self.ngram_first}; it must be between 0 (never) and {longest}")
+        if not 0 <= self.ngram_first <= LONGEST_MATCH:
+            bounds = f"between 0 (never) and {LONGEST_MATCH}"
+            raise ValueError(f"drafter.ngram_first is {self.ngram_first}; it must be {bounds}")
         if self.ngram_first:
             self.ngram_options()
 
