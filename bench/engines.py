@@ -10,28 +10,15 @@ import yaml
 from slipstream.bench.workload import KINDS, Workload
 from slipstream.models.files.checkpoint import resolve
 from slipstream.models.targets.pretrained import load_tokenizer
-from slipstream.serve.options import EngineConfig, find_target
+from slipstream.serve.options import EngineChoice, EngineConfig
 
 ENGINE_OPTIONS = {option.name for option in fields(EngineConfig)} - {"target", "draft", "drafter"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineBenchConfig:
-    draft: str = "none"
-    """Draft checkpoint, or the name of a drafter that needs none."""
-    target: str = ""
-    """Target checkpoint. Default: the target of the draft."""
-    drafter: dict[str, Any] = field(default_factory=dict)
-    """Options of every drafter by name, such as depth."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Options of every engine by name, such as attention or width."""
+class EngineBenchConfig(EngineChoice):
     output: str | None = None
     """File to append the JSON lines to."""
-
-    @property
-    def target_name(self) -> str:
-        """Raises ValueError if neither the options nor the draft name a target."""
-        return self.target or find_target(EngineConfig(draft=self.draft))[0]
 
     @property
     def device(self) -> str:

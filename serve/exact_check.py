@@ -11,13 +11,13 @@ import gc
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from slipstream.config import run
-from slipstream.serve.options import EngineConfig, check_at_least, check_checkpoints, find_target
+from slipstream.serve.options import EngineChoice, EngineConfig, check_at_least, check_checkpoints
 from slipstream.serve.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -27,13 +27,9 @@ Answers = dict[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExactCheckConfig:
+class ExactCheckConfig(EngineChoice):
     """Compares answers alone, among others and with a draft, token by token."""
 
-    draft: str = "none"
-    """Draft checkpoint, or the name of a drafter that needs none."""
-    target: str = ""
-    """Target checkpoint. Default: the target of the draft."""
     requests: int = 64
     """Prompts. Half of the answers are greedy, the others sampled at temperature 0.8."""
     longest_prompt: int = 600
@@ -42,10 +38,6 @@ class ExactCheckConfig:
     """Tokens of an answer."""
     seed: int = 0
     """Seed of the prompts."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Options of every engine by name."""
-    drafter: dict[str, Any] = field(default_factory=dict)
-    """Options of the drafter by name."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "requests", "longest_prompt", "output_len")
@@ -55,10 +47,9 @@ class ExactCheckConfig:
         check_checkpoints(self.target, self.draft)
 
     def options(self, draft: str, **overrides: Any) -> EngineConfig:
-        target = find_target(EngineConfig(target=self.target, draft=self.draft))[0]
         drafter = self.drafter if draft != "none" else {}
         defaults = {"max_running": 64, "max_model_len": self.longest_prompt + self.output_len, "exact": True}
-        return EngineConfig(target=target, draft=draft, drafter=drafter, **defaults | overrides | self.engine)
+        return EngineConfig(target=self.target_name, draft=draft, drafter=drafter, **defaults | overrides | self.engine)
 
 
 def check(config: ExactCheckConfig) -> int:

@@ -283,3 +283,22 @@ def find_target(config: EngineConfig, *, weights: bool = True) -> tuple[str, Pat
     """Returns the name and folder of the target: `config.target`, else the target and revision that the draft names.
     `weights`: fetch them from the hub, too."""
     return config.source.find_target(config.revision, trust_remote_code=config.trust_remote_code, weights=weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChoice:
+    """The engine that a program runs in its process."""
+
+    draft: str = "none"
+    """Draft checkpoint, or the name of a drafter that needs none."""
+    target: str = ""
+    """Target checkpoint. Default: the target of the draft."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Options of the engine by name, such as attention or width."""
+    drafter: dict[str, Any] = field(default_factory=dict)
+    """Options of the drafter by name, such as depth."""
+
+    @property
+    def target_name(self) -> str:
+        """Raises ValueError if neither the options nor the draft name a target."""
+        return self.target or find_target(EngineConfig(draft=self.draft))[0]

@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from slipstream.config import run
 from slipstream.models.files.atomic import atomic_file, write_json
-from slipstream.models.files.names import KEY_FILE, check_file
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.files.text import read_key
 from slipstream.serve.load import read_levels
@@ -34,6 +33,7 @@ from slipstream.serve.measure.conversations import (
     THINKING,
     Conversation,
     CountedAnswer,
+    MeasureOptions,
     RequestOptions,
     ServerResponder,
     Setting,
@@ -42,26 +42,19 @@ from slipstream.serve.measure.conversations import (
 from slipstream.serve.measure.identity import Identity, checkpoint_identity, server_identities
 from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import Question, read_questions
-from slipstream.serve.options import EngineConfig, check_at_least, check_checkpoints, find_target
-
-# Options that do not change the results.
-FREE = ("output", "overwrite", "fail_below", "api_key_file")
+from slipstream.serve.options import EngineChoice, check_at_least, check_checkpoints
 
 DRAFT_OPTIONS = ("width", "simulate_accept_length")  # engine options that mean nothing without a draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptConfig:
+class AcceptConfig(EngineChoice, MeasureOptions):
     """Measures accept length and speed-up of a draft by category, on a server or in this process."""
 
     url: str = ""
     """OpenAI-compatible server that drafts, with or without /v1. Empty: a target and draft in this process."""
     baseline_url: str = ""
     """The same target's server without a draft, for the speed-up. Default: our servers are asked not to draft."""
-    draft: str = "none"
-    """Draft checkpoint, or the name of a drafter that needs none, in this process."""
-    target: str = ""
-    """Its target. Default: the one that the draft names."""
     baseline: bool = True
     """Ask every question without a draft, too, for the speed-up."""
     questions: list[str] = field(default_factory=lambda: ["gsm8k"])
@@ -80,22 +73,10 @@ class AcceptConfig:
     """Longest answer in tokens."""
     seed: int = 0
     """Seed of all answers; each has its own, derived from this one."""
-    template: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the chat template."""
     fields: dict[str, Any] = field(default_factory=dict)
     """Further fields of every request, such as --fields.top_k 20; without --url those of SamplingParams."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Options of the engine in this process by name."""
-    drafter: dict[str, Any] = field(default_factory=dict)
-    """Options of its drafter by name."""
-    model: str | None = None
-    """Model to request. Default: the first that a server lists."""
-    api_key_file: str | None = None
-    """File with the key of the servers."""
     output: str = "runs/accept"
     """Folder for answers, figures and plot; an interrupted run in it continues."""
-    overwrite: bool = False
-    """Measure anew if OUTPUT holds a run with other options."""
     fail_below: float | None = None
     """Exit with status 1 if a setting's accept length, the mean over categories, is below this."""
 
@@ -114,7 +95,7 @@ class AcceptConfig:
         """Raises ValueError for an input that does not exist."""
         if not self.url:
             check_checkpoints(self.target, self.draft)
-        check_file("api_key_file", self.api_key_file, KEY_FILE)
+        MeasureOptions.check_inputs(self)
 
     @property
     def settings(self) -> list[Setting]:
@@ -132,18 +113,8 @@ class AcceptConfig:
         return [Setting(*values) for values in product(temperatures, efforts, levels)] if self.questions else []
 
     @property
-    def target_name(self) -> str:
-        """The target of a draft in this process."""
-        return find_target(EngineConfig(target=self.target, draft=self.draft))[0]
-
-    @property
     def request_options(self) -> RequestOptions:
         return RequestOptions(max_tokens=self.max_tokens, seed=self.seed, template=self.template, fields=self.fields)
-
-    @property
-    def result_options(self) -> dict[str, Any]:
-        """Options that decide the results."""
-        return {name: value for name, value in asdict(self).items() if name not in FREE}
 
 
 class Record:

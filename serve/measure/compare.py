@@ -23,12 +23,11 @@ from tqdm import tqdm
 
 from slipstream.config import check_required, run
 from slipstream.models.files.atomic import atomic_file, write_json
-from slipstream.models.files.names import KEY_FILE, check_file
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.files.text import read_key
 from slipstream.serve.load import Answer, Client, LoadResult, Prompt, read_levels, send_all
 from slipstream.serve.measure.compare_report import Comparison, compare_passes, plot, shown_table
-from slipstream.serve.measure.conversations import THINKING, template_variables
+from slipstream.serve.measure.conversations import THINKING, MeasureOptions, template_variables
 from slipstream.serve.measure.identity import server_identities
 from slipstream.serve.measure.intervals import LEAST_PAIRS
 from slipstream.serve.measure.journal import Journal
@@ -36,11 +35,9 @@ from slipstream.serve.measure.questions import read_questions
 from slipstream.serve.measure.server_counts import kind_of
 from slipstream.serve.options import check_at_least
 
-FREE = ("output", "overwrite", "api_key_file", "seconds")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareConfig:
+class CompareConfig(MeasureOptions):
     """Measures the speed of a server, or of several side by side, with confidence intervals."""
 
     REQUIRED = {"url": "the servers, --url A --url B, or one alone"}
@@ -63,18 +60,10 @@ class CompareConfig:
     """How the target should think: default, on, off, or an effort such as low."""
     seed: int = 0
     """Seed of the first question; each further one adds 1."""
-    template: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the chat template."""
     fields: dict[str, Any] = field(default_factory=dict)
     """Further fields of every request, such as --fields.ignore_eos true for answers of equal lengths."""
-    model: str | None = None
-    """Model to request. Default: the first that each server lists."""
-    api_key_file: str | None = None
-    """File with the key of the servers."""
     output: str = "runs/compare"
     """Folder for passes, figures and plot; an interrupted run in it continues."""
-    overwrite: bool = False
-    """Measure anew if OUTPUT holds a run with other options."""
 
     def __post_init__(self) -> None:
         check_required(self)
@@ -85,17 +74,8 @@ class CompareConfig:
         if self.temperature < 0 or self.seconds < 0:
             raise ValueError(f"temperature is {self.temperature} and seconds {self.seconds}; they must be at least 0")
 
-    def check_inputs(self) -> None:
-        """Raises ValueError for an input that does not exist."""
-        check_file("api_key_file", self.api_key_file, KEY_FILE)
-
     def block_len(self, level: int) -> int:
         return self.requests or max(4, 2 * level)
-
-    @property
-    def result_options(self) -> dict[str, Any]:
-        """Options that decide the results."""
-        return {name: value for name, value in asdict(self).items() if name not in FREE}
 
     def request_fields(self, prompt: Prompt) -> dict[str, Any]:
         fields: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature, "stream": True}

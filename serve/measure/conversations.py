@@ -3,20 +3,45 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
 
+from slipstream.models.files.names import KEY_FILE, check_file
 from slipstream.serve.load import Answer, Client, Prompt
 from slipstream.serve.measure.questions import Question
 from slipstream.serve.measure.server_counts import Kind, RoundCounts, kind_of, read_counts
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 THINKING = ("default", "on", "off", *EFFORTS)
+FREE = ("output", "overwrite", "fail_below", "api_key_file", "seconds")  # options that do not change results
 PROBE: Prompt = [{"role": "user", "content": "Count from 1 to 30, one number after the other."}]
 Source = Literal["server", "counters", "pieces", "none"]
 """Origin of an answer's rounds: the answer itself; the server's counters before and after it; an estimate, a round for
 each streamed piece; none, since nobody counted them."""
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots: it may be a second base
+class MeasureOptions:
+    """Options of programs that measure servers and keep the results in a folder."""
+
+    template: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template."""
+    model: str | None = None
+    """Model to request. Default: the first that a server lists."""
+    api_key_file: str | None = None
+    """File with the key of the servers."""
+    overwrite: bool = False
+    """Measure anew if OUTPUT holds a run with other options."""
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for an input that does not exist."""
+        check_file("api_key_file", self.api_key_file, KEY_FILE)
+
+    @property
+    def result_options(self) -> dict[str, Any]:
+        """Options that decide the results."""
+        return {name: value for name, value in asdict(self).items() if name not in FREE}
 
 
 @dataclass(frozen=True, slots=True)
