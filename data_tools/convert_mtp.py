@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.data_tools.options import show_table
 from slipstream.data_tools.verb_options import ConvertConfig
 from slipstream.models.drafts.base import EMBEDDING, HEAD, DraftFiles, build_draft
-from slipstream.models.drafts.mtp import MTP, MTPConfig, file_keys
+from slipstream.models.drafts.mtp import MTP, MTPConfig, drop_later_copies, file_keys, is_later_copy
 from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.checkpoint import (
     INDEX,
@@ -124,7 +124,9 @@ def replacements(
     names to the files'. Copies of embedding and head stay, and scales of a cache."""
     weights = {name: tensors[key] for name, key in file_keys(tensors, source.config).items()}
     keys = {
-        name: key for name, key in keys.items() if name not in (EMBEDDING, HEAD) and not name.endswith(CACHE_SCALES)
+        name: key
+        for name, key in keys.items()
+        if name not in (EMBEDDING, HEAD) and not is_later_copy(name) and not name.endswith(CACHE_SCALES)
     }
     for key in keys.values():
         if places[key].dtype not in DTYPES:
@@ -227,6 +229,8 @@ def extract(config: ConvertConfig, source: Source) -> None:
     if not FORMS[source.config.architecture].has_norm:
         norm = next(key for key in tensors if target_name(key) == NORM)
         keys = {**keys, NORM: norm}
+    drop_later_copies({name: tensors[key] for name, key in keys.items()}, source.shared, source.path)
+    keys = {name: key for name, key in keys.items() if not is_later_copy(name)}
     head = {key: tensors[key] for key in keys.values()}
     source.build(DraftFiles(values, head), source.path)
     head = {key: head[key] for name, key in keys.items() if name not in (EMBEDDING, HEAD)}

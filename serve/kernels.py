@@ -5,6 +5,7 @@ The layers are built without weights, quantised where the checkpoint's config li
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +157,7 @@ def mtp_lines(
     for name, product in products:
         owner = modules.get(name.rpartition(".")[0])
         line = line_of(name, product, owner, spec.hidden_size, passes)
-        lines[line._replace(name=f"mtp.{name.removeprefix(f'layers.{spec.num_layers}.')}")] = []
+        lines[line._replace(name="mtp." + re.sub(r"layers\.\d+\.", "", name))] = []
     return lines
 
 

@@ -64,12 +64,12 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
 
 @pytest.fixture(scope="session")
 def make_mtp(tmp_path_factory: pytest.TempPathFactory) -> "MakeMTP":
-    """kind of KINDS -> a random target with MTP heads, made once per session."""
+    """kind of KINDS, number of modules -> a random target with MTP heads, made once per session."""
     from slipstream.tests.mtp_targets import save_mtp_target  # takes a second, and not all tests need it
 
     @cache
-    def make(kind: str) -> "MTPTarget":
-        return save_mtp_target(kind, tmp_path_factory.mktemp("mtp") / kind)
+    def make(kind: str, count: int = 1) -> "MTPTarget":
+        return save_mtp_target(kind, tmp_path_factory.mktemp("mtp") / kind, count=count)
 
     return make
 

@@ -1,8 +1,7 @@
 """Tiny random targets with a module that predicts a token more (MTP), and transformers' module as the oracle."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
@@ -36,12 +35,12 @@ from slipstream.tests.random_targets import (
 )
 from slipstream.tests.serve.engine_runs import Nodes
 
-LATER = {  # transformers' names -> files', {} is the number of layers
-    "enorm.": "model.layers.{}.enorm.",
-    "hnorm.": "model.layers.{}.hnorm.",
-    "eh_proj.": "model.layers.{}.eh_proj.",
-    "post_norm.": "model.layers.{}.shared_head.norm.",
-    "mtp_block.": "model.layers.{}.",
+LATER = {  # transformers' names -> files': {0} is the number of layers and the index of the module, {1} this index
+    "enorm.": "model.layers.{0}.enorm.",
+    "hnorm.": "model.layers.{0}.hnorm.",
+    "eh_proj.": "model.layers.{0}.eh_proj.",
+    "post_norm.": "model.layers.{0}.shared_head.norm.",
+    "mtp_block.": "model.layers.{0}.",
 }
 BESIDE = {
     "enorm.": "mtp.pre_fc_norm_embedding.",
@@ -51,10 +50,10 @@ BESIDE = {
     "mtp_block.": "mtp.layers.0.",
 }
 ERNIE = {  # without a norm of its own
-    "enorm.": "model.mtp_emb_norm.0.",
-    "hnorm.": "model.mtp_hidden_norm.0.",
-    "eh_proj.": "model.mtp_linear_proj.0.",
-    "mtp_block.": "model.mtp_block.0.",
+    "enorm.": "model.mtp_emb_norm.{1}.",
+    "hnorm.": "model.mtp_hidden_norm.{1}.",
+    "eh_proj.": "model.mtp_linear_proj.{1}.",
+    "mtp_block.": "model.mtp_block.{1}.",
 }
 MELLUM = {**BY_LAYER, **EXPERTS, "rope_parameters": TWO_ROPES, "head_dim": 16}
 FULL = {"mtp_layer_types": ["full_attention"]}
@@ -78,7 +77,7 @@ KINDS = {
         "Ernie4_5_MoeConfig",
         {"moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2},
         ERNIE,
-        {"moe_layer_start_index": 1, "moe_layer_end_index": 1},  # an MLP
+        {"moe_layer_start_index": 9, "moe_layer_end_index": 9},  # an MLP
     ),
     "glm4-moe": Kind("Glm4MoeConfig", {**DEEPSEEK_MOE, "head_dim": 16, "use_qk_norm": True}, LATER),
     "glm4-moe-bias": Kind("Glm4MoeConfig", {**DEEPSEEK_MOE, "head_dim": 16, "attention_bias": True}, LATER),
@@ -90,7 +89,7 @@ KINDS = {
     "hy-v3": Kind(
         "HYV3Config",
         {**EXPERTS, "head_dim": 16},
-        LATER | {"post_norm.": "model.layers.{}.final_layernorm."},
+        LATER | {"post_norm.": "model.layers.{0}.final_layernorm."},
         SPARSE,
         zero_first=True,
     ),
@@ -108,39 +107,42 @@ class MTPTarget(NamedTuple):
     zero_first: bool
 
 
-MakeMTP = Callable[[str], MTPTarget]
+class MakeMTP(Protocol):
+    def __call__(self, kind: str, count: int = 1, /) -> MTPTarget: ...
 
 
-def config_of(kind: Kind) -> PretrainedConfig:
-    return getattr(transformers, kind.config)(**SHAPE | kind.fields, num_nextn_predict_layers=1)
+def config_of(kind: Kind, count: int = 1) -> PretrainedConfig:
+    return getattr(transformers, kind.config)(**SHAPE | kind.fields, num_nextn_predict_layers=count)
 
 
-def save_mtp_target(name: str, folder: Path, seed: int = 1) -> MTPTarget:
-    """Saves a random target with its module."""
+def save_mtp_target(name: str, folder: Path, seed: int = 1, count: int = 1) -> MTPTarget:
+    """Saves a random target with its modules."""
     kind = KINDS[name]
-    save_random_target(config_of(kind), folder)
-    change_json(folder / "config.json", num_nextn_predict_layers=1)
+    save_random_target(config_of(kind, count), folder)
+    change_json(folder / "config.json", num_nextn_predict_layers=count)
     model = load_float64(folder)
-    for field, value in {"num_mtp_layers": 1, **kind.module}.items():
-        setattr(model.config, field, value)
+    for field, value in {"num_mtp_layers": count, **kind.module}.items():
+        setattr(model.config, field, value * count if isinstance(value, list) else value)
     torch.manual_seed(seed)
-    module = MtpModel(model, 1).double()
+    module = MtpModel(model, count).double()
     for parameter in module.layers.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.1)
     roughen(module.layers)
     if "post_norm." not in kind.names:
-        layer: Any = module.layers[0]
-        layer.post_norm = model.get_decoder().norm
-    add_tensors(folder, module_tensors(name, module))
+        for layer in module.layers:
+            layer.post_norm = model.get_decoder().norm
+    for index in range(count):
+        add_tensors(folder, module_tensors(name, module, index))
     return MTPTarget(folder, model, module, kind.zero_first)
 
 
-def module_tensors(name: str, module: MtpModel) -> dict[str, Tensor]:
-    """The tensors of a module as files of its family have them, experts apart."""
-    names = {begin: path.format(SHAPE["num_hidden_layers"]) for begin, path in KINDS[name].names.items()}
+def module_tensors(name: str, module: MtpModel, index: int = 0) -> dict[str, Tensor]:
+    """The tensors of module `index` as files of its family have them, experts apart."""
+    last = SHAPE["num_hidden_layers"] + index
+    names = {begin: path.format(last, index) for begin, path in KINDS[name].names.items()}
     tensors = {}
-    for key, tensor in module.layers[0].state_dict().items():
+    for key, tensor in module.layers[index].state_dict().items():
         begin = next((begin for begin in names if key.startswith(begin)), None)
         if begin is None:  # the target's
             continue
@@ -176,13 +178,13 @@ class NaiveMTP(NaiveEagle3):
     def fuse(self, aux_states: Tensor) -> Tensor:
         return aux_states.double()
 
-    def states(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+    def states(self, embeds: Tensor, hidden: Tensor, index: int = 0) -> Tensor:
         if self.zero_first:
             embeds = torch.cat((torch.zeros_like(embeds[:1]), embeds[1:]))
         positions = torch.arange(len(embeds))[None]
-        layer: Any = self.module.layers[0]
+        layer: Any = self.module.layers[index]
         layer.use_post_norm = self.hidden == "after_norm"
-        states = self.module.forward_layer(0, hidden[None], positions, None, inputs_embeds=embeds[None])[0]
+        states = self.module.forward_layer(index, hidden[None], positions, None, inputs_embeds=embeds[None])[0]
         layer.use_post_norm = True
         return states
 
@@ -192,6 +194,34 @@ class NaiveMTP(NaiveEagle3):
             layer: Any = self.module.layers[0]
             states = layer.post_norm(states)
         return states @ self.head.T
+
+
+class NaiveModules(NaiveMTP):
+    """Several of transformers' modules in turn over a whole text: token i of a path by module i, then by the last."""
+
+    def _states_at(
+        self, path: list[int], aux_states: Tensor, tokens: list[int], states_of: dict[tuple[int, ...], Tensor]
+    ) -> Tensor:
+        text = [*tokens, *path]
+        count = len(self.module.layers)
+        states = self.fuse(aux_states)
+        for index in range(min(len(path) + 1, count)):
+            before = states
+            embeds = self.embeddings[text[1 + index :][: len(states)]]
+            states = self.states(embeds, states, index)
+        for _ in range(count, len(path) + 1):
+            before = torch.cat((before, states[-1:]))
+            states = self.states(self.embeddings[text[count:][: len(before)]], before, count - 1)
+        return states
+
+    def chains(self, aux_states: Tensor, tokens: Tensor, num_steps: int) -> dict[tuple[int, int], Tensor]:
+        text = tokens.tolist()
+        states = {}
+        for row in range(len(text) - 1):
+            for step in range(min(num_steps, len(text) - 1 - row)):
+                path = text[row + 2 : row + 2 + step]
+                states[row, step] = self._states_at(path, aux_states[: row + 1], text[: row + 2], {})[-1].float()
+        return states
 
 
 class PlainMTP(NaiveEagle3):
@@ -222,7 +252,7 @@ class Oracle:
 
     def __init__(self, target: MTPTarget, options: TreeOptions, hidden: Hidden = "after_norm") -> None:
         self.model = target.model
-        self.naive = NaiveMTP(target, hidden)
+        self.naive = (NaiveMTP if len(target.module.layers) == 1 else NaiveModules)(target, hidden)
         self.options = options
         self.state = -1 if hidden == "after_norm" else -2
 

@@ -130,8 +130,7 @@ class NaiveEagle3(NaiveLayers):
         states = dict[tuple[int, ...], Tensor]()
 
         def children_of(path: list[int]) -> list[tuple[float, int]]:
-            before = states[tuple(path[:-1])] if path else self.fuse(aux_states)
-            states[tuple(path)] = self._with_state_behind(before, [*tokens, *path])
+            states[tuple(path)] = self._states_at(path, aux_states, tokens, states)
             logits = self.logits(states[tuple(path)][-1:])[0]
             position = torch.tensor([len(tokens) + len(path)])
             noise = gumbel(torch.tensor([key]), position, self.target_ids)[0].double()
@@ -139,6 +138,14 @@ class NaiveEagle3(NaiveLayers):
             return list(zip(best.values.tolist(), self.target_ids[best.indices].tolist(), strict=True))
 
         return grown_tree(tokens[-1], shape, nodes, children_of)
+
+    def _states_at(
+        self, path: list[int], aux_states: Tensor, tokens: list[int], states_of: dict[tuple[int, ...], Tensor]
+    ) -> Tensor:
+        """States of the text and a path below it, the one that predicts the next token last; `states_of`: those of
+        shorter paths."""
+        before = states_of[tuple(path[:-1])] if path else self.fuse(aux_states)
+        return self._with_state_behind(before, [*tokens, *path])
 
     def _with_state_behind(self, hidden: Tensor, tokens: list[int]) -> Tensor:
         """`hidden` (n - 1, H), from before tokens (n,), and the draft's state that predicts the next token."""

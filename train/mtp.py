@@ -18,19 +18,18 @@ if __name__ == "__main__":
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.models.drafts.base import EMBEDDING, HEAD
-from slipstream.models.drafts.mtp import MTP, MTPConfig, file_keys, read_mtp
-from slipstream.models.files.checkpoint import read_json, read_tensors, tensor_names
+from slipstream.models.drafts.mtp import MTP, MTPConfig, check_count, file_keys, read_mtp
+from slipstream.models.files.checkpoint import read_tensors, tensor_names
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.formats.base import QuantizedExperts
 from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.moe import Router
 from slipstream.models.targets.config import AttentionSpec, MoESpec
-from slipstream.models.targets.decoder import decoder_tensors
+from slipstream.models.targets.decoder import decoder_tensors, target_name
 from slipstream.models.targets.families import MTP as FORMS
-from slipstream.models.targets.families import count_of, text_part
 from slipstream.models.targets.frozen import dequantized_tensors
 from slipstream.train.draft_setup import train
 from slipstream.train.loop import leave_processes
@@ -54,7 +53,6 @@ class MTPTraining(FrozenHeadTraining):
 
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> MTP:
-        check_modules(files)
         draft = files.new_draft(MTP, options)
         check_layer(draft.config, options)
         if begins_in_target(draft.config, options) and not files.options.dry_run:
@@ -66,7 +64,8 @@ class MTPTraining(FrozenHeadTraining):
         """Routers keep sending tokens to the experts that know them, and a final norm that is the target's stays."""
         form = FORMS.get(self.draft.config.form)
         if form is not None and not form.has_norm:
-            self.draft.norm.requires_grad_(False)
+            for module in self.draft.in_turn:
+                module.norm.requires_grad_(False)
         for module in self.draft.modules():
             if isinstance(module, Router):
                 module.requires_grad_(False)
@@ -81,6 +80,11 @@ class MTPTraining(FrozenHeadTraining):
         rate = super().peak_lr(optim, tokens)
         is_default = optim.lr is None and begins_in_target(self.draft.config, self.options)
         return self.share_of_rate * rate if is_default else rate
+
+    def network_of(self, step: int) -> tuple[nn.Module, int]:
+        """The modules in turn, and the last one for all later steps."""
+        index = min(step, self.draft.config.num_modules - 1)
+        return self.draft.in_turn[index], step - index
 
     def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:
         embeds = super().embeds(tokens, positions)
@@ -101,20 +105,6 @@ def begins_in_target(config: MTPConfig, options: DraftOptions) -> bool:
     return bool(config.form) and options.init_from_target
 
 
-def check_modules(files: TargetFiles) -> None:
-    """Raises ValueError for a target with several modules."""
-    form = FORMS.get(files.config.architecture)
-    values = text_part(read_json(files.path / "config.json"))
-    if form is None or not values.get(form.count):
-        return
-    count = count_of(values, form.count)
-    if count > 1:
-        raise ValueError(
-            f"target {files.options.target} has {count} MTP modules ({form.count}); training is for one that drafts "
-            "at all depths: several would need a chain in which each step has a module, and keys and values, of its own"
-        )
-
-
 def check_layer(config: MTPConfig, options: DraftOptions) -> None:
     """Raises ValueError for a layer that training lacks."""
     layer = config.layer_spec
@@ -126,6 +116,14 @@ def check_layer(config: MTPConfig, options: DraftOptions) -> None:
         raise ValueError(f"the MTP layer of {config.form} has {', '.join(strange)}, which training lacks")
     if not config.form:
         return
+    count = config.num_modules
+    if options.ttt_steps < count:
+        raise ValueError(
+            f"draft.ttt_steps is {options.ttt_steps}, but the target has {count} MTP modules, which draft in turn; "
+            f"give at least {count}, so that each is trained"
+        )
+    if count > 1 and attention.window is not None:
+        raise ValueError(f"the {count} MTP modules of {config.form} have windows, which training of several lacks")
     if options.intermediate_size is not None:
         raise ValueError(
             f"draft.intermediate_size is {options.intermediate_size}, but the MTP layer of {config.form} has the size "
@@ -139,13 +137,14 @@ def check_layer(config: MTPConfig, options: DraftOptions) -> None:
 
 
 def read_module(files: TargetFiles) -> MTP:
-    """Reads the module in the target's files. Raises ValueError where there is none, or one with an embedding or a head
-    of its own."""
+    """Reads the modules in the target's files. Raises ValueError where there are none, or one with an embedding or a
+    head of its own."""
     if not file_keys(tensor_names(files.path), files.config):
         raise ValueError(
             f"target {files.options.target} has an MTP layer by its config.json, but not in its files; fetch a "
             "checkpoint that keeps it, or set draft.init_from_target to false to begin at random"
         )
+    check_count([target_name(name) for name in tensor_names(files.path)], files.config, files.path)
     tensors = decoder_tensors(read_tensors(files.path))
     shared = {EMBEDDING: tensors[EMBEDDING], HEAD: tensors.get(HEAD, tensors[EMBEDDING])}
     module = read_mtp(files.path, files.config, read_quantization(files.path), torch.float32, CPU, shared)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.kernels.attention.packed import KeyValue, Runs, packed_attention, takes
 from slipstream.kernels.kv.rope import rotate
@@ -136,6 +136,7 @@ class TTTAttention(Attention):
         self.context: KeyValue | None = None  # (C, G, D) each
         self.shared: dict[int, KeyValue] = {}  # by layer, of step 0 (K, G, D), in reading order
         self.own: dict[int, list[KeyValue]] = {}  # by layer, of each later step (N, G, D)
+        self.begun: dict[int, int] = {}  # by layer, its first step, which is its step 0
         self.biases: dict[tuple[int | None, int], list[Tensor]] = {}  # by window and step: see make_biases
         self.runs: Runs | None = None
         if rows.asking.is_cuda if is_packed is None else is_packed:
@@ -158,7 +159,7 @@ class TTTAttention(Attention):
         q, k = norm_heads(q, k, layer.norms)
         q, k = (self.turn(x, self.rows.asking_positions + self.step, v.dtype) for x in (q, k))
         step_keys = self.own.setdefault(layer.id, [])
-        if self.step > 0:
+        if self.begun.setdefault(layer.id, self.step) < self.step:
             step_keys.append((k, v.contiguous()))  # a view would keep the whole projection alive
         elif self.context is None:
             assert not len(self.rows.context), "context rows are written first"
@@ -170,7 +171,7 @@ class TTTAttention(Attention):
         window = layer.spec.window
         if self.runs is not None and takes(v) and window is None:
             return packed_attention(q, *shared, self.runs, step_keys)
-        return self.by_document(q, *shared, step_keys, window)
+        return self.by_document(q, *shared, step_keys, self.step - self.begun[layer.id], window)
 
     def turn(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         return rotate(x, self.rope.cos, self.rope.sin, positions, dtype)
@@ -179,14 +180,14 @@ class TTTAttention(Attention):
         return torch.cat((context, asking)).index_select(0, self.rows.keys)
 
     def by_document(
-        self, q: Tensor, k: Tensor, v: Tensor, step_keys: list[KeyValue], window: int | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, step_keys: list[KeyValue], step: int = 0, window: int | None = None
     ) -> Tensor:
-        """q (N, Q, D) over the step-0 keys and values (K, G, D) and those of later steps: (N, Q, D)."""
+        """q (N, Q, D) of a layer's step over its step-0 keys and values (K, G, D) and later steps': (N, Q, D)."""
         q = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))  # (N, G, R, D)
-        moved = 0 if window is None else self.step  # a window moves on with the position of the query
+        moved = 0 if window is None else step  # a window moves on with the position of the query
         if (window, moved) not in self.biases:
-            self.biases[window, moved] = self.make_biases(q.shape[2], q.dtype, window)
-        step_keys = step_keys if window is None else step_keys[max(0, self.step - window) :]
+            self.biases[window, moved] = self.make_biases(q.shape[2], q.dtype, moved, window)
+        step_keys = step_keys if window is None else step_keys[max(0, step - window) :]
         own_scores = q.new_empty(*q.shape[:3], 0)  # (N, G, R, S)
         if step_keys:
             own_scores = torch.stack([(q * own_k.unsqueeze(2)).sum(-1) for own_k, _ in step_keys], dim=-1)
@@ -200,7 +201,7 @@ class TTTAttention(Attention):
             output = output + own_weights[..., index, None] * own_v.unsqueeze(2)
         return output.flatten(1, 2)
 
-    def make_biases(self, heads: int, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+    def make_biases(self, heads: int, dtype: torch.dtype, moved: int, window: int | None) -> list[Tensor]:
         """Per document (N * R, K): 0 where a query of the step sees a step-0 key, else -inf."""
         keys = self.in_reading_order(self.rows.context, self.rows.asking)
         splits = zip(self.rows.asking.split(self.rows.num_asking), keys.split(self.rows.num_keys), strict=True)
@@ -209,7 +210,7 @@ class TTTAttention(Attention):
             bias = torch.zeros(len(asking), len(key_rows), dtype=dtype, device=keys.device)
             hidden = key_rows > asking.unsqueeze(1)
             if window is not None:
-                hidden |= key_rows <= asking.unsqueeze(1) + self.step - window
+                hidden |= key_rows <= asking.unsqueeze(1) + moved - window
             bias.masked_fill_(hidden, -torch.inf)
             biases.append(bias.repeat_interleave(heads, dim=0))
         return biases
@@ -326,10 +327,15 @@ class ChainTraining(DraftTraining):
             self.draft.write_context(context, self.draft.fuse(aux_states[rows.context]), attention)
         state = self.draft.fuse(aux_states[rows.asking])
         for step in range(num_steps):
-            embeds = self.embeds(token_at(tokens, rows.asking + 1 + step), rows.asking_positions + step)
-            state = self.draft(embeds, state, attention)
+            network, earlier = self.network_of(step)
+            embeds = self.embeds(token_at(tokens, rows.asking + 1 + step), rows.asking_positions + earlier)
+            state = network(embeds, state, attention)
             yield rows.of_taught(state)
             attention.next_step()
+
+    def network_of(self, step: int) -> tuple[nn.Module, int]:
+        """The part of the draft that runs a step, and in how many steps it has run before."""
+        return self.draft, step
 
     def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002
         """The embeddings (N, H) of tokens (N,) that the draft reads at positions (N,)."""

@@ -4,6 +4,10 @@ Row t reads the embedding of token t + 1 and the target's state at t, each norme
 final norm make of them the state that the head turns into logits of token t + 2. The next step of a chain reads the
 module's state in the place of the target's: both after the final norms, or both before them (`MTPConfig.hidden`).
 
+Files may have several modules. Row t of module i reads the embedding of token t + 1 + i and the state of module i - 1
+at t, and predicts token t + 2 + i: the first drafted token comes from the first module, the next one from the second,
+and those beyond the last module from the last, whose next row reads its own state.
+
 Names of tensors here; families.MTP says what files call them (N: the target's number of layers):
 
 enorm.weight, hnorm.weight             norms of embedding and state
@@ -11,13 +15,14 @@ eh_proj.weight                         (H, 2 * H): reads [embedding ; state]
 layers.N.*                             the layer
 norm.weight                            the final norm; that of some is the target's
 embed_tokens.weight, lm_head.weight    mostly copies of the target's, which are left out
+later.I.*                              the same of module I + 1, whose layer is layers.{N + I + 1}
 
 A draft checkpoint (train/mtp.py) holds the same module alone, its tensors called as in the target's files. For a target
 of a family without such modules it has the form above, with a plain layer.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -80,6 +85,7 @@ class MTPConfig(DraftConfig):
     """Architecture of the target whose files have such modules; empty: none have."""
     hidden: Hidden = "after_norm"
     """The states that it reads: after the final norm, or before it."""
+    num_modules: int = 1
 
     @classmethod
     def of(cls, target: TargetSpec, path: Path) -> Self:
@@ -101,6 +107,7 @@ class MTPConfig(DraftConfig):
     def from_target(cls, model: TargetSpec, /, **fields: Any) -> Self:
         """Returns the config of the module that the target's family has, or of a plain one for others. `fields`
         override those of the target or add others."""
+        num_modules = fields.pop("num_modules", model.mtp_modules)
         values = target_fields(model) | fields
         if model.mtp is None:
             return cls(**values, layer_spec=plain_layer(values))
@@ -112,12 +119,13 @@ class MTPConfig(DraftConfig):
             norm_offset=model.norm_offset,
             zero_first=FORMS[model.architecture].zero_first,
             form=model.architecture,
+            num_modules=num_modules,
         )
 
     def to_json(self) -> dict[str, Any]:
         return {
             "architectures": ["MTPDraftModel"],
-            "num_hidden_layers": 1,
+            "num_hidden_layers": self.num_modules,
             **decoder_to_json(self),
             "num_target_layers": self.target_num_layers,
             "mtp_form": self.form or None,
@@ -128,8 +136,15 @@ class MTPConfig(DraftConfig):
     def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target)
         expected = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        check_target(values, **expected, num_target_layers=target.num_layers, num_hidden_layers=1)
+        check_target(values, **expected, num_target_layers=target.num_layers)
         form = values.get("mtp_form") or ""
+        num_modules = values.get("num_hidden_layers", 1)
+        limit = target.mtp_modules if form else 1
+        if isinstance(num_modules, bool) or not isinstance(num_modules, int) or not 1 <= num_modules <= limit:
+            raise ValueError(
+                f"draft config: num_hidden_layers, the number of MTP modules, is {num_modules!r}; it must be an "
+                f"integer from 1 to {limit}, the number of the target's"
+            )
         if not form:
             check_llama_layer(values)
             return cls(**decoder, layer_spec=plain_layer(decoder))
@@ -140,7 +155,7 @@ class MTPConfig(DraftConfig):
                 "the target that the draft was trained for"
             )
         origin = {name: decoder[name] for name in (*OWN_FIELDS, "draft_vocab_size") if name in decoder}
-        return cls.from_target(target, **origin)
+        return cls.from_target(target, num_modules=num_modules, **origin)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -149,7 +164,7 @@ class MTPConfig(DraftConfig):
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        return (self.layer_spec,)
+        return (self.layer_spec,) * self.num_modules
 
 
 def plain_layer(fields: Mapping[str, Any]) -> LayerSpec:
@@ -158,14 +173,13 @@ def plain_layer(fields: Mapping[str, Any]) -> LayerSpec:
     return DecoderShape(**{name: fields[name] for name in names}).layer(qk_norm=True)
 
 
-class MTP(DraftNetwork):
-    """Any leading dims."""
+class MTPModule(nn.Module):
+    """A module, any leading dims. The network itself is the first one."""
 
-    Config = MTPConfig
     config: MTPConfig
 
-    def __init__(self, config: MTPConfig) -> None:
-        super().__init__(config)
+    def build(self, config: MTPConfig, index: int) -> None:
+        """Makes the layers of module `index`."""
         size = config.hidden_size
         eps = config.rms_norm_eps
         assert config.layer_spec.norms == "pre", "the layers of families.MTP"
@@ -173,19 +187,15 @@ class MTP(DraftNetwork):
         self.hnorm = RMSNorm(size, eps, config.norm_offset)
         self.eh_proj = Linear(2 * size, size)
         # Called as in files, whose config may say by names how layers are quantised.
-        self.layers = nn.ModuleDict({str(config.target_num_layers): DecoderLayer(config.layer_spec, 0, size, eps)})
+        layer = DecoderLayer(config.layer_spec, index, size, eps)
+        self.layers = nn.ModuleDict({str(config.target_num_layers + index): layer})
         self.norm = RMSNorm(size, eps, config.norm_offset)
-        self.lm_head: Head | None = None  # the target's
 
     @property
     def layer(self) -> DecoderLayer:
         (layer,) = self.layers.values()
         assert isinstance(layer, DecoderLayer)
         return layer
-
-    def fuse(self, aux_states: Tensor) -> Tensor:
-        """Target states (..., H) as `forward` reads them: unchanged."""
-        return aux_states
 
     def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:
         """Stores keys and values of rows (..., H) without computing their output."""
@@ -205,6 +215,42 @@ class MTP(DraftNetwork):
     def join(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         return self.eh_proj(self.enorm.pair(embeds, self.hnorm, hidden))
 
+
+class LaterModule(MTPModule):
+    """A module after the first."""
+
+    def __init__(self, config: MTPConfig, index: int) -> None:
+        super().__init__()
+        self.config = config
+        self.build(config, index)
+
+
+class MTP(DraftNetwork, MTPModule):
+    """All modules; the first one's methods are its own."""
+
+    Config = MTPConfig
+    config: MTPConfig
+
+    def __init__(self, config: MTPConfig) -> None:
+        super().__init__(config)
+        self.build(config, 0)
+        self.later = nn.ModuleList(LaterModule(config, index) for index in range(1, config.num_modules))
+        self.lm_head: Head | None = None  # the target's
+
+    @property
+    def in_turn(self) -> tuple[MTPModule, ...]:
+        """The modules in the order in which they draft."""
+        return (self, *(module for module in self.later if isinstance(module, LaterModule)))
+
+    def read_states(self, hidden: Hidden) -> None:
+        """Lets all modules read these states."""
+        for module in self.in_turn:
+            module.config = replace(module.config, hidden=hidden)
+
+    def fuse(self, aux_states: Tensor) -> Tensor:
+        """Target states (..., H) as `forward` reads them: unchanged."""
+        return aux_states
+
     @classmethod
     def read_tensors(cls, tensors: Tensors, target: TargetSpec) -> dict[str, Tensor]:
         tensors = {target_name(key): tensor for key, tensor in tensors.items()}
@@ -221,7 +267,11 @@ class MTP(DraftNetwork):
         stored = {key: tensor - 1 if key in offset else tensor for key, tensor in tensors.items()}
         config = self.config
         return mtp_file_tensors(
-            super().file_tensors(stored) | wide, config.form, config.target_num_layers, config.layer_spec
+            super().file_tensors(stored) | wide,
+            config.form,
+            config.target_num_layers,
+            config.layer_spec,
+            config.num_modules,
         )
 
 
@@ -242,17 +292,34 @@ def check_files(target: TargetSpec, path: Path) -> None:
             f"draft is 'mtp', but the files in {path} have no MTP layer (such as {begin}input_layernorm.weight); fetch "
             "a checkpoint that keeps it, or name a draft checkpoint, ngram or none instead"
         )
+    check_count(names, target, path)
     *words, index, _ = begin.split(".")
-    second = ".".join((*words, str(int(index) + 1), ""))
-    if any(name.startswith(second) for name in names):
-        logger.info("the files in %s have several MTP heads: the first drafts all tokens", path)
+    following = ".".join((*words, str(int(index) + target.mtp_modules), ""))
+    if any(name.startswith(following) for name in names):
+        logger.info(
+            "the files in %s have more MTP heads than draft: the last of %d drafts all later tokens",
+            *(path, target.mtp_modules),
+        )
+
+
+def check_count(names: Collection[str], target: TargetSpec, path: Path) -> None:
+    """Raises ValueError where files with tensors `names`, but for a leading "model.", have fewer modules than their
+    config.json says."""
+    later = {name.split(".")[1] for name in mtp_names(names, target).values() if name.startswith("later.")}
+    if names and len(later) + 1 < target.mtp_modules:
+        raise ValueError(
+            f"the files in {path} have {len(later) + 1} of the {target.mtp_modules} MTP modules that "
+            f"{FORMS[target.architecture].count} of their config.json says; fetch a checkpoint that keeps all, or "
+            "write the number of those there"
+        )
 
 
 def mtp_quantization(quantization: Quantization | None, spec: TargetSpec) -> Quantization | None:
     """Returns a target's quantisation for the module, whose layers its config calls as the files do."""
     if quantization is None:
         return None
-    return replace(quantization, file_names=mtp_file_names(spec.architecture, spec.num_layers))
+    names = mtp_file_names(spec.architecture, spec.num_layers, spec.mtp_modules)
+    return replace(quantization, file_names=names)
 
 
 def load_mtp(target: Target) -> MTP:
@@ -278,6 +345,7 @@ def read_mtp(
     tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(CACHE_SCALES)}
     quantization = mtp_quantization(quantization, spec)
     dequantize_head(HEAD.removesuffix(".weight"), quantization, tensors, dtype)
+    drop_later_copies(tensors, shared, path)
     with torch.device("meta"):
         module = MTP(MTPConfig.of(spec, path))
         if drop_copy(tensors, EMBEDDING, shared):
@@ -286,3 +354,19 @@ def read_mtp(
             module.lm_head = Head(spec.hidden_size, spec.vocab_size)
     quantize(module, quantization, tensors, device)
     return load_weights(module, adapt_values(tensors, spec), dtype, device, path)
+
+
+def is_later_copy(name: str) -> bool:
+    """Whether a module after the first has this embedding or head."""
+    return name.startswith("later.") and name.endswith((EMBEDDING, HEAD))
+
+
+def drop_later_copies(tensors: dict[str, Tensor], shared: Mapping[str, Tensor], path: Path) -> None:
+    """Removes the embeddings and heads of modules after the first, copies of the first's or the target's. Raises
+    ValueError for others."""
+    for name in list(filter(is_later_copy, tensors)):
+        key = EMBEDDING if name.endswith(EMBEDDING) else HEAD
+        if drop_copy(tensors, name, {name: tensors.get(key, shared[key])}):
+            raise ValueError(
+                f"{path}: {name} is not that of the first MTP module; modules with one of their own are not supported"
+            )

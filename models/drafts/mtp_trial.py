@@ -5,7 +5,6 @@ Letters: T tokens, H hidden size, V vocabulary.
 """
 
 import logging
-from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -46,7 +45,7 @@ def choose_hidden(module: MTP, target: Target, hidden: Hidden | None) -> None:
         else:
             ids = tokenizer(TEXT, verbose=False)["input_ids"][:MOST_TOKENS]
             hidden = better_hidden(module, target, torch.tensor(ids, device=target.device))
-    module.config = replace(module.config, hidden=hidden)
+    module.read_states(hidden)
 
 
 @torch.inference_mode()
@@ -65,7 +64,7 @@ def better_hidden(module: MTP, target: Target, tokens: Tensor) -> Hidden:
     head = module.lm_head or target.lm_head
     agreement: dict[Hidden, float] = {}
     for hidden in get_args(Hidden):
-        module.config = replace(module.config, hidden=hidden)
+        module.read_states(hidden)
         drafted = module(embeds, read_states[hidden], attention)
         probs = head(module.head_input(drafted)).float().softmax(-1)
         agreement[hidden] = torch.minimum(probs, expected).sum(-1).mean().item()

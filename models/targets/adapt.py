@@ -126,11 +126,11 @@ def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Ten
 def mtp_names(keys: Iterable[str], config: TargetSpec) -> dict[str, str]:
     """Maps names of the tensors of the module that predicts a token more, in files but without a leading "model.", to
     those in `MTP` (models/drafts/mtp.py)."""
-    form = MTP.get(config.architecture)
-    if form is None:
+    if config.architecture not in MTP:
         return {}
-    fill = partial(str.format, last=config.num_layers)
-    begins = {fill(file_name): fill(name) for file_name, name in form.names.items()}
+    begins: dict[str, str] = {}
+    for index in range(config.mtp_modules):
+        begins |= mtp_beginnings(config.architecture, config.num_layers, index)
     names = {}
     for key in keys:
         begin = next((begin for begin in begins if key.startswith(begin)), "")
@@ -144,41 +144,61 @@ def mtp_tensors(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, 
     norm, where the module has none."""
     names = mtp_names(tensors, config)
     form = MTP.get(config.architecture)
+    parts = {name: tensors[key] for key, name in names.items()}
     if form is not None and not form.has_norm and NORM in tensors:
-        names[NORM] = NORM
-    return named({name: tensors[key] for key, name in names.items()}, config)
+        prefixes = [
+            "",
+            *(prefix for prefix in map(mtp_prefix, range(1, config.mtp_modules)) if f"{prefix}enorm.weight" in parts),
+        ]
+        parts |= {prefix + NORM: tensors[NORM] for prefix in prefixes}
+    return named(parts, config)
+
+
+def mtp_prefix(index: int) -> str:
+    """Returns how names of module `index` begin here."""
+    return f"later.{index - 1}." if index else ""
+
+
+def mtp_beginnings(architecture: str, num_layers: int, index: int) -> dict[str, str]:
+    """Returns how names of the tensors of module `index` begin in files of `architecture` -> here; empty: left out."""
+    fill = partial(str.format, last=num_layers + index, index=index)
+    names = MTP[architecture].names.items()
+    return {fill(file_name): mtp_prefix(index) + fill(name) if name else "" for file_name, name in names}
 
 
 def mtp_file_tensors(
-    tensors: Mapping[str, Tensor], architecture: str, num_layers: int, layer: LayerSpec
+    tensors: Mapping[str, Tensor], architecture: str, num_layers: int, layer: LayerSpec, num_modules: int = 1
 ) -> dict[str, Tensor]:
-    """Returns the module's tensors as files of `architecture` have them: the inverse of `mtp_tensors`. `layer` is the
+    """Returns the modules' tensors as files of `architecture` have them: the inverse of `mtp_tensors`. `layer` is a
     module's; files of its family may call a tensor differently, too. As they are where there is no such family."""
     form = MTP.get(architecture)
     if form is None:
         return dict(tensors)
-    begins = mtp_file_names(architecture, num_layers)
+    begins = mtp_file_names(architecture, num_layers, num_modules)
     parts = {name: file_name for file_name, name in reversed(NAMES.get(architecture, {}).items())}
     stored = gates_joined(tensors, layer) if architecture in DELTA_NETS else dict(tensors)
     if architecture in INTERLEAVED:
         stored = {key: in_pairs(key, tensor, layer.attention) for key, tensor in stored.items()}
     longest_first = sorted(begins, key=len, reverse=True)
     files = {}
+    copies = set() if form.has_norm else {mtp_prefix(index) + NORM for index in range(1, num_modules)}
     for key, tensor in renamed(stored, parts).items():
+        if key in copies:
+            continue
         begin = next((begin for begin in longest_first if key.startswith(begin)), "")
         name = begins[begin] + key.removeprefix(begin) if begin else key
         files[f"model.{name}" if begin and not name.startswith("mtp.") else name] = tensor
     return files
 
 
-def mtp_file_names(architecture: str, num_layers: int) -> dict[str, str]:
-    """Returns how names of the module's tensors begin -> how they do in files of `architecture`, but without a leading
+def mtp_file_names(architecture: str, num_layers: int, num_modules: int = 1) -> dict[str, str]:
+    """Returns how names of the modules' tensors begin -> how they do in files of `architecture`, but without a leading
     "model."."""
-    fill = partial(str.format, last=num_layers)
     begins: dict[str, str] = {}
-    for file_name, name in MTP[architecture].names.items():
-        if name:
-            begins.setdefault(fill(name), fill(file_name))
+    for index in range(num_modules):
+        for file_name, name in mtp_beginnings(architecture, num_layers, index).items():
+            if name:
+                begins.setdefault(name, file_name)
     return begins if MTP[architecture].has_norm else begins | {NORM: NORM}
 
 

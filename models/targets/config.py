@@ -542,6 +542,8 @@ class TargetSpec(DecoderShape):
     """Architecture of the multimodal model that this is the text part of."""
     mtp: LayerSpec | None = None
     """The layer of the module that predicts a token more (families.MTP), where the config has one."""
+    mtp_modules: int = 1
+    """How many such modules the files have, each of which predicts a token more than the one before."""
 
     @property
     def num_layers(self) -> int:
@@ -624,19 +626,31 @@ class TargetSpec(DecoderShape):
             logit_divisor=traits.logit_divisor,
             wrapper="" if name == architecture else name,
             mtp=mtp_layer(values),
+            mtp_modules=mtp_count(values),
         )
 
 
+def mtp_count(values: Mapping[str, Any]) -> int:
+    """Returns the number of modules that can draft in turn: 1 where the config does not say, where modules differ, and
+    of families whose files have no names for more. Raises ValueError for what is no number."""
+    form = families.MTP.get(families.architecture_of(values))
+    count = None if form is None else values.get(form.count)
+    if form is None or count is None:
+        return 1
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ValueError(f"config.json: {form.count} is {count!r}; it must be an integer of at least 0")
+    kinds = [values.get(name) or [] for name in ("mtp_layer_types", "mtp_mlp_layer_types")]
+    are_alike = all(len(set(map(str, entries[:count]))) <= 1 for entries in kinds if isinstance(entries, list))
+    return max(count, 1) if form.has_several and are_alike else 1
+
+
 def mtp_layer(values: Mapping[str, Any]) -> LayerSpec | None:
-    """Returns the layer of the first module that predicts a token more: the only one of a model of one layer. Raises
+    """Returns the layer of each module that predicts a token more: the only one of a model of one layer. Raises
     ValueError for fields of the module that no file can mean."""
     form = families.MTP.get(families.architecture_of(values))
     if form is None:
         return None
-    count = values.get(form.count)
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
-        raise ValueError(f"config.json: {form.count} is {count!r}; it must be an integer of at least 0")
-    if count == 0:
+    if values.get(form.count) == 0:
         return None
     kind = "full_attention" if values.get("sliding_window") is None else form.kind
     one_layer = {

@@ -183,8 +183,9 @@ class MTPForm:
     """The module of a family's files that predicts a token more (multi-token prediction)."""
 
     names: Mapping[str, str]
-    """How names of its tensors begin in files -> here (models/drafts/mtp.py), where {last} is the number of layers. The
-    first that fits counts; an empty one leaves tensors out."""
+    """How names of its tensors begin in files -> here (models/drafts/mtp.py). For the first module {last} is the number
+    of layers and {index} 0; for each later one they are one more. The first that fits counts; an empty one leaves
+    tensors out."""
     experts: bool = True
     """Its layer has the family's experts, unless `mtp_mlp_layer_types` says otherwise; else an MLP."""
     kind: str = "full_attention"
@@ -198,6 +199,11 @@ class MTPForm:
     it differ."""
     has_norm: bool = True
     """It has a final norm, else the target's."""
+
+    @property
+    def has_several(self) -> bool:
+        """Whether files may have several modules, all of whose tensors are numbered."""
+        return all("{" in name for name in self.names)
 
     @property
     def has_later_layers(self) -> bool:
@@ -696,10 +702,10 @@ BESIDE_LAYERS = {  # as in files of Qwen3-Next
 MTP: dict[str, MTPForm] = {
     "Ernie4_5_MoeForCausalLM": MTPForm(
         names={
-            "mtp_emb_norm.0.": "enorm.",
-            "mtp_hidden_norm.0.": "hnorm.",
-            "mtp_linear_proj.0.": "eh_proj.",
-            "mtp_block.0.": "layers.{last}.",
+            "mtp_emb_norm.{index}.": "enorm.",
+            "mtp_hidden_norm.{index}.": "hnorm.",
+            "mtp_linear_proj.{index}.": "eh_proj.",
+            "mtp_block.{index}.": "layers.{last}.",
         },
         experts=False,
         hidden=None,

@@ -8,6 +8,7 @@ Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, 
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -92,20 +93,30 @@ class AutoregressiveDrafter(base.NetworkDrafter):
 
     def _propose_chain(self, batch: DraftBatch, width: int) -> Proposal:
         sampling = batch.sampling
-        hidden = self._start(batch)
+        states = self._start(batch)
         chain = [batch.roots]  # tokens
         positions = [batch.lengths]  # committed length + 0, 1, ...
         log_probs = [base.root_scores(len(batch.roots), batch.roots.device)]
         for step in range(width - 1):
             if step:
-                self.attention.plan(batch.uniform(positions[step - 1], 1, spare=step))
-                hidden = self.module(self.embed(chain[-1]), hidden, self.attention)
+                states = self._continue(batch, chain, states)
             positions.append(batch.lengths + (step + 1))
-            values, columns = head_topk(self.head, self.module.head_input(hidden), 1, positions[-1], sampling)
+            head_input = self._head_input(states, step, 1)
+            values, columns = head_topk(self.head, head_input, 1, positions[-1], sampling)
             log_probs.append(values)
             chain.append(self.vocabulary.target_ids(columns[:, 0]))
         parents = base.chain_parents(len(batch.roots), width, batch.roots.device)
         return Proposal(torch.stack(chain, dim=1), parents, torch.cat(log_probs, dim=1).cumsum(dim=1))
+
+    def _continue(self, batch: DraftBatch, chain: Sequence[Tensor], states: Tensor) -> Tensor:
+        """The draft's states at the last of a chain's tokens (B,), roots first; `states`: those one token before."""
+        step = len(chain) - 1
+        self.attention.plan(batch.uniform(batch.lengths + (step - 1), 1, spare=step))
+        return self.module(self.embed(chain[-1]), states, self.attention)
+
+    def _head_input(self, states: Tensor, level: int, count: int) -> Tensor:  # noqa: ARG002
+        """The draft's states as the head reads them (B * count, H), of the `count` last nodes, which are of `level`."""
+        return self.module.head_input(states)
 
     def _propose_tree(self, batch: DraftBatch, width: int) -> Proposal:
         shape = self.shape.within(width)
@@ -113,20 +124,25 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         place = Place(state.pages[self.group], state.page_size, batch.requests, batch.lengths)
         candidates = Candidates.empty(len(batch.roots), shape, batch.roots.device)
         sampling = batch.sampling
-        hidden = self._start(batch)
+        states = self._start(batch)
         positions = batch.lengths + 1
-        frontier: Frontier | None = None
+        frontiers: list[Frontier] = []
         for level in range(shape.depth):
-            if frontier is not None:
-                hidden = self._expand(batch, frontier, hidden, (level - 1) * shape.topk)
-                positions = frontier.sampled_at
-            level_sampling = sampling if frontier is None else sampling.repeat(shape.topk)
-            best = head_topk(self.head, self.module.head_input(hidden), shape.topk, positions, level_sampling)
-            frontier = grow(candidates, frontier, *best, self.head.ids, place, level, level == shape.depth - 1)
+            if frontiers:
+                states = self._expand(batch, frontiers, states)
+                positions = frontiers[-1].sampled_at
+            level_sampling = sampling.repeat(shape.topk) if frontiers else sampling
+            head_input = self._head_input(states, level, shape.topk if frontiers else 1)
+            best = head_topk(self.head, head_input, shape.topk, positions, level_sampling)
+            above = frontiers[-1] if frontiers else None
+            frontier = grow(candidates, above, *best, self.head.ids, place, level, level == shape.depth - 1)
+            frontiers += [] if frontier is None else [frontier]
         return Proposal(*choose(candidates, batch.roots, width))
 
-    def _expand(self, batch: DraftBatch, frontier: Frontier, hidden: Tensor, first_node: int) -> Tensor:
-        """The draft's states (B * k, H) at the frontier's nodes; `hidden` holds those of the frontier above."""
+    def _expand(self, batch: DraftBatch, frontiers: Sequence[Frontier], states: Tensor) -> Tensor:
+        """The draft's states (B * k, H) at the last frontier's nodes; `states` holds those of the frontier above."""
+        frontier = frontiers[-1]
+        first_node = (len(frontiers) - 1) * frontier.ancestors.shape[1]
         slots = KVSlots(lambda _: frontier.slots)  # of the one group that the draft has
         self.attention.plan(batch.last_nodes(frontier.positions, slots, frontier.ancestors, first_node))
-        return self.module(self.embed(frontier.tokens), hidden[frontier.sources], self.attention, "tree")
+        return self.module(self.embed(frontier.tokens), states[frontier.sources], self.attention, "tree")

@@ -10,13 +10,12 @@ from slipstream.models.drafts.source import DraftSource
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target
 from slipstream.models.targets.families import MTP as FORMS
-from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter
+from slipstream.serve.drafters.mtp_modules import ModulesDrafter
 from slipstream.serve.drafters.options import MTPOptions
 
 
-class Drafter(AutoregressiveDrafter):
+class Drafter(ModulesDrafter):
     Network = MTP
-    module: MTP
 
     @classmethod
     def read_config(cls, source: DraftSource, options: MTPOptions, target: TargetSpec) -> MTPConfig:

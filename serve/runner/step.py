@@ -53,6 +53,7 @@ class ForwardPass(NamedTuple):
     hidden: Tensor  # (T, H) after the final norm
     aux_states: Tensor | None  # (T, K * H)
     sizes: PassSizes
+    are_first: Tensor | None = None  # as in PassRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,8 @@ class StepPasses:
                 attention, self.states, layout, len(requests), sizes.host, are_chains=are_chains
             )
         hidden, aux_states = self.target(layout.tokens, network, self.drafter.aux_layers, mask)
-        return ForwardPass(layout, hidden, aux_states, sizes)
+        are_first = state.lengths[layout.segment_slots] == 0 if self.drafter.needs_first else None
+        return ForwardPass(layout, hidden, aux_states, sizes, are_first)
 
     @torch.inference_mode()
     def verify(self, target_pass: TargetPass, forward: ForwardPass) -> Results:
@@ -112,7 +114,7 @@ class StepPasses:
         state = self.state
         results = target_pass.results
         _, requests, chunks, passes = target_pass.inputs
-        layout, hidden, aux_states, sizes = forward
+        layout, hidden, aux_states, sizes, are_first = forward
         B = len(requests)
         logits, sampling, sampled = self._sample(layout, chunks, hidden, B, sizes.heads, target_pass.mode)
         verified = verify_rows(layout, sampled, state.stored, chunks, B, results.tokens, state.padding, passes)
@@ -129,7 +131,7 @@ class StepPasses:
         self._commit(layout, verified, B)
         if aux_states is not None:
             attention = self._chains(layout, B, sizes.host) if self.drafter.attends_to_context else None
-            self._extend(layout, verified, aux_states, attention)
+            self._extend(layout, verified, aux_states, attention, are_first)
         return results
 
     def empty_results(self, num_segments: int, *, has_logprobs: bool, num_passes: int = 0) -> Results:
@@ -326,6 +328,7 @@ class StepPasses:
         verified: Verified,
         aux_states: Tensor,
         attention: AttentionMetadata | None = None,
+        are_first: Tensor | None = None,
     ) -> None:
         """Extends the drafter by the pass's rows, nodes in the order in which they were accepted."""
         if verified.order is not None:
@@ -337,6 +340,7 @@ class StepPasses:
             requests=layout.segment_slots,
             last=verified.last,
             attention=attention,
+            are_first=are_first,
         )
         self.drafter.observe(rows)
         self.drafter.extend(rows, aux_states)

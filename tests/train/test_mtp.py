@@ -15,7 +15,7 @@ from slipstream.models.drafts.mtp import MTP, MTPConfig, load_mtp
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.frozen import DecoderTarget, load_frozen_target
-from slipstream.tests.mtp_targets import NaiveMTP, PlainMTP, save_mtp_target
+from slipstream.tests.mtp_targets import NaiveModules, NaiveMTP, PlainMTP, save_mtp_target
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.train.conftest import Document, documents, random_parts
@@ -132,6 +132,20 @@ def test_the_loss_of_a_familys_head_equals_that_of_transformers(kind: str, tmp_p
     torch.testing.assert_close(loss, expected.float(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "count"), [("ernie", 2), ("glm4-moe", 2), ("hy-v3", 3)])
+@torch.no_grad()
+def test_the_loss_of_several_modules_equals_that_of_transformers(kind: str, count: int, tmp_path: Path) -> None:
+    target = save_mtp_target(kind, tmp_path / kind, count=count)
+    loss, expected = check_loss(family_training(target.folder), target.model, NaiveModules(target))
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_walk_of_several_modules_equals_a_server_that_runs_them(tmp_path: Path) -> None:
+    target = save_mtp_target("glm4-moe", tmp_path / "target", count=2)
+    check_walk(family_training(target.folder), NaiveModules(target), target.model, documents(0), DEPTH)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_of_a_layer_with_experts_learns_but_the_router(dtype: torch.dtype, tmp_path: Path) -> None:
     """In bf16 as on a GPU."""
@@ -162,5 +176,7 @@ def test_layers_that_training_lacks_are_refused(tmp_path: Path) -> None:
         check_layer(sunk, DraftOptions())
     with pytest.raises(ValueError, match="draft.intermediate_size is 8, but the MTP layer of Glm4MoeForCausalLM has"):
         check_layer(config, DraftOptions(intermediate_size=8))
+    with pytest.raises(ValueError, match="draft.ttt_steps is 2, but the target has 3 MTP modules, which draft in turn"):
+        check_layer(replace(config, num_modules=3), DraftOptions(ttt_steps=2))
     with pytest.raises(ValueError, match="draft.init_from_target is false, but the MTP layer of .* has experts"):
         check_layer(config, DraftOptions(init_from_target=False))

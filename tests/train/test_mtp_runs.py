@@ -73,6 +73,23 @@ def test_the_targets_head_becomes_better(
     assert all(".mlp.gate." in name or ".experts." in name for name in still), "experts that no token went to"
 
 
+def test_several_modules_become_better(
+    tmp_path: Path, target_path: Path, save_data: SaveData, run_flags: Flags
+) -> None:
+    """Each of them."""
+    target = save_mtp_target("glm4-moe", tmp_path / "target", count=2).folder
+    for file in target_path.glob("tokenizer*"):
+        shutil.copy(file, target)
+    data = learnt(target, save_data)
+    main(flags_of(run_flags, tmp_path / "run", target, data, optim__steps=60, draft__loss="forward_kl"))
+    lines = records(tmp_path / "run")
+    assert all(lines[-1][name] > lines[0][name] + 0.3 for name in (f"accept_rate_{step}" for step in range(3)))
+    assert accept_length(target, str(tmp_path / "run" / "best")) > 1.5 * accept_length(target, "mtp")
+    before, after = (load_file(folder / "model.safetensors") for folder in (target, tmp_path / "run" / "best"))
+    changed = {name.split(".")[2] for name in after if not torch.equal(after[name], before[name].to(after[name].dtype))}
+    assert changed == {"4", "5"}
+
+
 def test_an_overfitted_new_head_is_accepted_whole(
     tmp_path: Path, target_path: Path, save_data: SaveData, run_flags: Flags, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,7 +137,7 @@ def test_targets_that_cannot_be_trained_for_are_refused(
     folder = shutil.copytree(mtp_path, tmp_path / "target")
     change_json(folder / "config.json", num_nextn_predict_layers=3)
     sentence = refusal(flags_of(run_flags, tmp_path / "run", folder, data_path), main)
-    assert f"target {folder} has 3 MTP modules (num_nextn_predict_layers); training is for one that" in sentence
+    assert f"the files in {folder} have 1 of the 3 MTP modules that num_nextn_predict_layers of their" in sentence
     change_json(folder / "config.json", num_nextn_predict_layers=1)
     tensors = load_file(folder / "model.safetensors")
     rest = {name: tensor for name, tensor in tensors.items() if "layers.4." not in name}

@@ -1,0 +1,204 @@
+"""Several MTP modules that draft in turn. The oracle is transformers' modules over whole texts."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
+
+from slipstream.serve.drafters.options import TreeOptions
+from slipstream.serve.dry_run import DryRun, report
+from slipstream.serve.kernels import report as kernels_report
+from slipstream.serve.kernels_options import KernelsConfig
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.mtp_targets import MakeMTP, MTPTarget, Oracle, add_tensors
+from slipstream.tests.pairwise import grouped, rotating
+from slipstream.tests.random_drafts import load_float64
+from slipstream.tests.random_targets import change_json
+from slipstream.tests.serve.engine_runs import (
+    build_engine,
+    check_prefix_hits,
+    make_request,
+    plain_answers,
+    random_prompt,
+    run,
+    run_checked,
+    sized_requests,
+    tokens_of,
+)
+from slipstream.tests.serve.test_mtp import bytes_of
+
+DRAFTED: dict[str, dict[str, int]] = {
+    "one": {"depth": 1},
+    "chain": {"depth": 4},
+    "tree": {"depth": 4, "topk": 3, "nodes": 12},
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "pages": {"page_size": 16, "prefill_budget": 64},
+    "chunks": {"page_size": 1, "prefill_budget": 7},
+    "one-by-one": {"page_size": 1, "prefill_budget": 1},
+}
+
+
+@grouped("kind", "count")
+@pytest.mark.parametrize(
+    ("kind", "count", "drafted", "temperature", "engine"),
+    rotating(["ernie", "glm4-moe", "hy-v3"], [2, 3], DRAFTED, [0.0, 0.8], ENGINES),
+)
+def test_proposals_equal_those_of_transformers(
+    kind: str, count: int, drafted: str, temperature: float, engine: str, make_mtp: MakeMTP
+) -> None:
+    """Also of texts that are shorter than the modules are many."""
+    target = make_mtp(kind, count)
+    options = TreeOptions(**DRAFTED[drafted])
+    drafting = build_engine(
+        target.folder, "mtp", drafter=DRAFTED[drafted], width=options.verified_nodes, **ENGINES[engine]
+    )
+    requests = sized_requests((1, 2, 3, 9, 33), temperature=temperature)
+    answers = run_checked(drafting, Oracle(target, options), requests)
+    assert tokens_of(answers) == plain_answers(target.folder, requests)
+    assert sum(answer.counts.drafted_tokens for answer in answers.values()) > 0
+
+
+@pytest.mark.parametrize(("count", "usable"), [(2, (38, 30, 48)), (3, (37, 29, 47))])
+def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transformers(
+    count: int, usable: tuple[int, int, int], make_mtp: MakeMTP
+) -> None:
+    target = make_mtp("glm4-moe", count)
+    oracle = Oracle(target, TreeOptions())
+    for options in ({"page_size": 16}, {"page_size": 1, "prefill_budget": 5}):
+        check_prefix_hits(build_engine(target.folder, "mtp", width=4, **options), oracle, usable)
+    engine = build_engine(target.folder, "mtp", width=4, kv_cache_tokens=96, prefill_budget=16)
+    seeds = range(3)
+    requests = [make_request(str(seed), random_prompt(15, seed), max_tokens=40, seed=seed) for seed in seeds]
+    run_checked(engine, oracle, requests)
+    assert engine.scheduler.num_preemptions > 0
+
+
+def save_almost_copying(target: MTPTarget, folder: Path, count: int) -> MTPTarget:
+    """Saves a target that says of a text what its last token says, and modules that mostly know it, but attend, too."""
+    shutil.copytree(target.folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]:
+        is_attention = name.endswith("o_proj.weight") and int(name.split(".")[2]) >= 4
+        tensors[name] = tensors[name] * (0.5 if is_attention else 0.0)
+    size = len(tensors["model.norm.weight"])
+    for layer in (f"model.layers.{4 + index}" for index in range(count)):
+        tensors[f"{layer}.enorm.weight"] = torch.ones(size)
+        tensors[f"{layer}.eh_proj.weight"] = torch.cat((torch.eye(size), 0.05 * torch.eye(size)), dim=1)
+        tensors[f"{layer}.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    change_json(folder / "config.json", rms_norm_eps=1e-12)
+    model = load_float64(folder)
+    return MTPTarget(folder, model, MtpModel.from_pretrained(model).double(), zero_first=False)
+
+
+@pytest.mark.parametrize("drafted", ["chain", "tree"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_modules_keep_up_when_several_tokens_are_accepted(
+    count: int, drafted: str, make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = make_mtp("glm4-moe", count)
+    monkeypatch.setattr(type(origin.model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[4-9]\..*"])
+    target = save_almost_copying(origin, tmp_path / "target", count)
+    options = TreeOptions(**DRAFTED[drafted])
+    requests = sized_requests((1, 9, 50), max_tokens=21, ignore_eos=True, temperature=0.3)
+    width = options.verified_nodes
+    engine = build_engine(target.folder, "mtp", drafter=DRAFTED[drafted], width=width, prefill_budget=16)
+    for _ in range(2):
+        answers = run_checked(engine, Oracle(target, options), requests)
+        assert tokens_of(answers) == plain_answers(target.folder, requests)
+    lengths = [20 / answer.counts.rounds for answer in answers.values()]
+    assert max(lengths) > 2
+    assert min(lengths) < width
+    assert answers["50"].counts.cached_tokens > 0
+
+
+def test_hits_and_chunks_change_no_accept_length(
+    make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = make_mtp("glm4-moe", 3)
+    monkeypatch.setattr(type(origin.model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[4-9]\..*"])
+    target = save_almost_copying(origin, tmp_path / "target", 3)
+    request = make_request("long", random_prompt(150, 1), max_tokens=40, temperature=0.8, ignore_eos=True)
+    answers = []
+    for budget, runs in ((256, 1), (64, 2), (3, 1)):
+        engine = build_engine(target.folder, "mtp", drafter=DRAFTED["tree"], width=12, prefill_budget=budget)
+        answers += [run(engine, [request])["long"] for _ in range(runs)]
+    one_pass, chunks, hit, short_chunks = (answer.counts for answer in answers)
+    assert hit.cached_tokens > 0 == chunks.cached_tokens
+    assert len({answer.rounds for answer in (one_pass, chunks, hit, short_chunks)}) == 1
+    assert one_pass.rounds < len(answers[0].tokens) - 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafted", ["chain", "tree"])
+@pytest.mark.parametrize("kind", ["ernie", "glm4-moe", "hy-v3"])
+def test_captured_steps_propose_what_transformers_does(kind: str, drafted: str, make_mtp: MakeMTP) -> None:
+    target = make_mtp(kind, 3)
+    options = TreeOptions(**DRAFTED[drafted])
+    attention = "prefill=sdpa,verify=triton,draft=triton"
+    shape: dict[str, Any] = {"drafter": DRAFTED[drafted], "width": options.verified_nodes, "prefill_budget": 16}
+    engine = build_engine(target.folder, "mtp", device="cuda", dtype="float32", attention=attention, **shape)
+    requests = sized_requests((1, 9, 33), temperature=0.8)
+    answers = run_checked(engine, Oracle(target, options), requests)
+    assert tokens_of(answers) == plain_answers(target.folder, requests)
+
+
+def test_their_memory_is_counted(make_mtp: MakeMTP) -> None:
+    config = ServeConfig(target=str(make_mtp("hy-v3", 3).folder), draft="mtp", dtype="bfloat16", device="cpu")
+    engine: Any = build_engine(make_mtp("hy-v3", 3).folder, "mtp", dtype="bfloat16")
+    dry = DryRun(config)
+    assert dry.networks[1].size == bytes_of(engine.runner.drafter.module)
+    assert dry.plan.draft.layers == engine.runner.drafter.module.attention_specs
+    assert dry.plan.draft.lookahead == len(dry.plan.draft.layers) == 3
+    assert "draft: mtp (mtp, 3 layers, bfloat16)" in report(config)
+
+
+def test_copies_in_later_modules_are_dropped_and_others_refused(make_mtp: MakeMTP, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(make_mtp("glm4-moe", 2).folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.5.shared_head.head.weight"
+    add_tensors(folder, {name: tensors["lm_head.weight"].clone()})
+    build_engine(folder, "mtp")
+    add_tensors(folder, {name: 2 * tensors["lm_head.weight"]})
+    with pytest.raises(
+        ValueError, match=r"later.0.lm_head.weight is not that of the first MTP module; modules with one"
+    ):
+        build_engine(folder, "mtp")
+
+
+def test_files_and_config_may_count_modules_otherwise(
+    make_mtp: MakeMTP, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = make_mtp("glm4-moe", 2)
+    folder = tmp_path / "target"
+    shutil.copytree(target.folder, folder)
+    caplog.set_level(logging.INFO)
+    build_engine(folder, "mtp")
+    assert "more MTP heads" not in caplog.text
+    change_json(folder / "config.json", num_nextn_predict_layers=3)
+    with pytest.raises(
+        ValueError, match="have 2 of the 3 MTP modules that num_nextn_predict_layers of their config.json says; fetch a"
+    ):
+        build_engine(folder, "mtp")
+    change_json(folder / "config.json", num_nextn_predict_layers=1)
+    engine: Any = build_engine(folder, "mtp")
+    assert len(engine.runner.drafter.in_turn) == 1
+    assert f"{folder} have more MTP heads than draft: the last of 1 drafts all later tokens" in caplog.text
+
+
+def test_windows_are_refused(make_mtp: MakeMTP) -> None:
+    with pytest.raises(ValueError, match="the draft has 2 MTP modules, which draft in turn, and a window, with which"):
+        build_engine(make_mtp("glm4-moe", 2).folder, "mtp", drafter={"window": 64})
+
+
+def test_kernels_are_listed_for_each_module(make_mtp: MakeMTP) -> None:
+    table = kernels_report(KernelsConfig(target=str(make_mtp("hy-v3", 2).folder), draft="mtp", exact=False))
+    names = {line.split()[0] for line in table.splitlines() if "qkv_proj" in line}
+    assert names == {"self_attn.qkv_proj", "mtp.self_attn.qkv_proj", "mtp.later.0.self_attn.qkv_proj"}
