@@ -274,13 +274,13 @@ def check_tokenizer(token_map: TokenMap, tokenizer_hash: str, source: str = "the
         )
 
 
-def check_stop_ids(token_map: TokenMap, stop_ids: Collection[int], source: str = "the token map") -> None:
+def check_stop_ids(token_map: TokenMap, stop_ids: Collection[int]) -> None:
     """Raises ValueError that names the `stop_ids` missing in `token_map`: a draft could never propose an end."""
     missing = sorted(set(stop_ids) - set(token_map.ids.tolist()))
     if missing:
         raise ValueError(
-            f"{source} lacks the stop token{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}, so a draft could "
-            "not end an answer; add them, or make a map for this target with slipstream frequency-map"
+            f"the token map lacks the stop token{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}, so a draft "
+            "could not end an answer; add them, or make a map for this target with slipstream frequency-map"
         )
 
 

@@ -112,13 +112,13 @@ def check_output_file(
         raise ValueError(f"{option} {output} exists; name another file or add --overwrite")
 
 
-def check_working_folder(output: str, inputs: Inputs, *, option: str = "output") -> None:
+def check_working_folder(output: str, inputs: Inputs) -> None:
     """For programs that add or replace single files in a folder: raises ValueError if `output` is a file, an input or
     inside one, or cannot be written."""
     path = Path(output)
-    _check_is_folder(path, option)
-    _check_writable(path, path.resolve(), option)
-    _check_apart(path, inputs, option, may_hold=True)
+    _check_is_folder(path, "output")
+    _check_writable(path, path.resolve(), "output")
+    _check_apart(path, inputs, "output", may_hold=True)
 
 
 def _check_file_place(output: Path, inputs: Inputs, option: str) -> None:

@@ -15,7 +15,6 @@ class Unsupported(ValueError):
         name = shorten(keyword) if " " in keyword else f'"{shorten(keyword)}"'
         super().__init__(f"{name} at {shorten(place, PLACE_CHARS) or 'the root'} {reason}")
         self.place = place
-        self.keyword = keyword
 
 
 class Work:

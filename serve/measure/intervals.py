@@ -41,10 +41,10 @@ def paired_ratio(base: Sequence[float], values: Sequence[float]) -> Ratio:
     return Ratio(value, math.exp(means[outside]), math.exp(means[-1 - outside]))
 
 
-def critical_rank_sum(pairs: int, confidence: float = CONFIDENCE) -> int:
-    """Returns the largest sum of positive ranks that is so unlikely without a difference that it is outside
-    `confidence`. All sets of ranks 1..n are equally likely, so we count sets by their sum."""
-    limit = (1 - confidence) / 2
+def critical_rank_sum(pairs: int) -> int:
+    """Returns the largest sum of positive ranks that is so unlikely without a difference that it is outside CONFIDENCE.
+    All sets of ranks 1..n are equally likely, so we count sets by their sum."""
+    limit = (1 - CONFIDENCE) / 2
     largest_sum = pairs * (pairs + 1) // 2
     shares = [1.0] + [0.0] * (largest_sum // 2)
     for rank in range(1, pairs + 1):

@@ -250,7 +250,9 @@ def test_the_scorer_equals_torchs_attention(make_draft: Callable[..., DFlash]) -
 def calibrated_logits(draft: DFlash, hidden: Tensor, before: Tensor) -> Tensor:
     head = draft.head(ConfidenceHead)
     assert head is not None
-    return head.calibrated(hidden, before)
+    logits = head(hidden, before)
+    temperatures, biases = (torch.tensor(numbers)[: logits.shape[1]] for numbers in head.calibration)
+    return logits / temperatures + biases
 
 
 def test_confidence_reads_the_state_and_the_token_before(make_draft: Callable[..., DFlash]) -> None:

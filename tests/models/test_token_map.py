@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.models.drafts.token_map import (
     TokenMap,
-    check_stop_ids,
     check_tokenizer,
     coverage_curve,
     read_token_map,
@@ -86,8 +85,8 @@ def test_a_cut_keeps_the_stop_ids_and_names_those_that_are_missing() -> None:
     assert token_map.ids_by_frequency(3, stop_ids=[5]).tolist() == [0, 5, 1]
     with pytest.raises(ValueError, match=r"lacks the stop tokens 6, 7, so a draft could not end an answer; add them"):
         token_map.ids_by_frequency(stop_ids=[7, 0, 6])
-    with pytest.raises(ValueError, match=r"^--drafter.token-map m lacks the stop token 7, "):
-        check_stop_ids(token_map, [7], "--drafter.token-map m")
+    with pytest.raises(ValueError, match=r"^the token map lacks the stop token 7, "):
+        token_map.ids_by_frequency(stop_ids=[7])
     for size in (0, 1, 9):
         with pytest.raises(ValueError, match=f"size is {size}; this map can be cut to 2 .* up to 8"):
             token_map.ids_by_frequency(size, stop_ids=[5])

@@ -105,12 +105,6 @@ class ConfidenceHead(Head):
         count = self.num_slots
         return config.confidence_temperatures or (1.0,) * count, config.confidence_biases or (0.0,) * count
 
-    def calibrated(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """hidden (B, K, H), previous (B, K) -> calibrated logits (B, K)."""
-        logits = self(hidden, previous)
-        temperatures, biases = (logits.new_tensor(numbers)[: logits.shape[1]] for numbers in self.calibration)
-        return logits / temperatures + biases
-
     def prepare(self) -> None:
         """Computes the share of the token before for all tokens."""
         weight = self.proj.weight
