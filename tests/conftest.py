@@ -35,8 +35,10 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freezes imports and collected tests: no search for garbage, half a second each, need look at them."""
+    """Freezes imports and collected tests: no search for garbage, half a second each, need look at them. Searches are
+    rare, since what tests import is looked at each time."""
     gc.freeze()
+    gc.set_threshold(50_000)
     gc.enable()
 
 
