@@ -3,8 +3,7 @@
 A folder that `datasets` loads (DatasetDict with "train" and "heldout"; columns input_ids list<int32>, loss_mask
 list<bool>) with report.json beside the splits. Where a supervised token has another weight than 1, there is also the
 column loss_weights list<float32>, null in rows without such tokens; where a row has a category, the column category
-string, null in rows without one. The folder appears whole or not at all, and
-replaces a prepared dataset only.
+string, null in rows without one. The folder appears whole or not at all, and replaces a prepared dataset only.
 """
 
 import hashlib

@@ -25,9 +25,8 @@ SAMPLE_ID = re.compile(r"#\d+$")  # ends the ids of all samples of a row but the
 @dataclass(frozen=True, slots=True)
 class Dialogue:
     id: str  # unique within a run
-    questions: list[
-        list[Message]
-    ]  # before each answer: turns of the user, the system and tools, and calls of the latter
+    # Before each answer: turns of the user, the system and tools, and calls of the latter.
+    questions: list[list[Message]]
     tools: list[Any] | None = None
     sample_of: str | None = None  # id of the row's first sample; None for that one
     row_weight: float = 1.0

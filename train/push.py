@@ -22,7 +22,7 @@ from huggingface_hub.utils import get_token
 
 from slipstream.models.drafts.speculators_layout import drafter_of_kind, from_speculators, speculators_kind
 from slipstream.models.files.atomic import atomic_folder
-from slipstream.models.files.checkpoint import INDEX, read_json, weight_files
+from slipstream.models.files.checkpoint import INDEX, config_target, read_json, weight_files
 from slipstream.models.files.names import may_be_hub_id
 from slipstream.models.files.outputs import FolderKind, check_output_folder, step_folders
 from slipstream.train.model_card import TITLES, Card
@@ -118,8 +118,7 @@ def run_options(source: Source) -> dict[str, Any]:
 
 def public_target(values: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     """The target's name on the hub; empty for a folder, which run.json of training and of `convert` tells."""
-    verifier = (values.get("speculators_config") or {}).get("verifier") or {}
-    name = str(values.get("target") or verifier.get("name_or_path") or "")
+    name = config_target(values)
     return name if may_be_hub_id(name) and "target_path" not in run else ""
 
 

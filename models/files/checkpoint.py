@@ -161,8 +161,7 @@ def named_target(draft: Path) -> str:
     Raises ValueError if that does not exist either.
     """
     values = read_json(draft / "config.json")
-    verifier = (values.get("speculators_config") or {}).get("verifier") or {}
-    name = str(values.get("target") or verifier.get("name_or_path") or "")
+    name = config_target(values)
     run = read_json(draft / "run.json") if (draft / "run.json").exists() else {}
     folder = run.get("target_path")
     if not name or not folder or Path(name).is_dir():
@@ -170,6 +169,12 @@ def named_target(draft: Path) -> str:
     if not Path(folder).is_dir():
         raise ValueError(f"target {name} is not a folder here, and {folder}, its path in training, does not exist")
     return str(folder)
+
+
+def config_target(values: Mapping[str, Any]) -> str:
+    """The target in a draft's config.json, of our layout or of speculators', or ""."""
+    verifier = (values.get("speculators_config") or {}).get("verifier") or {}
+    return str(values.get("target") or verifier.get("name_or_path") or "")
 
 
 def read_tensors(path: Path) -> dict[str, "Tensor"]:

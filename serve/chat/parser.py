@@ -274,24 +274,19 @@ class AnswerParser:
             if match is not None:
                 return not match.partial and self._begin(match)
         if self._is_start and (not self._buffer or self._buffer.isspace()):
-            return self._flush(final)
+            return self._flush() if final else False  # white space waits until other text follows
         self._is_start = False
-        if self._syntax.anywhere is None:
-            self._emit("content", self._take(len(self._buffer)))
-            return False
-        match = self._syntax.anywhere.search(self._buffer, partial=not final)
+        anywhere = self._syntax.anywhere
+        match = None if anywhere is None else anywhere.search(self._buffer, partial=not final)
         if match is None:
-            self._emit("content", self._take(len(self._buffer)))
-            return False
+            return self._flush()
         if match.lastgroup != "is_call" and not (final or match.partial or self._buffer[match.end() :].strip()):
             return False  # a call may begin earlier and contain this marker, if a bracket follows
         self._emit("content", self._take(match.start()))
         return not match.partial and self._begin(match)
 
-    def _flush(self, final: bool) -> bool:
-        """Holds white space back until other text follows."""
-        if final:
-            self._emit("content", self._take(len(self._buffer)))
+    def _flush(self) -> bool:
+        self._emit("content", self._take(len(self._buffer)))
         return False
 
     def _between_calls(self, final: bool) -> bool:

@@ -102,8 +102,7 @@ def read_function(value: Any, path: str, *, is_flat: bool, ignore_unknown: bool)
     form = '{"type": "function", "name": ...}' if is_flat else '{"type": "function", "function": {"name": ...}}'
     if not isinstance(value, Mapping):
         raise ToolError(path, f"must be an object: {form}")
-    if value.get("type", "function") != "function":
-        raise ToolError(f"{path}.type", f"is {quote(value['type'])}; this server has functions alone: send function")
+    check_kind(value, path)
     function = value.get("function")
     place = f"{path}.function"
     if is_flat:
@@ -120,6 +119,11 @@ def read_function(value: Any, path: str, *, is_flat: bool, ignore_unknown: bool)
             raise ToolError(f"{place}.{name}", "is not supported by this server; leave it out")
     fields = {name: function[name] for name in FUNCTION_FIELDS if function.get(name) is not None}
     return fields, place
+
+
+def check_kind(value: Mapping[str, Any], path: str) -> None:
+    if value.get("type", "function") != "function":
+        raise ToolError(f"{path}.type", f"is {quote(value['type'])}; this server has functions alone: send function")
 
 
 def check_keys(value: Mapping[str, Any], fields: Set[str], path: str, ignore_unknown: bool) -> None:
@@ -181,11 +185,11 @@ def read_mode(
 
 def named(value: Any, field: str, names: frozenset[str], *, is_flat: bool, ignore_unknown: bool) -> str:
     function, place = (value, field) if is_flat else (None, f"{field}.function")
-    if isinstance(value, Mapping) and value.get("type", "function") != "function":
-        raise ToolError(f"{field}.type", f"is {quote(value['type'])}; this server has functions alone: send function")
-    if isinstance(value, Mapping) and not is_flat:
-        check_keys(value, {"type", "function"}, field, ignore_unknown)
-        function = value.get("function")
+    if isinstance(value, Mapping):
+        check_kind(value, field)
+        if not is_flat:
+            check_keys(value, {"type", "function"}, field, ignore_unknown)
+            function = value.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or name not in names:
         raise ToolError(f"{place}.name", f"is {quote(name)}; it must be the name of one of the tools")
