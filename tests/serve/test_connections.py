@@ -88,7 +88,6 @@ def test_what_ends_unfinished_requests_leaves_answers_alone(
 
 def test_an_idle_connection_waits_for_its_next_request(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no request that comes too late; the time for one begins with its first byte."""
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.0)
     keep = WHOLE.replace(b"Connection: close\r\n", b"")
     end = b"HTTP/1.1 408 Request Timeout\r\n"
     with send(own_server, b"") as connection:
@@ -101,8 +100,11 @@ def test_an_idle_connection_waits_for_its_next_request(own_server: Server, monke
                 for connection_of_server in own_server.server_state.connections
                 if connection_of_server.client == connection.getsockname()
             ]
-            asyncio.run_coroutine_threadsafe(close_late_once(own_server), state.loop).result(20)
+            with monkeypatch.context() as patch:  # not before: a request that is being read would be too late, too
+                patch.setattr(connections, "REQUEST_SECONDS", 0.0)
+                asyncio.run_coroutine_threadsafe(close_late_once(own_server), state.loop).result(20)
         assert state.is_idle
+        monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.0)
         connection.sendall(keep[:9])
         wait_until(lambda: not state.is_idle, "the request has begun")
         assert rest(connection).startswith(end)
