@@ -50,6 +50,12 @@ def scales_of(engine: Engine) -> list[list[list[float]]]:
     return [scale.tolist() for scale in engine.runner.passes.kv[0].layer_scales if scale is not None]
 
 
+@pytest.fixture(autouse=True)
+def short_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks of text, the second one shorter."""
+    monkeypatch.setattr(calibration, "MOST_TOKENS", calibration.CHUNK + 90)
+
+
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target with windows whose file has scales, as compressed-tensors writes them."""
