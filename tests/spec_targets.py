@@ -93,11 +93,12 @@ def plan_spec(
 class NaiveAttention(Attention):
     """Every row of one text sees the rows before it and itself, as far as its layer's window reaches. `scales`: numbers
     are rounded as a cache of codes with scales (2, G) of each layer rounds them. It keeps the states after each token
-    of the text, by the ids of layers with recurrent state."""
+    of the text, by the ids of layers with recurrent state, and goes on from them where the text has grown."""
 
     def __init__(self, scales: Sequence[Tensor] | None = None) -> None:
         self.scales = scales
         self.states: dict[int, list[State]] = {}
+        self.outputs: dict[int, list[Tensor]] = {}
         self.layers: dict[int, RecurrentLayer] = {}
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
@@ -105,16 +106,14 @@ class NaiveAttention(Attention):
 
     def recur(self, records: Record, layer: RecurrentLayer) -> Tensor:
         """Token by token, from an empty state."""
-        state = zero_state(layer.spec.state_shapes, 1, torch.device("cpu"))
-        outputs = []
         self.layers[layer.id] = layer
-        self.states[layer.id] = []
-        for index in range(len(next(iter(records.values())))):
+        states = self.states.setdefault(layer.id, [])
+        outputs = self.outputs.setdefault(layer.id, [])
+        for index in range(len(states), len(next(iter(records.values())))):
             record = {name: values[index : index + 1] for name, values in records.items()}
-            after = layer.step(state, record)
-            outputs.append(layer.read(state, after, record))
-            state = after
-            self.states[layer.id].append(state)
+            state = states[-1] if states else zero_state(layer.spec.state_shapes, 1, torch.device("cpu"))
+            states.append(layer.step(state, record))
+            outputs.append(layer.read(state, states[-1], record))
         return torch.cat(outputs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
@@ -140,7 +139,7 @@ class NaiveAttention(Attention):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A target that computes each text anew, token by token."""
+    """A target that computes each text by itself, token by token."""
 
     target: Target
     attention: Callable[[], Attention] = NaiveAttention
@@ -156,10 +155,11 @@ class Reference:
         keys = torch.tensor([noise_key(request.seed, request.choice)])
         sampling = Sampling(keys, torch.tensor([params.temperature]), None)
         tokens = list(request.prompt)
+        attention = self.attention()
         while len(tokens) < len(request.prompt) + params.max_tokens and (
             len(tokens) == len(request.prompt) or tokens[-1] != 2
         ):
-            hidden, _ = self.target(torch.tensor(tokens), self.attention())
+            hidden, _ = self.target(torch.tensor(tokens), attention)
             logits = self.target.logits(hidden[-1:])
             tokens.append(int(sample(logits, torch.tensor([len(tokens)]), sampling)))
         return tokens[len(request.prompt) :]

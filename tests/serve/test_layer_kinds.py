@@ -296,13 +296,13 @@ def test_a_layer_that_reads_the_kv_of_another_has_no_rows(make_target: Callable[
 def test_fp8(name: str, drafter: str, folders: dict[str, Path]) -> None:
     spec = SPECS[name]
     scales = [torch.full((2, layer.num_kv_heads), SCALE) for layer in spec.attention]
-    reference = Reference.load(spec, folders[name] / "target", partial(NaiveAttention, scales))
     requests = requests_of(name, 1.0, max_tokens=10)
+    expected = Reference.load(spec, folders[name] / "target", partial(NaiveAttention, scales)).answers(requests)
     engine = build_drafted(
         spec, folders[name], drafter, kv_cache_dtype="fp8", prefill_budget=max(16, GRIDS[name]), page_size=1
     )
     for _ in range(2):  # the second time after cached prompts
-        assert tokens_of(run(engine, requests)) == reference.answers(requests)
+        assert tokens_of(run(engine, requests)) == expected
 
 
 def test_a_budget_below_the_grid_is_refused(folders: dict[str, Path]) -> None:
