@@ -48,7 +48,7 @@ class Engine:
 
 @contextmanager
 def open_engine(
-    target: Path, draft: Path, family: str, choices: Choices, depth: int, max_tokens: int, **options: Any
+    target: Path, draft: Path | str, family: str, choices: Choices, depth: int, max_tokens: int, **options: Any
 ) -> Iterator[Engine]:
     """The target with the draft or, where the engine refuses that, alone. `options` of EngineConfig."""
     options |= {"target": str(target), "grammar_drafts": False}
@@ -67,7 +67,7 @@ def open_engine(
         gc.collect()
 
 
-def drafting(target: Path, draft: Path, family: str, choices: Choices, depth: int) -> Mapping[str, Any]:
+def drafting(target: Path, draft: Path | str, family: str, choices: Choices, depth: int) -> Mapping[str, Any]:
     """Options of an engine that verifies all that the draft proposes, as the replay does. Raises ValueError for a
     config.json that cannot be read."""
     drafter: dict[str, Any] = {name: value for name, value in asdict(choices).items() if value is not None}
@@ -75,6 +75,6 @@ def drafting(target: Path, draft: Path, family: str, choices: Choices, depth: in
         return {"drafter": {**drafter, "depth": depth}, "width": depth + 1}
     Config = FAMILIES[family].network.Config
     spec = load_config(target)
-    values = from_speculators(read_json(draft / "config.json"))
+    values = from_speculators(read_json(Path(draft) / "config.json"))
     config: Any = Config.from_json(Config.settle(values, spec, choices, None), spec)
     return {"drafter": drafter, "width": config.num_proposals + 1}

@@ -21,6 +21,7 @@ from slipstream.doctor.answers import open_engine
 from slipstream.doctor.diagnosis import SOUND_LENGTH, Diagnosis, Finding, diagnose
 from slipstream.doctor.endpoint import Endpoint, ask_endpoint, check_endpoint
 from slipstream.doctor.examination import Examination
+from slipstream.doctor.mtp import facts
 from slipstream.doctor.options import QUESTIONS, DoctorConfig
 from slipstream.doctor.replay import FAMILIES, Replay, Subject
 from slipstream.doctor.report import check_report, print_report, write_report
@@ -35,6 +36,7 @@ from slipstream.doctor.text_causes import (
 )
 from slipstream.doctor.texts import Answered, Conversation, Renderer, batches_of, read_conversations, usable
 from slipstream.models.drafts.base import Choices, DraftFiles
+from slipstream.models.drafts.mtp import MTP, MTPConfig, check_files, load_mtp
 from slipstream.models.drafts.source import source_of
 from slipstream.models.files.checkpoint import (
     read_draft_tensors,
@@ -44,6 +46,7 @@ from slipstream.models.files.checkpoint import (
     weights_fingerprint,
 )
 from slipstream.models.files.text import read_key
+from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.options import EngineConfig, find_target
@@ -70,8 +73,11 @@ def examine(config: DoctorConfig) -> Examination:
     answer."""
     if config.endpoint is not None:
         check_endpoint(config.endpoint, read_key(config.api_key_file))
-    path = resolve(config.draft)
     name, folder = find_target(EngineConfig(target=config.target, draft=config.draft, revision=config.revision))
+    source = source_of(config.draft, config.target)
+    path = folder if source.is_in_target else resolve(config.draft)
+    if source.is_in_target:
+        check_head(load_config(folder, config.trust_remote_code), folder)
     config = replace(config, target=str(folder), data=config.data or (str(QUESTIONS),))
     if config.data == (str(QUESTIONS),):
         config = replace(config, where=(*config.where, "split=heldout"))
@@ -81,12 +87,16 @@ def examine(config: DoctorConfig) -> Examination:
     family = family_of(config.draft, path)
     texts = read_texts(config, path, family, renderer, conversations)
     target = load(config, folder)
+    if source.is_in_target:
+        check_shared(load_mtp(target))
 
     def replay(answered: Sequence[Answered]) -> Replay:
         return Replay(target, path, batches_of(answered, LONGEST), depth_of(config, family))
 
-    files = DraftFiles(read_json(path / "config.json"), read_draft_tensors(path))
-    subject = Subject(family=family, files=files, choices=Choices.of(config))
+    files = DraftFiles({}, {})
+    if not source.is_in_target:
+        files = DraftFiles(read_json(path / "config.json"), read_draft_tensors(path))
+    subject = Subject(family=family, files=files, choices=Choices.of(config), in_target=source.is_in_target)
     diagnosis = diagnose(subject, replay(texts.answered), path)
     notes = [
         *provenance(subject, folder, tokenizer),
@@ -104,9 +114,35 @@ def examine(config: DoctorConfig) -> Examination:
         served=texts.served,
         notes=tuple(notes),
         endpoint=texts.endpoint,
+        facts=head_facts(diagnosis, replay(texts.answered)),
     )
     data_answers = usable([answer for answer in map(renderer.given, conversations) if answer is not None])
     return compare_texts(examination, texts.variants, data_answers, replay)
+
+
+def check_head(spec: TargetSpec, folder: Path) -> None:
+    """Raises ValueError for a target without an MTP head."""
+    MTPConfig.of(spec, folder)
+    check_files(spec, folder)
+
+
+def check_shared(module: MTP) -> None:
+    """Raises ValueError for a head that does not share its target's embedding and output head."""
+    if module.embed_tokens is not None or module.lm_head is not None:
+        raise ValueError(
+            "draft is 'mtp', but this MTP head has an embedding or an output head of its own, which the doctor does "
+            "not replay; `slipstream accept --draft mtp` measures it"
+        )
+
+
+def head_facts(diagnosis: Diagnosis, replay: Replay) -> tuple[tuple[str, str], ...]:
+    """Describes an MTP head as it was read for `mended`; empty for other drafts, and for one that cannot be read."""
+    subject = diagnosis.subject
+    if subject is None or subject.family != "mtp" or diagnosis.mended is None:
+        return ()
+    module = replay.build(subject)
+    assert isinstance(module, MTP)
+    return tuple(facts(module, replay.target.model, in_target=subject.in_target))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +163,7 @@ def read_texts(
     options["trust_remote_code"] = config.trust_remote_code
     with open_engine(
         target=Path(config.target),
-        draft=path,
+        draft="mtp" if source_of(config.draft).is_in_target else path,
         family=family,
         choices=Choices.of(config),
         depth=config.depth,

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from tqdm import tqdm
 
+from slipstream.doctor.mtp import head_readings
 from slipstream.doctor.readings import (
     STAGES,
     Case,
@@ -113,7 +114,8 @@ def best_reading(
     target = replay.target.model
     candidates = list(repairs(subject, target, path, score is None))
     if score is not None:
-        candidates += readings(Case(subject, replay.build(subject), target))
+        case = Case(subject, replay.build(subject), target)
+        candidates += [*readings(case), *head_readings(case)]
     quick = None if score is None else replay.score(subject, FEW)
     better: list[tuple[float, Reading]] = []
     for reading in tqdm(candidates, desc="other readings", unit="reading", leave=False):

@@ -23,6 +23,7 @@ class Examination:
     data_score: Score | None = None  # on the conversations' own answers
     notes: tuple[Finding, ...] = ()
     endpoint: Endpoint | None = None
+    facts: tuple[tuple[str, str], ...] = ()  # names and values of what an MTP head holds
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -16,10 +16,10 @@ QUESTIONS = Path(__file__).resolve().parent.parent / "assets" / "gsm8k.jsonl.gz"
 class DoctorConfig(ConversationOptions):
     """Says why a draft is accepted badly, and what to do."""
 
-    REQUIRED = {"draft": "a draft checkpoint, as a folder or a hub id"}
+    REQUIRED = {"draft": "a draft checkpoint, as a folder or a hub id, or mtp"}
 
     draft: str = ""
-    """Draft checkpoint, of any trainer whose files can be read."""
+    """Draft checkpoint, of any trainer whose files can be read; or mtp, the head in the target's files."""
     limit: int | None = 64
     """Conversations to replay; null: all. Without data: held-out questions of GSM8K."""
     max_tokens: int = 128
@@ -50,5 +50,5 @@ class DoctorConfig(ConversationOptions):
     def check_inputs(self) -> None:
         """Raises ValueError for an input that does not exist."""
         ConversationOptions.check_inputs(self)
-        source_of(self.draft).check_files()
+        source_of(self.draft, self.target).check_files()
         check_file("api_key_file", self.api_key_file, KEY_FILE)

@@ -68,7 +68,7 @@ def readings(case: Case) -> Iterator[Reading]:
 def taps(case: Case) -> Iterator[Reading]:
     """The target's states that fc reads, counted otherwise."""
     config: Any = case.network.config
-    if case.subject.family == "eagle" or not getattr(config, "has_fc", True):
+    if case.subject.family in ("eagle", "mtp") or not getattr(config, "has_fc", True):
         return
     named_layers = tuple(config.aux_layers)
     last = case.target.config.num_layers
@@ -219,7 +219,7 @@ def anchor_fields(subject: Subject) -> list[str]:
 
 def ropes(case: Case) -> Iterator[Reading]:
     config: Any = case.network.config
-    if config.rope != case.target.config.rope.of_draft:
+    if config.rope != case.target.config.rope.of_draft and not config.rotates_as_target:
         fields = case.target.config.rope.of_draft.to_json()
         yield Reading(
             "rotary embedding",

@@ -18,10 +18,14 @@ from slipstream.models.drafts.base import Choices, DraftFiles, DraftNetwork, bui
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.mtp import MTP, load_mtp
+from slipstream.models.drafts.mtp_trial import choose_hidden
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target
+from slipstream.models.targets.families import MTP as FORMS
+from slipstream.models.targets.families import Hidden
 from slipstream.models.targets.frozen import DecoderTarget
-from slipstream.train import dflash, eagle, eagle3
+from slipstream.train import dflash, eagle, eagle3, mtp
 from slipstream.train.acceptance import Walk
 from slipstream.train.batches import Batch
 from slipstream.train.training import DraftTraining
@@ -42,6 +46,7 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "eagle": Family(Eagle, eagle.EagleTraining, lambda _: eagle.DraftOptions()),
     "eagle3": Family(Eagle3, eagle3.Eagle3Training, lambda _: eagle3.DraftOptions()),
+    "mtp": Family(MTP, mtp.MTPTraining, lambda _: mtp.DraftOptions()),
     "dflash": Family(DFlash, dflash.DFlashTraining, lambda config: dflash.DraftOptions(block_size=config.block_size)),
 }
 
@@ -55,6 +60,9 @@ class Subject:
     choices: Choices = field(default_factory=Choices)
     mask_embedding: Tensor | None = None  # (H,) of a block draft's mask token, in place of the target's
     most_positions: int | None = None  # beyond which rotary angles stay as they are
+    in_target: bool = False  # an MTP head in the target's files; `files` is empty
+    hidden: Hidden | None = None  # the state that such a head reads
+    edits: tuple[Callable[[Any], None], ...] = ()  # changes of the network once it is read
 
     def with_values(self, **values: Any) -> "Subject":
         """Returns the draft with other fields of config.json; None deletes a field."""
@@ -213,17 +221,24 @@ class Replay:
     def build(self, subject: Subject) -> DraftNetwork:
         """Raises ValueError for files that cannot be read so."""
         model = self.target.model
-        family = FAMILIES[subject.family]
-        return build_draft(
-            family.network,
-            subject.files,
-            self.path,
-            target=model.config,
-            dtype=model.dtype,
-            device=model.device,
-            shared=model.shared,
-            choices=subject.choices,
-        )
+        network: Any
+        if subject.in_target:
+            network = load_mtp(model)
+            choose_hidden(network, model, subject.hidden or FORMS[model.config.architecture].hidden)
+        else:
+            network = build_draft(
+                FAMILIES[subject.family].network,
+                subject.files,
+                self.path,
+                target=model.config,
+                dtype=model.dtype,
+                device=model.device,
+                shared=model.shared,
+                choices=subject.choices,
+            )
+        for edit in subject.edits:
+            edit(network)
+        return network
 
     @torch.inference_mode()
     def score(self, subject: Subject, num_batches: int | None = None, depth: int | None = None) -> Score:

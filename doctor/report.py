@@ -81,6 +81,8 @@ def print_report(examination: Examination) -> None:
 
 def tables(examination: Examination) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Titles, and rows of names and values."""
+    if examination.facts:
+        yield "The MTP head", list(examination.facts)
     score = examination.diagnosis.mended
     scores = [("as the files are read", examination.diagnosis.as_read), ("mended", score)]
     rows = [(name, f"{reading.accept_length:.3f}") for name, reading in scores if reading is not None]
@@ -140,6 +142,7 @@ def as_json(examination: Examination) -> dict[str, Any]:
         "is_wrong": examination.is_wrong,
         "refusal": diagnosis.refusal,
         "verdict": verdict(examination),
+        "facts": dict(examination.facts),
         "findings": [asdict(finding) for finding in examination.findings],
         "accept_length": {
             "as_read": None if diagnosis.as_read is None else diagnosis.as_read.accept_length,

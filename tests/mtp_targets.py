@@ -1,5 +1,6 @@
 """Tiny random targets with a module that predicts a token more (MTP), and transformers' module as the oracle."""
 
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -161,6 +162,23 @@ def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Adds tensors to a checkpoint's files, or replaces them."""
     file = folder / "model.safetensors"
     save_file(load_file(file) | tensors, file, {"format": "pt"})
+
+
+def save_almost_copying(source: Path, folder: Path, count: int = 1) -> None:
+    """Saves a GLM-4.5 target that says of a text what its last token says, and `count` modules that mostly know it, but
+    attend, too."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]:
+        is_attention = name.endswith("o_proj.weight") and int(name.split(".")[2]) >= 4
+        tensors[name] = tensors[name] * (0.5 if is_attention else 0.0)
+    size = len(tensors["model.norm.weight"])
+    for layer in (f"model.layers.{4 + index}" for index in range(count)):
+        tensors[f"{layer}.enorm.weight"] = torch.ones(size)
+        tensors[f"{layer}.eh_proj.weight"] = torch.cat((torch.eye(size), 0.05 * torch.eye(size)), dim=1)
+        tensors[f"{layer}.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    change_json(folder / "config.json", rms_norm_eps=1e-12)
 
 
 class NaiveMTP(NaiveEagle3):

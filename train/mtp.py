@@ -36,6 +36,7 @@ from slipstream.train.loop import leave_processes
 from slipstream.train.losses import regression_losses
 from slipstream.train.options import OptimOptions
 from slipstream.train.target_files import TargetFiles
+from slipstream.train.text_noise import RowValues
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, FrozenHeadTraining
 
@@ -89,6 +90,9 @@ class MTPTraining(FrozenHeadTraining):
     def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:
         embeds = super().embeds(tokens, positions)
         return torch.where(positions[:, None] == 0, 0, embeds) if self.draft.config.zero_first else embeds
+
+    def predictions(self, states: Tensor, noise: RowValues | None = None) -> Tensor:
+        return super().predictions(self.draft.head_input(states), noise)
 
     def objective(self, index: int, step: ChainStep) -> tuple[Tensor, Tensor, Metrics]:
         loss, drafted = self.distance(step, self.options.loss)

@@ -43,14 +43,21 @@ def choose_hidden(module: MTP, target: Target, hidden: Hidden | None) -> None:
             hidden = "after_norm"
             logger.info("the MTP head reads the state after the final norm; without a tokenizer no other is tried")
         else:
-            ids = tokenizer(TEXT, verbose=False)["input_ids"][:MOST_TOKENS]
-            hidden = better_hidden(module, target, torch.tensor(ids, device=target.device))
+            hidden = better_hidden(module, target, text_tokens(target))
     module.read_states(hidden)
 
 
+def text_tokens(target: Target) -> Tensor:
+    """The tokens (T,) of a short text, of a target with a tokenizer."""
+    assert target.tokenizer is not None
+    ids = target.tokenizer(TEXT, verbose=False)["input_ids"][:MOST_TOKENS]
+    return torch.tensor(ids, device=target.device)
+
+
 @torch.inference_mode()
-def better_hidden(module: MTP, target: Target, tokens: Tensor) -> Hidden:
-    """Returns the state with which the module agrees better with the target on a text (T,)."""
+def agreements(module: MTP, target: Target, tokens: Tensor) -> dict[Hidden, float]:
+    """Returns the mean overlap of the (first) module's distributions and the target's on a text (T,), with each state
+    that the module may read."""
     attention = PackedAttention()
     positions = torch.arange(len(tokens), device=tokens.device)[None]
     attention.plan(positions)
@@ -63,11 +70,19 @@ def better_hidden(module: MTP, target: Target, tokens: Tensor) -> Hidden:
     attention.plan(positions[:, :-2])
     head = module.lm_head or target.lm_head
     agreement: dict[Hidden, float] = {}
+    former = module.config.hidden
     for hidden in get_args(Hidden):
         module.read_states(hidden)
         drafted = module(embeds, read_states[hidden], attention)
         probs = head(module.head_input(drafted)).float().softmax(-1)
         agreement[hidden] = torch.minimum(probs, expected).sum(-1).mean().item()
+    module.read_states(former)
+    return agreement
+
+
+def better_hidden(module: MTP, target: Target, tokens: Tensor) -> Hidden:
+    """Returns the state with which the module agrees better with the target on a text (T,)."""
+    agreement = agreements(module, target, tokens)
     is_before = agreement["before_norm"] > MARGIN * agreement["after_norm"]
     best: Hidden = "before_norm" if is_before else "after_norm"
     logger.info(

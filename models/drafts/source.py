@@ -90,7 +90,7 @@ class DraftSource(ABC):
         return self.target, resolve(self.target, revision, trust_remote_code=trust_remote_code, weights=weights)
 
     def check_files(self) -> None:
-        """Raises ValueError for a source that is no draft checkpoint."""
+        """Raises ValueError for a source without files."""
         check_checkpoint("draft", self.name)
 
     def folder(self) -> Path:
@@ -143,10 +143,7 @@ class TargetHead(DraftSource):
         return self.name
 
     def check_files(self) -> None:
-        raise ValueError(
-            f"draft is {self.name!r}, a head in the target's files; name a draft checkpoint. How well the head drafts "
-            "`slipstream accept --draft mtp` tells"
-        )
+        self.check()
 
     def folder(self) -> Path:
         return resolve(self.target)

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers.modeling_layers import MtpModel
 
 from slipstream.serve.drafters.options import TreeOptions
@@ -15,7 +14,7 @@ from slipstream.serve.dry_run import DryRun, report
 from slipstream.serve.kernels import report as kernels_report
 from slipstream.serve.kernels_options import KernelsConfig
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.mtp_targets import MakeMTP, MTPTarget, Oracle, add_tensors
+from slipstream.tests.mtp_targets import MakeMTP, MTPTarget, Oracle, add_tensors, save_almost_copying
 from slipstream.tests.pairwise import grouped, rotating
 from slipstream.tests.random_drafts import load_float64
 from slipstream.tests.random_targets import change_json
@@ -79,20 +78,8 @@ def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transforme
     assert engine.scheduler.num_preemptions > 0
 
 
-def save_almost_copying(target: MTPTarget, folder: Path, count: int) -> MTPTarget:
-    """Saves a target that says of a text what its last token says, and modules that mostly know it, but attend, too."""
-    shutil.copytree(target.folder, folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]:
-        is_attention = name.endswith("o_proj.weight") and int(name.split(".")[2]) >= 4
-        tensors[name] = tensors[name] * (0.5 if is_attention else 0.0)
-    size = len(tensors["model.norm.weight"])
-    for layer in (f"model.layers.{4 + index}" for index in range(count)):
-        tensors[f"{layer}.enorm.weight"] = torch.ones(size)
-        tensors[f"{layer}.eh_proj.weight"] = torch.cat((torch.eye(size), 0.05 * torch.eye(size)), dim=1)
-        tensors[f"{layer}.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    change_json(folder / "config.json", rms_norm_eps=1e-12)
+def copying_target(target: MTPTarget, folder: Path, count: int) -> MTPTarget:
+    save_almost_copying(target.folder, folder, count)
     model = load_float64(folder)
     return MTPTarget(folder, model, MtpModel.from_pretrained(model).double(), zero_first=False)
 
@@ -104,7 +91,7 @@ def test_modules_keep_up_when_several_tokens_are_accepted(
 ) -> None:
     origin = make_mtp("glm4-moe", count)
     monkeypatch.setattr(type(origin.model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[4-9]\..*"])
-    target = save_almost_copying(origin, tmp_path / "target", count)
+    target = copying_target(origin, tmp_path / "target", count)
     options = TreeOptions(**DRAFTED[drafted])
     requests = sized_requests((1, 9, 50), max_tokens=21, ignore_eos=True, temperature=0.3)
     width = options.verified_nodes
@@ -123,7 +110,7 @@ def test_hits_and_chunks_change_no_accept_length(
 ) -> None:
     origin = make_mtp("glm4-moe", 3)
     monkeypatch.setattr(type(origin.model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[4-9]\..*"])
-    target = save_almost_copying(origin, tmp_path / "target", 3)
+    target = copying_target(origin, tmp_path / "target", 3)
     request = make_request("long", random_prompt(150, 1), max_tokens=40, temperature=0.8, ignore_eos=True)
     answers = []
     for budget, runs in ((256, 1), (64, 2), (3, 1)):
