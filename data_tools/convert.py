@@ -10,7 +10,6 @@ cannot hold, is refused.
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import run
-from slipstream.data_tools.convert_mtp import TARGET, Source, extract, stitch
+from slipstream.data_tools.convert_mtp import TARGET, Source, extract, provenance, stitch
 from slipstream.data_tools.options import show_table
 from slipstream.data_tools.verb_options import ConvertConfig
 from slipstream.models.drafts.base import EMBEDDING, HEAD, Choices, DraftNetwork, load_draft
@@ -139,13 +138,11 @@ def convert(config: ConvertConfig) -> None:
     check_fields(from_speculators(values), form)
     check_fields(draft.values, form)
     converted = form.layouts[config.layout](draft, target)
-    provenance: dict[str, Any] = {"argv": sys.argv, "converted": config.input}
+    run_info = provenance(config, target.name)
     if (path / "run.json").exists():
-        provenance["run"] = read_json(path / "run.json")
-    if Path(target.name).is_dir():
-        provenance["target_path"] = str(Path(target.name).resolve())
+        run_info["run"] = read_json(path / "run.json")
     with atomic_folder(Path(config.output), CHECKPOINT.check) as folder:
-        write_checkpoint(folder, converted.values, converted.tensors, provenance)
+        write_checkpoint(folder, converted.values, converted.tensors, run_info)
     print(f"{config.output}: layout {config.layout}")
     if form.network is DFlash:
         print(f"  {convention_of(from_speculators(values), config.sample_from_anchor)}")

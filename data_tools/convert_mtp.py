@@ -216,6 +216,12 @@ def link(file: Path, name: Path) -> None:
         shutil.copyfile(file, name)
 
 
+def provenance(config: ConvertConfig, target: str) -> dict[str, Any]:
+    """The run.json of a draft that was converted."""
+    run: dict[str, Any] = {"argv": sys.argv, "converted": config.input}
+    return {**run, "target_path": str(Path(target).resolve())} if Path(target).is_dir() else run
+
+
 def extract(config: ConvertConfig, source: Source) -> None:
     """Writes the MTP head in the target's files as a draft checkpoint to `config.output`."""
     tensors = read_tensors(source.path)
@@ -234,9 +240,6 @@ def extract(config: ConvertConfig, source: Source) -> None:
     head = {key: tensors[key] for key in keys.values()}
     source.build(DraftFiles(values, head), source.path)
     head = {key: head[key] for name, key in keys.items() if name not in (EMBEDDING, HEAD)}
-    run: dict[str, Any] = {"argv": sys.argv, "converted": config.input}
-    if Path(source.name).is_dir():
-        run["target_path"] = str(Path(source.name).resolve())
     with atomic_folder(Path(config.output), CHECKPOINT.check) as folder:
-        write_checkpoint(folder, values, head, run)
+        write_checkpoint(folder, values, head, provenance(config, source.name))
     print(f"{config.output}: the MTP head of {config.input}, {len(head)} tensors")

@@ -341,12 +341,7 @@ class _Rewriter:
                     raise
                 raise Unsupported(place, name, f"forbids the property {quote(key)}, which is not supported") from error
         more = [side["additionalProperties"] for side in (left, right)]
-        bounds = _pair_bounds(
-            {key: value for key, value in left.items() if key.endswith("Properties") and key[:3] in ("min", "max")},
-            {key: value for key, value in right.items() if key.endswith("Properties") and key[:3] in ("min", "max")},
-            place,
-            name,
-        )
+        bounds = _pair_counts(left, right, "Properties", place, name)
         if bounds is None:
             return None
         forbidden = set(left.get("properties", {})) | set(right.get("properties", {}))
@@ -372,9 +367,7 @@ class _Rewriter:
             prefix = side.get("prefixItems", [])
             return prefix[index] if index < len(prefix) else side.get("items", {})
 
-        names: tuple[str, ...] = ("minItems", "maxItems")
-        ends = [{key: side[key] for key in names if key in side} for side in (left, right)]
-        bounds = _pair_bounds(ends[0], ends[1], place, name)
+        bounds = _pair_counts(left, right, "Items", place, name)
         if bounds is None:
             return None
         prefix: list[Any] = []
@@ -570,6 +563,13 @@ class _Rewriter:
             self.definitions[name] = None  # in progress
             self.definitions[name] = self.visit(target, pointer[1:], depth + 1)
         return self.names[pointer]
+
+
+def _pair_counts(left: Schema, right: Schema, kind: str, place: str, name: str) -> Schema | None:
+    """Returns the narrower bounds of a number of `kind`, Items or Properties; None if they exclude every number."""
+    keys = (f"min{kind}", f"max{kind}")
+    ends = [{key: side[key] for key in keys if key in side} for side in (left, right)]
+    return _pair_bounds(ends[0], ends[1], place, name)
 
 
 def _pair_bounds(left: Schema, right: Schema, place: str, name: str) -> Schema | None:

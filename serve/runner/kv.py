@@ -8,7 +8,6 @@ Letters: L layers of a network with one group and shape, K parts of a row (keys 
 S slots = num_pages * page_size.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -92,7 +91,7 @@ class NetworkKV:
         places: dict[int, tuple[int, int]] = {}
         for index, ((group, row), layers) in enumerate(sorted(members.items())):
             shape = len(layers), row.parts, num_pages[group], page_size, row.heads, row.head_dim
-            pages = _zeros(shape, dtype if scales is None else E4M3, device)
+            pages = zeros(shape, dtype if scales is None else E4M3, device)
             stacked = None if scales is None else torch.stack([scales[layer] for layer in layers]).contiguous()
             caches.append(LayerCache(group, pages, stacked))
             places |= {layer: (index, place) for place, layer in enumerate(layers)}
@@ -127,7 +126,7 @@ class NetworkKV:
         return [self.caches[cache].group for cache, _ in self.places]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type == "cpu":  # the system's zero pages, each taken when it is first written: torch.zeros writes all
-        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+        return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
     return torch.zeros(shape, dtype=dtype, device=device)

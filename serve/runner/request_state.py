@@ -21,6 +21,7 @@ from slipstream.kernels.sampling.sample import Filters, Sampling, noise_key
 from slipstream.kernels.speculation.ragged import BINS, Stored
 from slipstream.serve.engine.plan import Admission, HostProposal, NodeMasks, SamplingMode
 from slipstream.serve.request import Request
+from slipstream.serve.runner.kv import zeros
 
 MOST_ENTRIES = 1024  # entries of page tables that are uploaded at a time
 
@@ -82,8 +83,8 @@ class RequestState:
             repetition=torch.ones(num_slots, device=device),
             frequency=torch.zeros(num_slots, device=device),
             presence=torch.zeros(num_slots, device=device),
-            counts=_zeros((num_slots, vocab_size), torch.int32, device),
-            bias=_zeros((num_slots, vocab_size), torch.float32, device),
+            counts=zeros((num_slots, vocab_size), torch.int32, device),
+            bias=zeros((num_slots, vocab_size), torch.float32, device),
         )
 
         # Inputs of captured passes: how many nodes to verify, then, from index 2 on, slots of decoding requests, slots
@@ -100,7 +101,7 @@ class RequestState:
         # Masks of one pass, and before them, by slot and node, which one each has. Captured passes read them in place.
         words = -(-vocab_size // 32)
         count = num_slots * width
-        self._masks = _zeros((count + count % 4 + self.padding * width * words,), torch.int32, device)
+        self._masks = zeros((count + count % 4 + self.padding * width * words,), torch.int32, device)
         self.mask_rows = self._masks[:count].view(num_slots, width).fill_(-1)
         self.mask_bits = self._masks[count + count % 4 :].view(self.padding * width, words)
         self._is_masked = False
@@ -300,9 +301,3 @@ class RequestState:
         """KV slot (...) int64 of each position (...); `requests` (...) broadcasts against it."""
         pages = self.pages[group, requests, positions // self.page_size]
         return pages * self.page_size + positions % self.page_size
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type == "cpu":  # the system's zero pages, each taken when it is first written: torch.zeros writes all
-        return torch.from_numpy(np.zeros(shape, str(dtype).removeprefix("torch.")))
-    return torch.zeros(shape, dtype=dtype, device=device)
