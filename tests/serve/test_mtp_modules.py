@@ -6,20 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers.modeling_layers import MtpModel
 
+from slipstream.kernels.sampling.sample import noise_key
 from slipstream.serve.drafters.options import TreeOptions
 from slipstream.serve.dry_run import DryRun, report
 from slipstream.serve.kernels import report as kernels_report
 from slipstream.serve.kernels_options import KernelsConfig
-from slipstream.serve.options import ServeConfig
+from slipstream.serve.options import EngineConfig, ServeConfig
+from slipstream.serve.runner.batch import DraftBatch, Proposal
 from slipstream.tests.mtp_targets import MakeMTP, MTPTarget, Oracle, add_tensors, save_almost_copying
 from slipstream.tests.pairwise import grouped, rotating
 from slipstream.tests.random_drafts import load_float64
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.serve.engine_runs import (
     build_engine,
+    caches_of,
     check_prefix_hits,
     make_request,
     plain_answers,
@@ -29,6 +33,7 @@ from slipstream.tests.serve.engine_runs import (
     sized_requests,
     tokens_of,
 )
+from slipstream.tests.serve.played_graphs import build_played
 from slipstream.tests.serve.test_mtp import bytes_of
 
 DRAFTED: dict[str, dict[str, int]] = {
@@ -120,6 +125,59 @@ def test_hits_and_chunks_change_no_accept_length(
     assert hit.cached_tokens > 0 == chunks.cached_tokens
     assert len({answer.rounds for answer in (one_pass, chunks, hit, short_chunks)}) == 1
     assert one_pass.rounds < len(answers[0].tokens) - 1
+
+
+class Proposals:
+    """Collects what a drafter proposes for requests with seeds of their own: key, committed tokens, nodes, parents."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.rows: list[tuple[int, int, list[int], list[int]]] = []
+        self.propose = drafter.propose
+        drafter.propose = self
+
+    def __call__(self, batch: DraftBatch, width: int) -> Proposal:
+        proposal = self.propose(batch, width)
+        columns = batch.state.keys[batch.requests], batch.lengths, proposal.tokens, proposal.parents
+        self.rows += zip(*(column.tolist() for column in columns), strict=True)
+        return proposal
+
+
+@pytest.mark.parametrize("drafted", ["chain", "tree"])
+def test_passes_as_a_gpu_has_them_propose_what_transformers_does(
+    drafted: str, make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged passes of fixed size, filled up with padding, which is written to the dump page only."""
+    origin = make_mtp("glm4-moe", 3)
+    monkeypatch.setattr(type(origin.model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[4-9]\..*"])
+    target = copying_target(origin, tmp_path / "target", 3)
+    options = TreeOptions(**DRAFTED[drafted])
+    sizes: dict[str, Any] = {"max_running": 3, "prefill_budget": 32, "prefill_graph_tokens": 32, "page_size": 1}
+    sizes |= {"drafter": DRAFTED[drafted], "width": options.verified_nodes, "kv_cache_tokens": 512}
+    engine = build_played(EngineConfig(target=str(target.folder), draft="mtp", grammar_drafts=False, **sizes))
+    assert engine.runner.steps is not None
+    assert engine.runner.drafts is not None
+    for cache in caches_of(engine):
+        cache.fill_(7)
+    with torch.inference_mode():
+        engine.runner.steps.run_all()
+        engine.runner.drafts.run_all()
+    assert all((cache[:, :, 1:] == 7).all() for cache in caches_of(engine))
+    proposals = Proposals(engine.runner.drafter)
+    requests = sized_requests((1, 9, 33, 50, 70), max_tokens=21, ignore_eos=True, temperature=0.3)
+    run(engine, requests)
+    answers = run(engine, requests)
+    assert tokens_of(answers) == plain_answers(target.folder, requests)
+    assert answers["70"].counts.cached_tokens > 0
+    by_key = {noise_key(request.seed, request.choice): request for request in requests}
+    oracle = Oracle(target, options)
+    num_checked = 0
+    for key, length, nodes, parents in proposals.rows:
+        request = by_key.get(key)
+        text = [] if request is None else [*request.prompt, *answers[request.id].tokens]
+        if request is not None and length < len(text):  # not padding, nor after the end
+            assert oracle(text[: length + 1], request)[:2] == (nodes, parents)
+            num_checked += 1
+    assert num_checked >= 2 * sum(answer.counts.rounds for answer in answers.values()) > 0
 
 
 @pytest.mark.gpu
