@@ -2,6 +2,7 @@
 
 import slipstream.runtime  # before torch, for which it sets the thread policy
 
+import atexit
 import gc
 import logging
 import os
@@ -21,16 +22,20 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton when a kernel's module is imported
 
 from slipstream.tests import interpreter
-from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, MakeTarget, save_random_target
 
 if TYPE_CHECKING:
     from slipstream.tests.mtp_targets import MakeMTP, MTPTarget
+    from slipstream.tests.random_targets import MakeTarget
 
 if not torch.cuda.is_available():
     interpreter.prepare()
 
 
+atexit.register(gc.unfreeze)  # so that libraries' objects are let go; pytest searches ten times before
+
+
 def pytest_collection() -> None:
+    gc.freeze()
     gc.disable()
 
 
@@ -42,18 +47,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # so that libraries' objects are let go at exit
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
 
 
 @pytest.fixture(scope="session")
-def make_target(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
+def make_target(tmp_path_factory: pytest.TempPathFactory) -> "MakeTarget":
     """family -> folder of a random checkpoint of that family, made once per session."""
+    from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, save_random_target  # takes seconds
 
     @cache
     def make(family: str) -> Path:
