@@ -191,7 +191,7 @@ def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:
     except TypeError as error:
         raise ValueError(f"{name} is {quote(values)}; it must be a list of token ids") from error
     for token in ids:
-        if not isinstance(token, Integral) or token < 0:
+        if (type(token) is not int and not isinstance(token, Integral)) or token < 0:
             raise ValueError(f"{name} has the token id {quote(token)}; it must be an integer from 0 up")
     return ids
 

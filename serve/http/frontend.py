@@ -18,7 +18,7 @@ from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
 from slipstream.serve.chat.tools import ToolChoice, read_choice, read_tools
 from slipstream.serve.detokenize import Decoder, TokenTexts, spellings
 from slipstream.serve.http.control_tokens import PlainTextTokenizer
-from slipstream.serve.http.limits import MAX_PROMPT_LOGPROBS, ApiError, HttpLimits
+from slipstream.serve.http.limits import MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS, ApiError, HttpLimits
 from slipstream.serve.http.logprobs import Echo
 from slipstream.serve.http.responses_body import ResponsesBody
 from slipstream.serve.http.schemas import (
@@ -229,8 +229,12 @@ class Frontend:
         seed = draw_seed() if body.seed is None else body.seed
         namespace = digest(body.cache_salt)
         requests: list[Request] = []
+        bad_words = spellings(self.tokenizer, body.bad_words)
+        if (size := sum(map(len, bad_words))) > MAX_BAD_TOKENS:
+            message = f"bad_words has {size} tokens, at the beginning and after a space; the limit is {MAX_BAD_TOKENS}"
+            raise ApiError(400, message, "bad_words")
         for index, prompt in enumerate(prompts):
-            params = self.sampling_params(body, len(prompt), prompt_seed(seed, index), answers)
+            params = self.sampling_params(body, len(prompt), prompt_seed(seed, index), answers, bad_words)
             for choice in range(body.n):
                 request_id = f"{response_id}-{len(requests)}"
                 requests.append(
@@ -255,7 +259,15 @@ class Frontend:
             echoes += [Echo(text, tokens, self.texts.starts(tokens, text))] * body.n
         return echoes
 
-    def sampling_params(self, body: CallBody, prompt_len: int, seed: int, answers: AnswerFormat) -> SamplingParams:
+    def sampling_params(
+        self,
+        body: CallBody,
+        prompt_len: int,
+        seed: int,
+        answers: AnswerFormat,
+        bad_words: tuple[tuple[int, ...], ...],
+    ) -> SamplingParams:
+        """`bad_words`: by their tokens, which take long to find."""
         field = body.prompt_field
         if prompt_len == 0:
             raise ApiError(400, f"{field} is empty: it must hold at least one token", field)
@@ -275,7 +287,7 @@ class Frontend:
                 grammar=answers.grammar,
                 logprobs=body.answer_logprobs,
                 prompt_logprobs=body.all_prompt_logprobs,
-                bad_words=spellings(self.tokenizer, body.bad_words),
+                bad_words=bad_words,
                 stop_token_ids=(*body.stop_token_ids, *answers.stop_ids),
                 speculation=body.asked_speculation,
                 **{**self.sampling_defaults, **options},

@@ -43,6 +43,7 @@ MAX_STOP_STRINGS = 16
 MAX_STRING_CHARS = 256  # of these and of bad words
 MAX_STOP_IDS = 64
 MAX_BAD_WORDS = 128  # the engine compares each path of each proposal with every one
+MAX_BAD_TOKENS = 4096  # of them all, by both spellings: each request of a call carries and checks them
 MAX_BIASES = 1024
 MAX_GRAMMAR_CHOICES = 1024
 # Log-probabilities of prompts that a call may get, each some 100 bytes of JSON: tokens times n times one more than the
