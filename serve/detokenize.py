@@ -8,7 +8,7 @@ import json
 import re
 from bisect import bisect_left
 from codecs import getincrementaldecoder
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -210,6 +210,7 @@ class TextStream:
         self._decoder = decoder
         self._min_tokens = min_tokens
         self._stop = tuple(stop)
+        self._beginnings = beginnings_of(self._stop)
         self._is_piecewise = watched or bool(stop)
         # Tokens of the last piece, then those whose text is not yet complete.
         self._window = [token for token in prompt[-PROMPT_TAIL:] if token not in decoder.silent_ids]
@@ -300,7 +301,7 @@ class TextStream:
             self.stopped = True
             self._pending = ""
             return text[:stop_start]
-        num_held = 0 if final else longest_beginning(text, self._stop)
+        num_held = 0 if final else longest_beginning(text, self._stop, self._beginnings)
         self._pending = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 
@@ -341,10 +342,17 @@ def find_stop(text: str, stop: Sequence[str]) -> int | None:
     return min(matches)[1] if matches else None
 
 
-def longest_beginning(text: str, stop: Sequence[str]) -> int:
-    """Returns the length of the longest suffix of `text` that is a prefix of a stop string."""
+@lru_cache(maxsize=16)
+def beginnings_of(stop: tuple[str, ...]) -> frozenset[int]:
+    """Returns the hashes of all beginnings of stop strings; the texts would take four times the memory."""
+    return frozenset(hash(string[:length]) for string in stop for length in range(1, len(string)))
+
+
+def longest_beginning(text: str, stop: Sequence[str], beginnings: Set[int]) -> int:
+    """Returns the length of the longest suffix of `text` that is a beginning of a stop string. Each suffix is looked
+    up, since it could be compared with many strings, and a token may have a hundred characters."""
     for length in range(min(max(map(len, stop)) - 1, len(text)), 0, -1):
         tail = text[-length:]
-        if any(string.startswith(tail) for string in stop):
+        if hash(tail) in beginnings and any(string.startswith(tail) for string in stop):
             return length
     return 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.serve.detokenize import Decoder, TextStream, TokenTexts
+from slipstream.serve.detokenize import Decoder, TextStream, TokenTexts, beginnings_of, longest_beginning
 from slipstream.serve.request import RequestStats
 
 CORPUS = [
@@ -237,6 +237,23 @@ def test_text_that_may_begin_a_stop_string_waits() -> None:
     assert stream.stopped
     assert stream.num_tokens == 6
     assert stream.push([A], "abort") == ""
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
+def test_a_text_is_compared_with_stop_strings_that_it_begins(text: str, strings: list[str]) -> None:
+    """However long a token is: the event loop looks at each."""
+    compared = []
+
+    class Stop(str):
+        def startswith(self, *arguments: Any) -> bool:
+            compared.append(self)
+            return super().startswith(*arguments)
+
+    stop = tuple(map(Stop, strings))
+    held = longest_beginning(text, stop, beginnings_of(stop))
+    ends = [text[start:] for start in range(len(text))]
+    assert held == max((len(end) for end in ends for string in strings if string[:-1].startswith(end)), default=0)
+    assert len(compared) <= len(stop) * (held > 0)
 
 
 def test_half_characters_wait_and_the_end_shows_them() -> None:
