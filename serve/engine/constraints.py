@@ -10,9 +10,12 @@ that the target may sample after it.
 Letters: B requests, N nodes of a proposal, root included; V vocabulary. A mask has ceil(V / 32) words of 32 bits.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +63,44 @@ class Grammars(Protocol):
     def close(self) -> None: ...
 
 
+class TokenSet(NamedTuple):
+    """Tokens that are forbidden together: the words of a mask that hold them, and the bits of these that stay."""
+
+    words: NDArray[np.int64]
+    rest: NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, tokens: Iterable[int]) -> "TokenSet":
+        bits: dict[int, int] = {}
+        for token in tokens:
+            bits[token // WORD_BITS] = bits.get(token // WORD_BITS, 0) | 1 << token % WORD_BITS
+        return cls(np.array([*bits], np.int64), ~np.array([*bits.values()], np.uint32))
+
+
+@dataclass(slots=True)
+class BadWords:
+    """Bad words by their tokens before the last, read backwards: however many words there are, those that a text has
+    begun are found in its last tokens alone."""
+
+    before: dict[int, "BadWords"] = field(default_factory=dict)  # by the token before
+    lasts: TokenSet | None = None  # tokens that complete a word after those read so far
+
+    @staticmethod
+    @lru_cache(maxsize=16)
+    def of(words: tuple[tuple[int, ...], ...]) -> "BadWords":
+        """`words` of one token are left out: the logits' bias forbids them."""
+        lasts = defaultdict[tuple[int, ...], list[int]](list)
+        for *start, last in words:
+            lasts[tuple(start)].append(last)
+        root = BadWords()
+        for beginning, tokens in lasts.items():
+            node = root
+            for token in reversed(beginning):
+                node = node.before.setdefault(token, BadWords())
+            node.lasts = TokenSet.of(tokens)
+        return root
+
+
 @dataclass(slots=True)
 class ConstrainedRequest:
     """The answer of a running request so far, and rules for the tokens after it."""
@@ -67,29 +108,30 @@ class ConstrainedRequest:
     answer: list[int]
     max_tokens: int
     min_tokens: int
-    end_ids: Collection[int]
-    bad_words: Sequence[tuple[int, ...]]  # two tokens or more each: the logits' bias forbids single ones
+    ends: TokenSet  # forbidden before `min_tokens`
+    bad_words: BadWords
     matcher: Matcher | None = None
     wants_drafts: bool = True
 
     @property
     def is_done(self) -> bool:
         """Whether all tokens are allowed from here on."""
-        return len(self.answer) >= self.min_tokens and not self.bad_words and self.matcher is None
+        return len(self.answer) >= self.min_tokens and not self.bad_words.before and self.matcher is None
 
     def push(self, tokens: list[int]) -> bool:
         """Adds tokens to the answer; returns whether its grammar takes them."""
         self.answer += tokens
         return self.matcher is None or self.matcher.push(tokens)
 
-    def forbidden_after(self, path: list[int]) -> set[int]:
+    def forbidden_after(self, path: list[int]) -> list[TokenSet]:
         """Returns the tokens that must not follow the answer and a `path` of drafted tokens."""
-        forbidden = set[int]()
-        if len(self.answer) + len(path) < self.min_tokens:
-            forbidden.update(self.end_ids)
-        for *start, last in self.bad_words:
-            if (self.answer[-len(start) :] + path)[-len(start) :] == start:
-                forbidden.add(last)
+        forbidden = [self.ends] if len(self.answer) + len(path) < self.min_tokens else []
+        words = self.bad_words
+        for token in itertools.chain(reversed(path), reversed(self.answer)):
+            if token not in words.before:
+                break
+            words = words.before[token]
+            forbidden += [] if words.lasts is None else [words.lasts]
         return forbidden
 
 
@@ -112,9 +154,13 @@ class Constraints(HostStage):
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
         params = request.params
         ends = self._end_ids.union(params.stop_token_ids) if not params.ignore_eos else params.stop_token_ids
-        words = [word for word in params.bad_words if len(word) > 1]
         state = ConstrainedRequest(
-            [], params.max_tokens, params.min_tokens, ends, words, wants_drafts=params.wants_drafts
+            answer=[],
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            ends=TokenSet.of(ends if params.min_tokens else ()),
+            bad_words=BadWords.of(params.bad_words),
+            wants_drafts=params.wants_drafts,
         )
         if params.grammar is not None:
             assert self.grammars is not None
@@ -219,13 +265,13 @@ class Constraints(HostStage):
         for node, (token, parent) in enumerate(nodes.T.tolist()):
             if node and token >= 0:
                 paths[node] = [*paths[parent], token]
-        forbidden = {node: tokens for node, path in paths.items() if (tokens := state.forbidden_after(path))}
+        forbidden = {node: sets for node, path in paths.items() if (sets := state.forbidden_after(path))}
         if not forbidden:
             return None
         allowed = np.full((len(forbidden), self._num_words), 2**WORD_BITS - 1, np.uint32)
-        for row, tokens in zip(allowed, forbidden.values(), strict=True):
-            for token in tokens:
-                row[token // WORD_BITS] &= ~np.uint32(1 << token % WORD_BITS)
+        for row, sets in zip(allowed, forbidden.values(), strict=True):
+            for words, rest in sets:
+                row[words] &= rest
         return NodeMasks(slot, list(forbidden), allowed)
 
 

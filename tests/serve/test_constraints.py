@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from slipstream.serve.engine.constraints import ConstrainedRequest, Constraints
+from slipstream.serve.engine.constraints import BadWords, ConstrainedRequest, Constraints, TokenSet
 from slipstream.serve.engine.host_stages import Proposed
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
@@ -114,12 +116,22 @@ def test_captured_passes_say_the_same(
     assert tokens_of(run(engine, [free, *seeded])) == tokens_of(run(build("none"), [free, *seeded]))
 
 
-def test_a_token_is_forbidden_by_the_path_before_it() -> None:
-    constrained = ConstrainedRequest([7, 8], max_tokens=9, min_tokens=4, end_ids={2}, bad_words=[(8, 9), (9, 9, 5)])
-    assert constrained.forbidden_after([]) == {2, 9}
-    assert constrained.forbidden_after([9]) == {2}
-    assert constrained.forbidden_after([9, 9]) == {5}
-    assert constrained.forbidden_after([8]) == {2, 9}
+WORDS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4).map(tuple), max_size=30)
+
+
+@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)), WORDS, st.sets(st.integers(0, 99)), st.integers(0, 9))
+def test_a_token_is_forbidden_by_the_path_before_it(
+    answer: list[int], path: list[int], words: list[tuple[int, ...]], ends: set[int], min_tokens: int
+) -> None:
+    words = [(*(token % 3 for token in start), last) for *start, last in words]
+    constrained = ConstrainedRequest(answer, 99, min_tokens, TokenSet.of(ends), BadWords.of(tuple(words)))
+    mask = np.full(4, 2**32 - 1, np.uint32)
+    for places, rest in constrained.forbidden_after(path):
+        mask[places] &= rest
+    text = (*answer, *path)
+    expected = {last for *start, last in words if start and text[-len(start) :] == tuple(start)}
+    expected |= ends if len(text) < min_tokens else set()
+    assert {token for token in range(128) if not mask[token // 32] >> token % 32 & 1} == expected
 
 
 def test_masks_are_those_of_each_node() -> None:

@@ -250,10 +250,10 @@ def test_a_text_is_compared_with_stop_strings_that_it_begins(text: str, strings:
             return super().startswith(*arguments)
 
     stop = tuple(map(Stop, strings))
-    held = longest_beginning(text, stop, beginnings_of(stop))
+    length = longest_beginning(text, stop, beginnings_of(stop))
     ends = [text[start:] for start in range(len(text))]
-    assert held == max((len(end) for end in ends for string in strings if string[:-1].startswith(end)), default=0)
-    assert len(compared) <= len(stop) * (held > 0)
+    assert length == max((len(end) for end in ends for string in strings if string[:-1].startswith(end)), default=0)
+    assert len(compared) <= len(stop) * (length > 0)
 
 
 def test_half_characters_wait_and_the_end_shows_them() -> None:
