@@ -18,8 +18,11 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from typing import Any
+
+import numpy as np
 
 from slipstream.serve.grammar.grammars import compile_with, make_compiler, read_vocabulary, translate
 
@@ -30,6 +33,8 @@ COMPILED = b"+"
 REFUSED = b"-"
 MOST_MESSAGE = 64 * 2**10
 MOST_BYTES = 4 * 2**30  # of a trial's data
+WALK_TOKENS = 32
+MOST_TOKEN_SECONDS = 0.05  # CPU time for a token and the mask after it; common grammars take a hundredth
 
 
 def main() -> None:
@@ -82,11 +87,39 @@ def run_trial(connection: socket.socket, vocabulary: Any) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         translated = translate(grammar, json_whitespace)
-        compile_with(make_compiler(vocabulary), translated)
+        check_speed(compile_with(make_compiler(vocabulary), translated), vocabulary)
         answer = COMPILED + translated.text.encode()
     except ValueError as refusal:
         answer = REFUSED + str(refusal).encode(errors="replace")
     connection.sendall(answer)
+
+
+def check_speed(compiled: Any, vocabulary: Any) -> None:
+    """Follows the grammar through a random text. Raises ValueError if a token takes too long: a library that follows
+    many readings of a text at once, as nested repetitions have them, would hold up the steps of all requests."""
+    import torch
+    import xgrammar
+
+    matcher = xgrammar.GrammarMatcher(compiled)
+    mask = torch.empty((1, -(-vocabulary.vocab_size // 32)), dtype=torch.int32)
+    rng = np.random.default_rng(0)
+    for _ in range(WALK_TOKENS):
+        start = time.process_time()
+        mask.fill_(-1)
+        matcher.fill_next_token_bitmask(mask)
+        bits = np.unpackbits(mask.numpy().view(np.uint8), count=vocabulary.vocab_size, bitorder="little")
+        bits[vocabulary.stop_token_ids] = 0
+        tokens = np.flatnonzero(bits)
+        if len(tokens):
+            matcher.accept_token(int(rng.choice(tokens)))
+        seconds = time.process_time() - start
+        if seconds > MOST_TOKEN_SECONDS:
+            raise ValueError(
+                f"takes {1000 * seconds:.0f} ms for a token of the answer, for which all requests wait; the limit is "
+                f"{1000 * MOST_TOKEN_SECONDS:.0f} ms: repeat nothing that repeats itself, and leave fewer readings"
+            )
+        if not len(tokens):
+            return
 
 
 if __name__ == "__main__":

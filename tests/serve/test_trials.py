@@ -248,6 +248,8 @@ def test_trials_end_within_their_limits_and_none_hurts_another(monkeypatch: pyte
         loaded = psutil.Process(process.pid)
         with pytest.raises(ValueError, match="cannot be used"):
             await process.attempt(Grammar("regex", "(a"), 9.0, cancelled)
+        with pytest.raises(ValueError, match="takes .* ms for a token"):
+            await process.attempt(Grammar("regex", "(" * 30 + "[a-z ]" + ")*" * 30), 9.0, cancelled)
         with pytest.raises(TooLong):
             await process.attempt(SLOW, 0.1, cancelled)
         left = asyncio.Event()
