@@ -60,21 +60,6 @@ def unpack_mxfp4(blocks: Tensor) -> Tensor:
     return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)
 
 
-def pack_mxfp4(codes: Tensor) -> Tensor:
-    """The inverse: codes (..., I), I a multiple of 32 -> (..., I / 32, 16) uint8."""
-    pairs = codes.to(torch.uint8).unflatten(-1, (-1, BLOCK // 2, 2))
-    return pairs[..., 0] | pairs[..., 1] << 4
-
-
-def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """blocks (..., B, 16) and scales (..., B), both uint8 -> (..., 32 * B). Values are exact in bf16.
-
-    Needs five times the memory of the result beside it: callers convert large tensors part by part.
-    """
-    values = mxfp4_values(blocks.device)[unpack_mxfp4(blocks).int()].unflatten(-1, (-1, BLOCK))
-    return torch.ldexp(values, scales.unsqueeze(-1).int() - BIAS).flatten(-2).to(dtype)
-
-
 def pack_words(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """blocks (..., O, B, 16) and scales (..., O, B), both uint8, as in files -> `words` and `scales` of MXFP4Weight.
 

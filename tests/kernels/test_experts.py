@@ -29,11 +29,11 @@ from slipstream.kernels.gemm.mxfp4 import (
     WIDEST,
     MXFP4Weight,
     decode,
-    dequantize_mxfp4,
     dequantize_words,
     pack_words,
 )
 from slipstream.kernels.gemm.router import Routing, Scoring, choose_block_rows, pair_counts, route, route_triton
+from slipstream.tests.kernels.mxfp4_files import dequantize_mxfp4
 from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 from slipstream.tests.quantized_targets import rounded

@@ -10,8 +10,9 @@ from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.fixed_order import FixedOrder, linear_many_rows_triton
 from slipstream.kernels.gemm.int4 import int4_linear
 from slipstream.kernels.gemm.int4_weight import Int4Weight, dequantize, pack_codes, pack_units, unpack_words
-from slipstream.kernels.gemm.mxfp4 import dequantize_mxfp4, pack_mxfp4, unpack_mxfp4
+from slipstream.kernels.gemm.mxfp4 import unpack_mxfp4
 from slipstream.kernels.gemm.tiling import SMALL_ROWS, choose_int4_tiling
+from slipstream.tests.kernels.mxfp4_files import dequantize_mxfp4, pack_mxfp4
 from slipstream.tests.kernels.triton_runs import TOLERANCES, check_chain, each_device, poisoned
 from slipstream.tests.pairwise import grouped, rotating
 
