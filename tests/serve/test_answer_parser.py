@@ -3,12 +3,14 @@
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -32,207 +34,16 @@ TOOLS = dict.fromkeys(["weather", "now"], parameter_types(SCHEMA, Work()))
 CITY = '{"city": "q"}'
 Expected = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, names and arguments of calls
 
-# (form of calls, form of reasoning, answer, what it is)
-EXAMPLES: list[tuple[str, str, str, Expected]] = [
-    (
-        "hermes",
-        "think",
-        "<think>\nhm\n\nok\n</think>\n\nLet me look.\n\n"
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "a}b\\"]", "n": 3}}\n</tool_call>\n'
-        '<tool_call>\n{"name":"now","arguments":{}}\n</tool_call>',
-        ("hm\n\nok", "Let me look.", [("weather", '{"city": "a}b\\"]", "n": 3}'), ("now", "{}")]),
-    ),
-    ("hermes", "think", "<think>\n\n</think>\n\n 4 < 5 \n", ("", "4 < 5 \n", [])),
-    ("hermes", "think", "<think>never\nending </thin", ("never\nending </thin", "", [])),
-    ("hermes", "think", "a <think>b</think>", ("", "a <think>b</think>", [])),
-    (
-        "hermes",
-        "none",
-        'Hi <tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call> x',
-        ("", 'Hi <tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call> x', []),
-    ),
-    ("hermes", "none", "<tool_call>\nnothing</tool_call>", ("", "<tool_call>\nnothing</tool_call>", [])),
-    ("hermes", "none", '<tool_call>{"name": "now", "argum', ("", '<tool_call>{"name": "now", "argum', [])),
-    (
-        "hermes",
-        "none",
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa',
-        ("", "", [("weather", '{"city": "Pa')]),
-    ),
-    (
-        "qwen3_coder",
-        "none",
-        "Go\n<tool_call>\n<function=weather>\n<parameter=city>\n 4\n5\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
-        '<parameter=deep>\n{"a": [1]}\n</parameter>\n</function>\n</tool_call>\n'
-        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
-        ("", "Go", [("weather", '{"city": " 4\\n5", "n": 3, "deep": {"a": [1]}}'), ("now", "{}")]),
-    ),
-    (
-        "qwen3_coder",
-        "none",
-        "<tool_call><function=weather><parameter=city>x",
-        ("", "", [("weather", '{"city": "x')]),
-    ),
-    (  # tags in values
-        "qwen3_coder",
-        "none",
-        "<tool_call>\n<function=weather>\n<parameter=city>\nsee </parameter> and </function>\n</parameter>\n"
-        '<parameter=deep>\n["</parameter>"]\n</parameter>\n</function>\n</tool_call> ok',
-        ("", "ok", [("weather", '{"city": "see </parameter> and </function>", "deep": ["</parameter>"]}')]),
-    ),
-    (
-        "qwen3_coder",
-        "none",
-        "<tool_call><function=weather><parameter=city>x</parameter>\n</func",
-        ("", "", [("weather", '{"city": "x"}')]),
-    ),
-    (
-        "qwen3_coder",
-        "none",
-        "<tool_call><function=weather><parameter=city>x</parameter> y </param",
-        ("", "", [("weather", '{"city": "x</parameter> y </param')]),
-    ),
-    (
-        "glm",
-        "think",
-        "\n<think>hm</think>\nGo\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value> 4\n5</arg_value>\n"
-        "<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
-        ("hm", "Go", [("weather", '{"city": " 4\\n5", "n": 3}'), ("now", "{}")]),
-    ),
-    (  # GLM-4.7 writes no new lines
-        "glm",
-        "think",
-        "no thought</think><tool_call>weather<arg_key>city</arg_key><arg_value>q</arg_value></tool_call>"
-        "<tool_call>now</tool_call>",
-        ("", "no thought</think>", [("weather", CITY), ("now", "{}")]),
-    ),
-    ("glm", "none", "<tool_call>now or later", ("", "<tool_call>now or later", [])),
-    ("glm", "none", "<tool_call>now\n<arg_key>city</arg_key>\n<arg_value>x", ("", "", [("now", '{"city": "x')])),
-    (
-        "minimax_m2",
-        "think",
-        "<think>\nhm\n</think>\n\nGo\n<minimax:tool_call>\n"
-        '<invoke name="weather">\n<parameter name="city">7 </parameter>\n<parameter name="deep">[1]</parameter>\n'
-        '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
-        ("hm", "Go", [("weather", '{"city": "7 ", "deep": [1]}'), ("now", "{}")]),
-    ),
-    (
-        "gemma4",
-        "gemma4",
-        '<|channel>thought\nhm\n<channel|>Go<|tool_call>call:weather{city:<|"|>a}",b<|"|>,n:-3,deep:{a:[1,{b:true},'
-        '<|"|>x<|"|>],<|"|>c d<|"|>:null,e:f g}}<tool_call|><|tool_call>call:now{}<tool_call|>',
-        (
-            "hm\n",
-            "Go",
-            [
-                (
-                    "weather",
-                    '{"city": "a}\\",b", "n": -3, "deep": {"a": [1, {"b": true}, "x"], "c d": null, "e": "f g"}}',
-                ),
-                ("now", "{}"),
-            ],
-        ),
-    ),
-    ("gemma4", "gemma4", "<|channel>thought\n<channel|>4 < 5", ("", "4 < 5", [])),
-    ("gemma4", "none", '<|tool_call>call:weather{city:<|"|>Pa<|', ("", "", [("weather", '{"city": "Pa<|')])),
-    ("gemma4", "none", "<|tool_call>call:bob{}<tool_call|>", ("", "<|tool_call>call:bob{}<tool_call|>", [])),
-    (
-        "deepseek_v3",
-        "think",
-        "<think>a</think>Hm<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-        f"{CITY}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
-        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        ("a", "Hm", [("weather", CITY), ("now", "{}")]),
-    ),
-    (
-        "deepseek_v3_1",
-        "none",
-        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{CITY}<｜tool▁call▁end｜>"
-        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        ("", "", [("weather", CITY), ("now", "{}")]),
-    ),
-    (
-        "deepseek_v3_2",
-        "none",
-        'ok\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
-        '<｜DSML｜parameter name="city" string="true">7 </｜DSML｜parameter>\n'
-        '<｜DSML｜parameter name="n" string="false">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
-        ("", "ok", [("weather", '{"city": "7 ", "n": 5}'), ("now", "{}")]),
-    ),
-    (
-        "mistral",
-        "mistral",
-        '[THINK]a[/THINK]x[TOOL_CALLS][{"name": "weather", "arguments": {"city": "q"}, "id": "123456789"}, '
-        '{"name": "now", "arguments": {}}]',
-        ("a", "x", [("weather", CITY), ("now", "{}")]),
-    ),
-    ("mistral", "none", "see [1, 2]", ("", "see [1, 2]", [])),
-    (
-        "mistral_v11",
-        "none",
-        f"[TOOL_CALLS]weather[ARGS]{CITY}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}",
-        ("", "", [("weather", CITY), ("now", "{}")]),
-    ),
-    (
-        "llama_json",
-        "none",
-        '<|python_tag|>{"type": "function", "name": "weather", "parameters": {"city": "q"}}; '
-        '{"name": "now", "parameters": {}}',
-        ("", "", [("weather", CITY), ("now", "{}")]),
-    ),
-    ("llama_json", "none", ' {"name": "bob", "parameters": {}}', ("", ' {"name": "bob", "parameters": {}}', [])),
-    (
-        "llama_json",
-        "none",
-        'as in {"name": "now", "parameters": {}}',
-        ("", 'as in {"name": "now", "parameters": {}}', []),
-    ),
-    (
-        "llama_pythonic",
-        "none",
-        "[weather(city='a)\"', n=-3, deep={'x': [true, None]}), now()]<|python_end|>",
-        ("", "", [("weather", '{"city": "a)\\"", "n": -3, "deep": {"x": [true, null]}}'), ("now", "{}")]),
-    ),
-    (  # half of a surrogate pair
-        "qwen3_coder",
-        "none",
-        '<tool_call><function=weather><parameter=deep>["\\ud800"]</parameter></function></tool_call>',
-        ("", "", [("weather", '{"deep": ["\\ud800"]}')]),
-    ),
-    ("llama_pythonic", "none", "[now(a='\\ud800é')]", ("", "", [("now", '{"a": "\\ud800\\u00e9"}')])),
-    ("llama_pythonic", "none", "[weather(3)] is a list", ("", "[weather(3)] is a list", [])),
-    ("llama_pythonic", "none", "[now(a=open('x'))]", ("", "[now(a=open('x'))]", [])),
-    ("llama_pythonic", "none", "[weather(city='a", ("", "[weather(city='a", [])),
-    (
-        "harmony",
-        "harmony",
-        "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
-        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + CITY + "<|call|>",
-        ("Hm. ", "I look.", [("weather", CITY)]),
-    ),
-    (  # without its bracket, the beginning of a call ends with what begins content
-        "harmony",
-        "harmony",
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.weather<|channel|>commentary<|message|>"
-        + CITY
-        + "<|call|>",
-        ("a", "", [("weather", CITY)]),
-    ),
-    (
-        "harmony",
-        "harmony",
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>"
-        "{}",
-        ("a", "", [("now", "{}")]),
-    ),
-    (
-        "harmony",
-        "harmony",
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|> It is.\n<|return|>",
-        ("a", " It is.\n", []),
-    ),
-]
+
+def example(
+    forms: list[str], text: str, reasoning: str = "", content: str = "", calls: Sequence[list[str]] = ()
+) -> tuple[str, str, str, Expected]:
+    """Forms of calls and of reasoning, an answer, and what it is."""
+    tools, form_of_reasoning = forms
+    return tools, form_of_reasoning, text, (reasoning, content, [(name, arguments) for name, arguments in calls])
+
+
+EXAMPLES = [example(**entry) for entry in yaml.safe_load(Path(__file__).with_name("answers.yaml").read_text())]
 
 
 class NoTokens:
