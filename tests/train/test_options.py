@@ -61,7 +61,7 @@ def test_the_options_are_these(program: str) -> None:
     assert sorted(names) == sorted(SHARED_OPTIONS.split() + program_options.split())
 
 
-@pytest.mark.parametrize("page", ["training", "eagle", "eagle3", "dflash", "mtp", "data", "offline_states", "convert"])
+@pytest.mark.parametrize("page", ["training", "eagle", "eagle3", "dflash", "mtp", "offline_states", "convert"])
 def test_pages_name_options_that_exist(page: str) -> None:
     """In backticks, in whole: `draft.loss`, `--data.path FOLDER`."""
     names = {*SHARED_OPTIONS.split(), *" ".join(options for _, options in PROGRAMS.values()).split()}
