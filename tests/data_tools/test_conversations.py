@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
 from datasets import Dataset, DatasetDict
 from hypothesis import given, settings, strategies
 
@@ -201,73 +202,19 @@ def test_messages_and_rows_have_weights() -> None:
     assert example({"token_rows": [weighted]}).documents == [([1, 2, 3], [0, 0.5, 2])]
 
 
+MALFORMED = yaml.safe_load(Path(__file__).with_name("malformed_rows.yaml").read_text())["rows"]
+
+
 @pytest.mark.parametrize(
     ("columns", "fault"),
     [
-        ({"quiz": "?"}, "has quiz; expected messages, conversations"),
-        ({"messages": TURNS, "conversations": chat("Hello", "no")}, "messages and conversations hold different conv"),
-        ({"messages": TURNS, "turns": ["Hello", "And?"]}, "messages and turns hold different conversations; leave"),
-        (
-            {"instruction": "Hello", "output": "fine", "prompt": "Hello", "chosen": "good", "rejected": "bad"},
-            "instruction + output and prompt + chosen hold different conversations",
-        ),
-        ({"prompt": "a", "question": "b"}, "prompt and question hold different conversations"),
-        ({"prompt": "a", "chosen": chat("b", "fine"), "rejected": "x"}, "prompt and chosen hold different questions"),
-        ({"prompt": TURNS[:1], "chosen": chat("b", "c")}, "prompt and chosen hold different questions"),
-        ({"chosen": "fine", "rejected": "bad"}, "chosen holds an answer alone; add its question as prompt, or"),
-        ({"prompt": "a", "chosen": 1}, "chosen holds a int, not text"),
-        ({"turns": ["a", None]}, "turns.1 holds a NoneType, not text"),
-        ({"turns": []}, "turns must be a list of at least one message"),
-        ({"instruction": "a", "output": ["b", "c"]}, "instruction + output.1 is a str"),
-        ({"instruction": "a", "input": 3}, "input holds a int, not text"),
-        (
-            {"messages": [*TURNS, {"role": "critic", "content": "no"}]},
-            "messages.2.role is 'critic'; it must be one of system, developer, user, assistant, tool",
-        ),
-        ({"messages": [{"role": "function_call", "content": ""}]}, "messages.0.content is empty; a turn of function"),
-        ({"messages": [{"role": "function_call", "content": "f"}]}, "messages.0.content is not valid JSON"),
-        (
-            {"messages": [{**CALL, "tool_calls": [{"function": {}}]}]},
-            "messages.0.tool_calls.0.function.name is missing",
-        ),
-        ({"messages": "[{"}, "messages is not valid JSON"),
-        ({"messages": "hello"}, "messages is not valid JSON"),
-        ({"messages": '{"a": 1}'}, "messages must be a list of at least one message"),
-        ({"messages": [{**TURNS[1], "reasoning": 3}]}, "messages.0.reasoning must be a string"),
-        (
-            {"messages": [{**TURNS[1], "weight": -1}]},
-            "messages.0.weight is -1; give a number from 0 to 1e+09, or leave",
-        ),
-        (
-            {"messages": TURNS, "weight": "high"},
-            "weight is 'high'; give a number from 0 to 1e+09, or leave it out for 1",
-        ),
+        *((row["columns"], row["fault"]) for row in MALFORMED),
         ({"text": "x", "weight": float("nan")}, "weight is nan; give a number from 0"),
-        ({"text": "x", "weight": 1e10}, "weight is 10000000000.0; give a number from 0"),
-        ({"input_ids": [1], "loss_mask": [1], "loss_weights": [1, 2]}, "loss_weights must be a list of 1 weights, as"),
-        ({"input_ids": [1], "loss_mask": [1], "loss_weights": ["a"]}, "loss_weights is 'a'; give a number from 0"),
-        ({"messages": []}, "messages must be a list of at least one message"),
-        (
-            {"messages": [*TURNS, {"role": "user"}]},
-            "messages.2.content is missing; it must be a string or a list of text parts",
-        ),
-        ({"conversations": [{"from": "human", "text": "hi"}]}, "conversations.0.content is missing"),
-        ({"prompt": TURNS[:1], "completion": ["hi"]}, "prompt + completion.1 is a str"),
-        ({"messages": TURNS, "tools": "{"}, "tools is not valid JSON"),
-        ({"messages": TURNS, "tools": ["search"]}, "tools.0 must be an object"),
-        ({"messages": TURNS, "tools": {"name": "add"}}, "tools must be a list of functions"),
-        ({"messages": TURNS, "tools": [{"name": "a b"}]}, "tools.0.function.name is 'a b'; it must be 1 to 64 letters"),
         ({"messages": TURNS, "tools": [{"name": "\udc00"}]}, "tools holds \\udc00 at character 0, half of a surrogate"),
         ({"messages": TURNS, "tools": f"[{'1' * 5000}]"}, "4300 digits"),
         ({"messages": TURNS, "tools": "[" * 100_000}, "is nested too deep"),
         ({"text": "a\ud83d"}, "text holds \\ud83d at character 1"),
         ({"text": "a", "id": "\ud83d"}, "id holds \\ud83d"),
-        ({"prompt": "a", "completion": 3}, "completion holds a int, not text"),
-        ({"input_ids": [1, 2], "loss_mask": [1]}, "input_ids has 2 entries, loss_mask 1"),
-        ({"input_ids": [], "loss_mask": []}, "not empty"),
-        ({"input_ids": [1], "loss_mask": [2]}, "loss_mask holds 2"),
-        ({"token_rows": []}, "token_rows must be a list of objects with input_ids and loss_mask that is not empty"),
-        ({"token_rows": [{"input_ids": [1]}]}, "input_ids and loss_mask must be lists"),
     ],
 )
 def test_malformed_rows_name_place_and_fault(columns: dict[str, Any], fault: str) -> None:
