@@ -1,6 +1,6 @@
 """RMS norms (Zhang & Sennrich 2019) in one launch each: alone, of heads before a gate, after a residual add, of two
-inputs side by side, of a residual to which a normed row is added; and of parts of a row, such as query and key heads,
-in plain torch.
+inputs side by side, of a residual to which normed rows are added (`Increment`), by several weights; and of parts of a
+row, such as query and key heads, in plain torch.
 
 fp32 inside, rounded once. One program per row, in which a thread reads 16 bytes; the number of threads depends on the
 row's size alone, so a row's result does not depend on the number of rows. Results have the input's dtype. Weights
@@ -23,6 +23,7 @@ from slipstream.kernels.tiles import load_fp32
 
 LANE_ELEMENTS = 8  # 16 bytes of bf16
 GATED_HEADS = 4  # of a program
+MOST_WEIGHTS = 3  # of norms of the same rows
 
 
 @Op
@@ -97,28 +98,60 @@ def add_rms_norm_triton(
     return normed, summed
 
 
+class Branch(NamedTuple):
+    """Rows and the norm that is read of them."""
+
+    x: Tensor  # (..., H)
+    gain: Tensor  # (H,), the norm's weight
+    eps: float
+
+
+class Increment(NamedTuple):
+    """Growth of a residual that is not computed yet, so that the next norm's kernel does it."""
+
+    first: Branch
+    second: Branch | None = None  # added to the first
+    outer: tuple[Tensor, float] | None = None  # gain (H,) and eps of a norm of their sum
+    factor: Tensor | None = None  # (1,), of the new residual
+
+
 @Op
-def norm_add_norm(
-    residual: Tensor, delta: Tensor, weights: tuple[Tensor, Tensor], eps: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
-    """(rms_norm(summed), summed) with summed = residual + rms_norm(delta), each rounded before the next; all (..., H).
-    weights (H,) and eps: of delta, of the sum."""
-    return add_rms_norm.reference(residual, rms_norm.reference(delta, weights[0], eps[0]), weights[1], eps[1])
+def grow_and_norm(
+    residual: Tensor, increment: Increment, weights: Sequence[Tensor] = (), eps: float = 0.0, out: Tensor | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """([rms_norm(summed, weight, eps) for `weights`], summed) with summed = (residual + increment) * its factor, each
+    step rounded before the next. residual (..., H); at most three `weights` (H,); `out` as in `add_rms_norm`."""
+    first, second, outer, factor = increment
+    delta = rms_norm.reference(*first)
+    if second is not None:
+        delta = delta + rms_norm.reference(*second)
+    if outer is not None:
+        delta = rms_norm.reference(delta, *outer)
+    summed = residual + delta
+    if factor is not None:
+        summed = summed * factor
+    if out is not None:
+        summed = out.copy_(summed)
+    return [rms_norm.reference(summed, weight, eps) for weight in weights], summed
 
 
-@norm_add_norm.kernel()
-def norm_add_norm_triton(
-    residual: Tensor, delta: Tensor, weights: tuple[Tensor, Tensor], eps: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.result_type(residual, delta)
-    normed = torch.empty(residual.shape, dtype=dtype, device=residual.device)
-    summed = torch.empty_like(normed)
+@grow_and_norm.kernel()
+def grow_and_norm_triton(
+    residual: Tensor, increment: Increment, weights: Sequence[Tensor] = (), eps: float = 0.0, out: Tensor | None = None
+) -> tuple[list[Tensor], Tensor]:
+    assert len(weights) <= MOST_WEIGHTS
+    dtype = torch.result_type(residual, increment.first.x)
+    normed = [torch.empty(residual.shape, dtype=dtype, device=residual.device) for _ in weights]
+    summed = torch.empty(residual.shape, dtype=dtype, device=residual.device) if out is None else out
     old = as_rows(residual)
-    new = as_rows(delta)
+    sums = summed.view(-1, summed.shape[-1])
+    assert sums.stride(1) == 1
     if len(old):
-        _norm_add_norm[(len(old),)](
-            old, new, *weights, normed, summed, old.stride(0), new.stride(0), *eps, **_launch(weights[0])
-        )
+        unused = (None,) * (MOST_WEIGHTS - len(weights))
+        _grow_and_norm[(len(old),)](
+            old, *increment_arguments(increment), *weights, *unused, *normed, *unused, sums, old.stride(0),
+            sums.stride(0), eps, **_launch(increment.first.gain),
+        )  # fmt: skip
     return normed, summed
 
 
@@ -180,6 +213,25 @@ def as_rows(x: Tensor) -> Tensor:
     """(..., H) -> (T, H) with contiguous rows; copies only if no view has that shape."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def increment_arguments(delta: Tensor | Increment | None) -> tuple[Any, ...]:
+    """Arguments of kernels that call `grown_row`: rows, weights and the factor, then strides and eps."""
+    if delta is None:
+        return (None,) * 6 + (0, 0, 0.0, 0.0, 0.0)
+    if isinstance(delta, Tensor):
+        rows = as_rows(delta)
+        return rows, None, None, None, None, None, rows.stride(0), 0, 0.0, 0.0, 0.0
+    first, second, outer, factor = delta
+    rows = as_rows(first.x)
+    outer_gain, outer_eps = outer or (None, 0.0)
+    if second is None:
+        return rows, None, first.gain, None, outer_gain, factor, rows.stride(0), 0, first.eps, 0.0, outer_eps
+    added = as_rows(second.x)
+    return (
+        rows, added, first.gain, second.gain, outer_gain, factor, rows.stride(0), added.stride(0),
+        first.eps, second.eps, outer_eps,
+    )  # fmt: skip
 
 
 def _launch(weight: Tensor) -> dict[str, Any]:
@@ -248,23 +300,81 @@ def _add_rms_norm(
 
 
 @triton.jit
-def _norm_add_norm(
-    residual_ptr, delta_ptr, delta_weight_ptr, weight_ptr, normed_ptr, summed_ptr, residual_stride, delta_stride,
-    delta_eps, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+def _grow_and_norm(
+    residual_ptr, first_ptr, second_ptr, first_weight_ptr, second_weight_ptr, outer_weight_ptr, factor_ptr,
+    first_stride, second_stride, first_eps, second_eps, outer_eps, weight_ptr, weight_2_ptr, weight_3_ptr,
+    normed_ptr, normed_2_ptr, normed_3_ptr, summed_ptr, residual_stride, summed_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
-    delta_weight = load_fp32(delta_weight_ptr + columns, mask)
-    weight = load_fp32(weight_ptr + columns, mask)
+    first_weight = load_fp32(first_weight_ptr + columns, mask)
+    second_weight = load_optional(second_weight_ptr, columns, mask)
+    outer_weight = load_optional(outer_weight_ptr, columns, mask)
+    factor = load_factor(factor_ptr)
+    weight = load_optional(weight_ptr, columns, mask)
+    weight_2 = load_optional(weight_2_ptr, columns, mask)
+    weight_3 = load_optional(weight_3_ptr, columns, mask)
     wait_for_inputs(PDL)
     residual = load_fp32(residual_ptr + row * residual_stride + columns, mask)
-    delta = load_fp32(delta_ptr + row * delta_stride + columns, mask)
-    scale = tl.rsqrt(tl.sum(delta * delta, axis=0) / SIZE + delta_eps)
-    delta = (delta * scale * delta_weight).to(delta_ptr.dtype.element_ty).to(tl.float32)
+    summed = grown_row(
+        residual, first_ptr, second_ptr, first_weight, second_weight, outer_weight, factor, first_stride,
+        second_stride, first_eps, second_eps, outer_eps, row, columns, mask, summed_ptr, SIZE,
+    )  # fmt: skip
+    tl.store(summed_ptr + row * summed_stride + columns, summed, mask=mask)
+    x = summed.to(tl.float32)
+    if weight_ptr is not None:
+        _norm_row(x, weight, normed_ptr + row * SIZE, columns, mask, eps, SIZE)
+    if weight_2_ptr is not None:
+        _norm_row(x, weight_2, normed_2_ptr + row * SIZE, columns, mask, eps, SIZE)
+    if weight_3_ptr is not None:
+        _norm_row(x, weight_3, normed_3_ptr + row * SIZE, columns, mask, eps, SIZE)
+
+
+@triton.jit
+def load_optional(weight_ptr, columns, mask):
+    """A weight (SIZE,) in fp32; None where there is none."""
+    weight = None
+    if weight_ptr is not None:
+        weight = load_fp32(weight_ptr + columns, mask)
+    return weight
+
+
+@triton.jit
+def load_factor(factor_ptr):
+    factor = None
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr).to(tl.float32)
+    return factor
+
+
+@triton.jit
+def grown_row(
+    residual, first_ptr, second_ptr, first_weight, second_weight, outer_weight, factor, first_stride, second_stride,
+    first_eps, second_eps, outer_eps, row, columns, mask, summed_ptr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """A row of a residual, fp32, after an `Increment`, whose `arguments` these are, with weights and factor loaded;
+    rounded as `summed_ptr` is. Without `first_weight` the first row is added as it is."""
+    delta = load_fp32(first_ptr + row * first_stride + columns, mask)
+    if first_weight is not None:
+        delta = _rounded_norm(delta, first_weight, first_eps, first_ptr, SIZE)
+    if second_ptr is not None:
+        second = load_fp32(second_ptr + row * second_stride + columns, mask)
+        delta += _rounded_norm(second, second_weight, second_eps, first_ptr, SIZE)
+        delta = delta.to(first_ptr.dtype.element_ty).to(tl.float32)
+    if outer_weight is not None:
+        delta = _rounded_norm(delta, outer_weight, outer_eps, first_ptr, SIZE)
     summed = (residual + delta).to(summed_ptr.dtype.element_ty)
-    tl.store(summed_ptr + row * SIZE + columns, summed, mask=mask)
-    _norm_row(summed.to(tl.float32), weight, normed_ptr + row * SIZE, columns, mask, eps, SIZE)
+    if factor is not None:
+        summed = (summed.to(tl.float32) * factor).to(summed_ptr.dtype.element_ty)
+    return summed
+
+
+@triton.jit
+def _rounded_norm(x, weight, eps, like_ptr, SIZE: tl.constexpr):
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    return (x * scale * weight).to(like_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit

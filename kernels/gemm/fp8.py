@@ -42,7 +42,17 @@ from slipstream.kernels.gemm.streamed_linear import streamed_linear
 from slipstream.kernels.gemm.tiling import Heads, Tiling, choose_tiling, part_inputs
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles
 from slipstream.kernels.launch import Op, pdl_options, prefetch, use_triton, wait_for_inputs
-from slipstream.kernels.norm import add_rms_norm, as_rows, rms_norm
+from slipstream.kernels.norm import (
+    Increment,
+    add_rms_norm,
+    as_rows,
+    grow_and_norm,
+    grown_row,
+    increment_arguments,
+    load_factor,
+    load_optional,
+    rms_norm,
+)
 from slipstream.kernels.tiles import load_fp32, load_inputs, load_weights, store_tile, tile_of_program
 
 E4M3 = torch.float8_e4m3fn
@@ -161,7 +171,7 @@ def scale_strides(scales: Tensor | None) -> tuple[int, int]:
 
 @Op
 def quantized_rms_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, input_scales: InputScales,
+    residual: Tensor, delta: Tensor | Increment | None, weight: Tensor, eps: float, input_scales: InputScales,
     out: Tensor | None = None, *, keeps_rows: bool = False,
 ) -> tuple[QuantizedRows, Tensor]:  # fmt: skip
     """(quantize_rows(rms_norm(summed)), summed) with summed = residual + delta (M, I), as kernels/norm.py computes it;
@@ -170,6 +180,8 @@ def quantized_rms_norm(
     if delta is None:
         normed = rms_norm.reference(residual, weight, eps)
         summed = residual
+    elif isinstance(delta, Increment):
+        (normed,), summed = grow_and_norm.reference(residual, delta, [weight], eps, out)
     else:
         normed, summed = add_rms_norm.reference(residual, delta, weight, eps, out)
     return quantize_rows.reference(normed, input_scales)._replace(rows=normed if keeps_rows else None), summed
@@ -177,11 +189,10 @@ def quantized_rms_norm(
 
 @quantized_rms_norm.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1]))
 def quantized_rms_norm_triton(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, input_scales: InputScales,
+    residual: Tensor, delta: Tensor | Increment | None, weight: Tensor, eps: float, input_scales: InputScales,
     out: Tensor | None = None, *, keeps_rows: bool = False,
 ) -> tuple[QuantizedRows, Tensor]:  # fmt: skip
     old = as_rows(residual)
-    new = None if delta is None else as_rows(delta)
     sums = residual if delta is None else torch.empty_like(old) if out is None else out
     rows, columns = old.shape
     normed = torch.empty(old.shape, dtype=old.dtype, device=old.device) if keeps_rows else None
@@ -191,8 +202,8 @@ def quantized_rms_norm_triton(
     width = max(triton.next_power_of_2(columns), BLOCK)
     warps = min(max(width // (BLOCK if input_scales.by_block else 256), 1), 16)
     _norm_and_quantize[(rows,)](
-        old, new, weight, sums, normed, input_scales.static, codes, scales,
-        old.stride(0), 0 if new is None else new.stride(0), sums.stride(0), *scale_strides(scales), eps,
+        old, *increment_arguments(delta), weight, sums, normed, input_scales.static, codes, scales,
+        old.stride(0), sums.stride(0), *scale_strides(scales), eps,
         SIZE=columns, WIDTH=width, BY_BLOCK=input_scales.by_block, GROUP=BLOCK, num_warps=warps,
         **pdl_options(old.device),
     )  # fmt: skip
@@ -439,20 +450,27 @@ def _quantize_rows(
 
 @triton.jit
 def _norm_and_quantize(
-    residual_ptr, delta_ptr, weight_ptr, summed_ptr, normed_ptr, static_ptr, codes_ptr, scales_ptr,
-    residual_stride, delta_stride, summed_stride, block_stride, row_stride, eps,
+    residual_ptr, first_ptr, second_ptr, first_weight_ptr, second_weight_ptr, outer_weight_ptr, factor_ptr,
+    first_stride, second_stride, first_eps, second_eps, outer_eps, weight_ptr, summed_ptr, normed_ptr, static_ptr,
+    codes_ptr, scales_ptr, residual_stride, summed_stride, block_stride, row_stride, eps,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rounds where the separate kernels round."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     mask = columns < SIZE
+    first_weight = load_optional(first_weight_ptr, columns, mask)
+    second_weight = load_optional(second_weight_ptr, columns, mask)
+    outer_weight = load_optional(outer_weight_ptr, columns, mask)
+    factor = load_factor(factor_ptr)
     weight = load_fp32(weight_ptr + columns, mask)
     wait_for_inputs(PDL)
     summed = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
-    if delta_ptr is not None:
-        delta = load_fp32(delta_ptr + row * delta_stride + columns, mask)
-        summed = (summed.to(tl.float32) + delta).to(summed_ptr.dtype.element_ty)
+    if first_ptr is not None:
+        summed = grown_row(
+            summed.to(tl.float32), first_ptr, second_ptr, first_weight, second_weight, outer_weight, factor,
+            first_stride, second_stride, first_eps, second_eps, outer_eps, row, columns, mask, summed_ptr, SIZE,
+        )  # fmt: skip
         tl.store(summed_ptr + row * summed_stride + columns, summed, mask=mask)
     x = summed.to(tl.float32)
     normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight).to(summed_ptr.dtype.element_ty)

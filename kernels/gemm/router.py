@@ -82,12 +82,13 @@ def route(
     least_rows: int = LEAST_ROWS,  # noqa: ARG001
     scoring: Scoring = SOFTMAX,
     correction: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Routing:
     """The k experts with the highest scores of logits x (T, H) @ weight (E, H).T + bias (E,), the lower one of equals
     first. `correction` (E,) is added to scores for the choice alone (DeepSeek-V3, arXiv 2412.19437, equation 16).
 
-    Weights are the scores, divided by their sum over the chosen experts if `normalise`. least_rows: of a block, however
-    few pairs an expert has.
+    Weights are the scores, divided by their sum over the chosen experts if `normalise`, times the experts' `factors`
+    (E,). least_rows: of a block, however few pairs an expert has.
     """
     logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if scoring.softcap is not None:
@@ -110,7 +111,8 @@ def route(
     else:
         weights = scores.gather(1, experts)
         weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM.value) if normalise else weights
-    return Routing(experts.int(), weights * scoring.scale)
+    weights = weights * scoring.scale
+    return Routing(experts.int(), weights if factors is None else weights * factors[experts])
 
 
 @route.kernel()
@@ -123,6 +125,7 @@ def route_triton(
     least_rows: int = LEAST_ROWS,
     scoring: Scoring = SOFTMAX,
     correction: Tensor | None = None,
+    factors: Tensor | None = None,
     block_rows: int | None = None,
 ) -> Routing:
     """`block_rows`: rows of a block; 1: unsorted."""
@@ -130,6 +133,7 @@ def route_triton(
     num_experts = len(weight)
     device = x.device
     assert num_experts <= MAX_EXPERTS
+    assert factors is None or factors.is_contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
     experts = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
@@ -151,8 +155,8 @@ def route_triton(
     sums_all = scoring.function == "softmax" and not (normalise and correction is None)
     by_fours = not sums_all and (num_rows <= FEW_ROWS or is_shared)
     route_kernel[grid](
-        x, weight, bias, correction, logits, done_counters(device), barriers(device), pair_counts(device), experts,
-        weights,
+        x, weight, bias, correction, factors, logits, done_counters(device), barriers(device), pair_counts(device),
+        experts, weights,
         *((None,) * 4 if blocks is None else blocks[1:]),
         x.stride(0), num_rows, num_inputs, part,
         EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts), TOP_K=top_k,
@@ -194,8 +198,8 @@ def pair_counts(device: torch.device) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def route_kernel(
-    x_ptr, weight_ptr, bias_ptr, correction_ptr, logits_ptr, counters_ptr, points_ptr, counts_ptr, experts_ptr,
-    weights_ptr,
+    x_ptr, weight_ptr, bias_ptr, correction_ptr, factors_ptr, logits_ptr, counters_ptr, points_ptr, counts_ptr,
+    experts_ptr, weights_ptr,
     pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, x_stride, num_rows, num_inputs, part,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
     NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr,
@@ -250,9 +254,9 @@ def route_kernel(
         for begin in range(start, count, GROUP):
             rows = tl.program_id(0) * ROWS + begin + tl.arange(0, GROUP)
             _choose(
-                logits_ptr, bias, correction, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
-                EXPERTS, PADDED, TOP_K, PADDED_K, NORMALISE, SIGMOID, SOFTCAP, GROUPS, TOP_GROUPS, SCALE, PARALLEL,
-                BLOCK,
+                logits_ptr, bias, correction, factors_ptr, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows,
+                num_rows, EXPERTS, PADDED, TOP_K, PADDED_K, NORMALISE, SIGMOID, SOFTCAP, GROUPS, TOP_GROUPS, SCALE,
+                PARALLEL, BLOCK,
             )  # fmt: skip
         if BLOCK > 1:  # noqa: SIM102  `and` would compile both sides
             if is_last_done(counters_ptr + tl.num_programs(0), tl.num_programs(0) * choosers):
@@ -261,7 +265,7 @@ def route_kernel(
 
 @triton.jit
 def _choose(
-    logits_ptr, bias, correction, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
+    logits_ptr, bias, correction, factors_ptr, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
     NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, SCALE: tl.constexpr, PARALLEL: tl.constexpr, BLOCK: tl.constexpr,
@@ -322,6 +326,8 @@ def _choose(
     if SCALE != 1:
         weights *= SCALE
     valid = (rows < num_rows)[:, None] & (choice < TOP_K)
+    if factors_ptr is not None:
+        weights *= load_fp32(factors_ptr + experts, valid)
     pair = rows[:, None] * TOP_K + choice
     tl.store(experts_ptr + pair, experts, mask=valid)
     tl.store(weights_ptr + pair, weights, mask=valid)

@@ -5,11 +5,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slipstream.kernels.norm import Increment
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.delta_net import DeltaNet
 from slipstream.models.layers.linear import Embedding, Linear
 from slipstream.models.layers.moe import Experts, MixtureOfExperts, ScaledRouter, feed_forward
-from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.layers.norm import RMSNorm, add_delta, add_for_all
 from slipstream.models.targets.config import AttentionSpec, DeltaNetSpec, LayerSpec, MLPSpec, RecurrentSpec
 from slipstream.models.targets.families import Norms, PerLayerSpec
 
@@ -49,7 +50,12 @@ class DecoderLayer(MixingLayer):
     def norm_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
         """Norms whose output a single projection reads, or experts and their router."""
         reader = self.mlp.experts if isinstance(self.mlp, MixtureOfExperts) else self.mlp.reader
-        return [*self.input_readers, (self.post_attention_layernorm, reader)]
+        return [*self.input_readers, (self.mlp_norm, reader)]
+
+    @property
+    def mlp_norm(self) -> RMSNorm:
+        """The norm of the MLP's input."""
+        return self.post_attention_layernorm
 
     @property
     def input_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
@@ -58,8 +64,13 @@ class DecoderLayer(MixingLayer):
         return [] if reader is None else [(self.input_layernorm, reader)]
 
     def forward(
-        self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        residual: Tensor,
+        delta: Tensor | Increment | None,
+        attention: Attention,
+        mask: Mask,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | Increment]:
         """The layer's input is residual + delta (..., H), written to `out` if given; so is its output.
 
         The next norm computes the sum, both in one kernel.
@@ -68,7 +79,9 @@ class DecoderLayer(MixingLayer):
         normed, residual = self.post_attention_layernorm.add(residual, self.mixer(normed, attention, mask))
         return residual, self.mlp(normed)
 
-    def norm_input(self, residual: Tensor, delta: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    def norm_input(
+        self, residual: Tensor, delta: Tensor | Increment | None, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The layer's input, normed and as it is."""
         if delta is None:
             if out is not None:
@@ -88,19 +101,24 @@ class SandwichLayer(DecoderLayer):
         self.post_feedforward_layernorm = RMSNorm(hidden_size, post_eps, spec.norm_offset)
 
     @property
-    def norm_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
-        return self.input_readers
+    def mlp_norm(self) -> RMSNorm:
+        return self.pre_feedforward_layernorm
 
     def forward(
-        self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        residual: Tensor,
+        delta: Tensor | Increment | None,
+        attention: Attention,
+        mask: Mask,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Increment]:
         normed, residual = self.norm_input(residual, delta, out)
-        attended = self.mixer(normed, attention, mask)
-        normed, residual = self.pre_feedforward_layernorm.add_normed(residual, attended, self.post_attention_layernorm)
-        return residual, self.post_feedforward_layernorm(self._feed_forward(normed, residual))
+        attended = self.post_attention_layernorm.branch(self.mixer(normed, attention, mask))
+        return self._feed_forward(residual, Increment(attended))
 
-    def _feed_forward(self, normed: Tensor, _residual: Tensor) -> Tensor:
-        return self.mlp(normed)
+    def _feed_forward(self, residual: Tensor, attended: Increment) -> tuple[Tensor, Increment]:
+        normed, residual = self.pre_feedforward_layernorm.add(residual, attended)
+        return residual, Increment(self.post_feedforward_layernorm.branch(self.mlp(normed)))
 
 
 class ScaledLayer(SandwichLayer):
@@ -124,31 +142,39 @@ class ScaledLayer(SandwichLayer):
             self.per_layer_projection = Linear(spec.per_layer_size, hidden_size)
             self.post_per_layer_input_norm = RMSNorm(hidden_size, eps)
 
+    @property
+    def norm_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
+        return super().norm_readers if self.experts is None else self.input_readers
+
     def forward(
         self,
         residual: Tensor,
-        delta: Tensor | None,
+        delta: Tensor | Increment | None,
         attention: Attention,
         mask: Mask,
         out: Tensor | None = None,
         per_layer: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Increment]:
         """per_layer (..., P): the layer's part of the second embedding."""
-        residual, delta = super().forward(residual, delta, attention, mask, out)
-        assert delta is not None
-        total = residual + delta
+        residual, increment = super().forward(residual, delta, attention, mask, out)
         if self.per_layer_input_gate is not None and per_layer is not None:
-            gate = self.per_layer_input_gate(total)
+            residual = add_delta(residual, increment)
+            gate = self.per_layer_input_gate(residual)
             gate = F.silu(gate) if self.is_silu else F.gelu(gate, approximate="tanh")
-            total = total + self.post_per_layer_input_norm(self.per_layer_projection(gate * per_layer))
-        return total * self.layer_scalar, None
+            increment = Increment(self.post_per_layer_input_norm.branch(self.per_layer_projection(gate * per_layer)))
+        return residual, increment._replace(factor=self.layer_scalar)
 
-    def _feed_forward(self, normed: Tensor, residual: Tensor) -> Tensor:
+    def _feed_forward(self, residual: Tensor, attended: Increment) -> tuple[Tensor, Increment]:
         if self.experts is None:
-            return self.mlp(normed)
-        routing = self.router(residual, self.experts.least_rows)
-        mixed = self.experts(self.pre_feedforward_layernorm_2(residual), routing)
-        return self.post_feedforward_layernorm_1(self.mlp(normed)) + self.post_feedforward_layernorm_2(mixed)
+            return super()._feed_forward(residual, attended)
+        norms = (self.pre_feedforward_layernorm, self.pre_feedforward_layernorm_2, self.router.norm)
+        (normed, expert_inputs, router_inputs), residual = add_for_all(norms, residual, attended)
+        mixed = self.experts(expert_inputs, self.router(router_inputs, self.experts.least_rows))
+        return residual, Increment(
+            self.post_feedforward_layernorm_1.branch(self.mlp(normed)),
+            self.post_feedforward_layernorm_2.branch(mixed),
+            self.post_feedforward_layernorm.gain,
+        )
 
 
 class PerLayerInputs(nn.Module):
@@ -181,12 +207,18 @@ class PostNormLayer(MixingLayer):
         self.post_feedforward_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
 
     def forward(
-        self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        residual: Tensor,
+        delta: Tensor | Increment | None,
+        attention: Attention,
+        mask: Mask,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Increment]:
         if delta is not None:
-            residual = residual + delta if out is None else out.copy_(residual).add_(delta)
-        residual = residual + self.post_attention_layernorm(self.mixer(residual, attention, mask))
-        return residual, self.post_feedforward_layernorm(self.mlp(residual))
+            residual = add_delta(residual, delta, out)
+        attended = self.post_attention_layernorm.branch(self.mixer(residual, attention, mask))
+        residual = add_delta(residual, Increment(attended))
+        return residual, Increment(self.post_feedforward_layernorm.branch(self.mlp(residual)))
 
 
 LAYERS: dict[Norms, type[DecoderLayer | PostNormLayer]] = {

@@ -41,24 +41,25 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.bias else None
         self.correction = nn.Parameter(torch.empty(spec.num_experts)) if spec.correction else None
+        self.expert_scale: nn.Parameter | None = None
 
     def forward(self, x: Tensor, least_rows: int = LEAST_ROWS) -> Routing:
         """x (T, H). least_rows: `Experts.least_rows`."""
-        return route(x, self.weight, self.bias, self.top_k, self.normalise, least_rows, self.scoring, self.correction)
+        return route(
+            x, self.weight, self.bias, self.top_k, self.normalise, least_rows, self.scoring, self.correction,
+            self.expert_scale,
+        )  # fmt: skip
 
 
 class ScaledRouter(Router):
-    """Norms its inputs, and multiplies the weights of experts by a learnt number each (Gemma 4)."""
+    """Multiplies the weights of experts by a learnt number each. It reads the rows of a norm of its own, `norm`, which
+    the layer computes with others (Gemma 4)."""
 
     def __init__(self, hidden_size: int, spec: MoESpec, eps: float) -> None:
         super().__init__(hidden_size, spec)
         self.norm = RMSNorm(hidden_size, eps)
         self.norm.dtypes = {"weight": torch.float32}  # a product of numbers of files, as rounded as they
         self.expert_scale = nn.Parameter(torch.ones(spec.num_experts))
-
-    def forward(self, x: Tensor, least_rows: int = LEAST_ROWS) -> Routing:
-        routing = super().forward(self.norm(x), least_rows)
-        return routing._replace(weights=routing.weights * self.expert_scale[routing.experts.long()])
 
 
 class Experts(nn.Module):

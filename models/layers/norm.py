@@ -1,11 +1,19 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.gemm.fp8 import InputScales, QuantizedRows, quantized_rms_norm
-from slipstream.kernels.norm import add_rms_norm, norm_add_norm, rms_norm, rms_norm_pair, rms_norm_parts
+from slipstream.kernels.norm import (
+    Branch,
+    Increment,
+    add_rms_norm,
+    grow_and_norm,
+    rms_norm,
+    rms_norm_pair,
+    rms_norm_parts,
+)
 from slipstream.models.layers.linear import copy_converted
 
 
@@ -37,21 +45,29 @@ class RMSNorm(nn.Module):
             return cast(Tensor, self._quantized(x, None, None, self.quantize())[0])
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, residual: Tensor, delta: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm(summed), summed) with summed = residual + delta (..., H), written to `out` if given."""
+    def add(self, residual: Tensor, delta: Tensor | Increment, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(norm(summed), summed) with summed = residual + delta (..., H), written to `out` if given; in one kernel."""
         if self.quantize is not None and residual.dim() == 2:
             rows, summed = self._quantized(residual, delta, out, self.quantize())
             return cast(Tensor, rows), summed
+        if isinstance(delta, Increment):
+            (normed,), summed = grow_and_norm(residual, delta, [self.weight], self.eps, out)
+            return normed, summed
         return add_rms_norm(residual, delta, self.weight, self.eps, out)
 
     def _quantized(
-        self, residual: Tensor, delta: Tensor | None, out: Tensor | None, scales: InputScales
+        self, residual: Tensor, delta: Tensor | Increment | None, out: Tensor | None, scales: InputScales
     ) -> tuple[QuantizedRows, Tensor]:
         return quantized_rms_norm(residual, delta, self.weight, self.eps, scales, out, keeps_rows=self.keeps_rows)
 
-    def add_normed(self, residual: Tensor, delta: Tensor, inner: "RMSNorm") -> tuple[Tensor, Tensor]:
-        """(self(summed), summed) with summed = residual + inner(delta) (..., H), in one kernel."""
-        return norm_add_norm(residual, delta, (inner.weight, self.weight), (inner.eps, self.eps))
+    def branch(self, x: Tensor) -> Branch:
+        """self(x), for an increment of a residual."""
+        return Branch(x, *self.gain)
+
+    @property
+    def gain(self) -> tuple[Tensor, float]:
+        """Weight and eps."""
+        return self.weight, self.eps
 
     def scale_inputs(self, weight: Tensor) -> Tensor:
         """weight (O, H) of a projection that reads normed rows -> that of one that reads them divided by their RMS."""
@@ -60,6 +76,19 @@ class RMSNorm(nn.Module):
     def pair(self, x: Tensor, other: "RMSNorm", y: Tensor) -> Tensor:
         """[self(x) ; other(y)] (..., 2 * H), in one kernel."""
         return rms_norm_pair(x, y, (self.weight, other.weight), self.eps)
+
+
+def add_delta(residual: Tensor, delta: Tensor | Increment, out: Tensor | None = None) -> Tensor:
+    """residual + delta (..., H), written to `out` if given."""
+    if isinstance(delta, Increment):
+        return grow_and_norm(residual, delta, out=out)[1]
+    return residual + delta if out is None else out.copy_(residual).add_(delta)
+
+
+def add_for_all(norms: Sequence[RMSNorm], residual: Tensor, delta: Increment) -> tuple[list[Tensor], Tensor]:
+    """`RMSNorm.add` of several norms with one eps, in one kernel: rows of none come quantised."""
+    assert all(norm.eps == norms[0].eps and norm.quantize is None for norm in norms)
+    return grow_and_norm(residual, delta, [norm.weight for norm in norms], norms[0].eps)
 
 
 class PartNorms(nn.ModuleList):

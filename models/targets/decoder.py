@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.compile_ahead import zero_filled
+from slipstream.kernels.norm import Increment
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import EMBEDDING, HEAD, ROWS
 from slipstream.models.files.checkpoint import read_json, read_tensors
@@ -134,7 +135,7 @@ class Target(nn.Module):
             states[num_layers].copy_(hidden)
         return hidden, aux_states
 
-    def _norm(self, residual: Tensor, delta: Tensor | None, out: Tensor | None) -> Tensor:
+    def _norm(self, residual: Tensor, delta: Tensor | Increment | None, out: Tensor | None) -> Tensor:
         """The final norm of residual + delta, which goes to `out`."""
         if delta is not None:
             return self.norm.add(residual, delta, out)[0]

@@ -239,6 +239,22 @@ def test_scores_corrections_and_groups_choose_as_sorting_does(
 
 
 @each_device
+@pytest.mark.parametrize(("rows", "normalise", "dtype"), [(1, True, torch.bfloat16), (37, False, torch.float32)])
+def test_factors_of_experts_multiply_the_weights_alone(
+    rows: int, normalise: bool, dtype: torch.dtype, device: str
+) -> None:
+    """As Gemma 4's: bit for bit the product of two operators."""
+    router, _, _ = random_layer((64, 16, 24, 3), torch.float32, device)
+    x = random_rows(rows, 64, torch.float32, device)
+    factors = (torch.rand(24, generator=torch.Generator().manual_seed(4)) + 0.5).to(device, dtype)
+    for run in (route.reference, route_triton):
+        plain = run(x, router, None, 3, normalise)
+        routing = run(x, router, None, 3, normalise, factors=factors)
+        assert torch.equal(routing.experts, plain.experts)
+        assert torch.equal(routing.weights, plain.weights * factors[plain.experts.long()])
+
+
+@each_device
 @pytest.mark.parametrize("block_rows", [2, 16])
 def test_blocks_hold_every_pair_once_and_one_expert_each(block_rows: int, device: str) -> None:
     router, _, _ = random_layer((32, 8, 6, 2), torch.float32, device)

@@ -18,6 +18,7 @@ from slipstream.kernels.gemm.fp8 import (
     quantized_silu_mul,
 )
 from slipstream.kernels.gemm.tiling import choose_tiling
+from slipstream.kernels.norm import Branch, Increment
 from slipstream.tests.kernels.triton_runs import check_chain, each_device, poisoned
 from slipstream.tests.pairwise import grouped, rotating
 
@@ -226,7 +227,8 @@ def test_norms_quantise_their_output(input_format: tuple[float | None, bool], de
     scales = InputScales(
         None if input_format[0] is None else torch.tensor(input_format[0], device=device), input_format[1]
     )
-    for addend in (None, delta):
+    branch = Branch(delta, weight, 0.5)
+    for addend in (None, delta, Increment(branch, branch, (weight, 0.25), torch.full((1,), 0.7, device=device))):
         given_out = None if addend is None else out
         rows, summed = quantized_rms_norm.triton(residual, addend, weight, 1e-5, scales, given_out, keeps_rows=True)
         expected, total = quantized_rms_norm.reference(residual, addend, weight, 1e-5, scales, keeps_rows=True)
@@ -234,10 +236,10 @@ def test_norms_quantise_their_output(input_format: tuple[float | None, bool], de
         assert alone.rows is None
         assert torch.equal(alone.codes.view(torch.uint8), rows.codes.view(torch.uint8))
         torch.testing.assert_close(rows.rows, expected.rows)
-        assert torch.equal(summed, total)
+        torch.testing.assert_close(summed, total, **({} if isinstance(addend, Increment) else {"atol": 0, "rtol": 0}))
         assert addend is None or summed.data_ptr() == out.data_ptr()
         torch.testing.assert_close(rows.scales, expected.scales)
-        exact = quantize_rows.triton(add_or_not(residual, addend, weight), scales)
+        exact = quantize_rows.triton(F.rms_norm(summed, weight.shape, weight, 1e-5), scales)
         same = (rows.codes.float() == exact.codes.float()).float().mean()
         assert same > 0.99, "but for sums in another order"
 
@@ -254,8 +256,3 @@ def test_gated_activations_are_quantised_in_one_kernel(by_block: bool, device: s
         assert torch.equal(fused.scales, apart.scales)
         expected = quantized_silu_mul.reference(gate_up, scales)
         torch.testing.assert_close(fused.scales, expected.scales, atol=0, rtol=2e-3)
-
-
-def add_or_not(residual: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-    summed = residual if delta is None else residual + delta
-    return F.rms_norm(summed, weight.shape, weight, 1e-5)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.norm import (
+    Branch,
     HeadNorms,
+    Increment,
     add_rms_norm,
-    norm_add_norm,
+    grow_and_norm,
     norm_heads,
     rms_norm,
     rms_norm_gated,
@@ -99,23 +101,88 @@ def test_add_rms_norm(
         assert wide[:, 2 * shape[1] :].isnan().all()
 
 
-@grouped()
+def random_increment(shape: tuple[int, int], parts: str, dtype: torch.dtype, device: str) -> Increment:
+    """parts: "+" a second branch, "o" a norm of the sum, "*" a factor. Weights are in fp32, as Gemma's: their product
+    with a row is what is rounded; one is in `dtype`."""
+    branches = [
+        Branch(random_rows(shape, dtype, device, 1), random(shape[1:], torch.float32, device, 2), 0.5),
+        Branch(random(shape, dtype, device, 3), random(shape[1:], dtype, device, 4), EPS),
+    ]
+    outer = (random(shape[1:], torch.float32, device, 5), 0.25) if "o" in parts else None
+    factor = torch.full((1,), 0.37, dtype=dtype, device=device) if "*" in parts else None
+    return Increment(branches[0], branches[1] if "+" in parts else None, outer, factor)
+
+
+@grouped("dtype")
 @each_device
-@pytest.mark.parametrize("kernel", [norm_add_norm.reference, norm_add_norm.triton])
-@pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
-def test_norm_add_norm(kernel: Callable[..., Any], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    """With weights in fp32, as Gemma's: their product with a row is what is rounded."""
+@pytest.mark.parametrize("kernel", [grow_and_norm.reference, grow_and_norm.triton])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "parts", "count", "with_out"),
+    rotating(SHAPES, TOLERANCES, ["", "+", "o", "*", "+o*"], [0, 1, 2, 3], [False, True]),
+)
+def test_grow_and_norm(
+    kernel: Callable[..., Any],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    parts: str,
+    count: int,
+    with_out: bool,
+    device: str,
+) -> None:
     residual = random_rows(shape, dtype, device, 0)
-    delta = random(shape, dtype, device, 1)
-    weights = random(shape[1:], torch.float32, device, 2), random(shape[1:], torch.float32, device, 3)
+    increment = random_increment(shape, parts, dtype, device)
+    weights = [random(shape[1:], (dtype, torch.float32)[index % 2], device, 6 + index) for index in range(count)]
+    wide = torch.full((shape[0], 3 * shape[1]), torch.nan, dtype=dtype, device=device)
+    out = wide[:, shape[1] : 2 * shape[1]]
     with poisoned():
-        result, summed = kernel(residual, delta, weights, (0.5, EPS))
-    # rounded twice
-    expected = residual.double() + normed(delta, weights[0], 0.5)
-    tolerance = 4 * TOLERANCES[dtype]
+        results, summed = kernel(residual, increment, weights, EPS, out if with_out else None)
+    first, second, outer, factor = increment
+    expected = normed(*first) + (0 if second is None else normed(*second))
+    expected = residual.double() + (expected if outer is None else normed(expected, *outer))
+    expected = expected if factor is None else expected * factor.double()
+    tolerance = 6 * TOLERANCES[dtype]  # rounded several times
     torch.testing.assert_close(summed.double(), expected, atol=tolerance, rtol=tolerance)
     assert summed.dtype == dtype
-    check(result, normed(summed, weights[1]), dtype)
+    assert len(results) == count
+    for result, weight in zip(results, weights, strict=True):
+        check(result, normed(summed, weight), dtype)
+    if with_out:
+        assert torch.equal(out, summed)
+        assert wide[:, : shape[1]].isnan().all()
+        assert wide[:, 2 * shape[1] :].isnan().all()
+
+
+@grouped()
+@each_device
+@pytest.mark.parametrize(
+    ("shape", "parts", "dtype"),
+    rotating(
+        [(3, 80), (5, 1000), *(pytest.param(shape, marks=pytest.mark.gpu) for shape in [(1, 2816), (32, 6656)])],
+        ["", "+", "o", "*", "+o*"],
+        [torch.bfloat16, torch.float16],
+    ),
+)
+def test_one_kernel_gives_the_bits_of_several(
+    shape: tuple[int, int], parts: str, dtype: torch.dtype, device: str
+) -> None:
+    residual = random(shape, dtype, device, 0)
+    increment = random_increment(shape, parts, dtype, device)
+    weight = random(shape[1:], torch.float32, device, 6)
+    first, second, outer, factor = increment
+    delta = rms_norm.triton(*first)
+    delta = delta if second is None else delta + rms_norm.triton(*second)
+    delta = delta if outer is None else rms_norm.triton(delta, *outer)
+    (result, _), summed = grow_and_norm.triton(residual, increment, [weight, weight], EPS)
+    expected, total = add_rms_norm.triton(residual, delta, weight, EPS)
+    if factor is not None:
+        total = total * factor
+        expected = rms_norm.triton(total, weight, EPS)
+    if device == "cpu":  # where the interpreter drops the lower bits, and torch rounds
+        torch.testing.assert_close(summed, total, atol=0.1, rtol=0.02)
+        check(result, normed(summed, weight), dtype)
+    else:
+        assert torch.equal(summed, total)
+        assert torch.equal(result, expected)
 
 
 @grouped()
@@ -164,10 +231,15 @@ def test_a_row_does_not_depend_on_the_others(device: str) -> None:
     together = rms_norm.triton(x, weight, EPS)
     assert torch.equal(torch.cat([rms_norm.triton(row, weight, EPS) for row in x.split(1)]), together)
     delta = random((40, 256), torch.float32, device, 2)
-    result, summed = norm_add_norm.triton(x, delta, (weight, weight), (EPS, EPS))
+
+    def grown(rows: slice) -> tuple[list[Tensor], Tensor]:
+        branch = Branch(delta[rows], weight, EPS)
+        return grow_and_norm.triton(x[rows], Increment(branch, branch, (weight, EPS)), [weight], EPS)
+
+    (result,), summed = grown(slice(None))
     for row in range(0, 40, 7):
-        alone = norm_add_norm.triton(x[row : row + 1], delta[row : row + 1], (weight, weight), (EPS, EPS))
-        assert torch.equal(alone[0], result[row : row + 1])
+        alone = grown(slice(row, row + 1))
+        assert torch.equal(alone[0][0], result[row : row + 1])
         assert torch.equal(alone[1], summed[row : row + 1])
 
 
