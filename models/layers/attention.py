@@ -63,7 +63,7 @@ class Attention(Protocol):
 
 class SelfAttention(nn.Module):
     """Grouped-query attention with q, k and v fused in one projection; q/k norms, sinks and a gate of the output where
-    the architecture has them."""
+    the architecture has them. The gate has a projection of its own until `join_gate`."""
 
     def __init__(
         self, spec: AttentionSpec, id: int, hidden_size: int, eps: float, input_size: int | None = None
@@ -95,28 +95,56 @@ class SelfAttention(nn.Module):
         if rotation is not None and (rotated := self.qkv_proj.rotated(x, rotation)) is not None:
             q = rotated.unflatten(-1, (-1, self.head_dim))
             return self._project(attention.attend_stored(q, layer, mask), x)
-        q, k, v = self._heads(x)
+        q, k, v, factors = self._heads(x)
         if self.spec.projection_norm and self.q_norm is not None and self.k_norm is not None:
             q, k = (norm(x.flatten(-2)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-        return self._project(attention.attend(q, k, v, layer, mask), x)
+        return self._project(attention.attend(q, k, v, layer, mask), x, factors)
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (..., H) -> q (..., Q, D), k and v (..., G, D), without heads where the layer reads those of another."""
-        q, *kv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """x (..., H) -> q (..., Q, D), k and v (..., G, D), without heads where the layer reads those of another; and
+        what the gate's activation reads, where it is computed with them."""
+        outputs = self.qkv_proj(x)
+        size = sum(self.sizes) * self.head_dim
+        factors = outputs[..., size:] if outputs.shape[-1] > size else None
+        q, *kv = outputs[..., :size].unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)
         if not kv:
-            return q, q[..., :0, :], q[..., :0, :]
+            return q, q[..., :0, :], q[..., :0, :], factors
         v = kv[-1]
-        return q, kv[0], v if self.v_norm is None else self.v_norm(v)
+        return q, kv[0], v if self.v_norm is None else self.v_norm(v), factors
 
-    def _project(self, attended: Tensor, x: Tensor) -> Tensor:
-        """attended (..., Q, D) -> (..., H), gated by the layer's input x (..., H) where it has a gate."""
+    def _project(self, attended: Tensor, x: Tensor, factors: Tensor | None = None) -> Tensor:
+        """attended (..., Q, D) -> (..., H), gated by the layer's input x (..., H) where it has a gate; `factors`: as
+        `_heads` returns them."""
         gate = self.spec.gate
-        if gate is None or self.gate_proj is None:
+        if gate is None:
             return self.o_proj(attended.flatten(-2))
-        factors = self.gate_proj(x)
+        if factors is None:
+            assert self.gate_proj is not None
+            factors = self.gate_proj(x)
         factors = factors.sigmoid() if gate.activation == "sigmoid" else softplus(factors.float()).to(attended.dtype)
         factors = factors.unflatten(-1, (-1, 1 if gate.by_head else self.head_dim))
         return self.o_proj((attended * factors).flatten(-2))
+
+    @property
+    def can_join_gate(self) -> bool:
+        """Whether one product may compute the gate of all dims with q, k and v. Heads without norms are rotated by
+        their product, which has no place for more."""
+        gate = self.spec.gate
+        if self.gate_proj is None or gate is None or gate.by_head or self.q_norm is None:
+            return False
+        return gate.bias == self.spec.qkv_bias
+
+    def join_gate(self) -> None:
+        """Makes the gate's projection a part of that of q, k and v, before there are weights."""
+        assert self.gate_proj is not None
+        parts = {str(part): rows.stop - rows.start for part, rows in self.qkv_proj.parts.items()}
+        with torch.device(self.qkv_proj.weight.device):
+            self.qkv_proj = Linear(
+                self.qkv_proj.in_features,
+                parts | {"gate_proj": self.gate_proj.out_features},
+                bias=self.spec.qkv_bias,
+            )
+        self.gate_proj = None
 
     @property
     def reader(self) -> Linear | None:
@@ -137,9 +165,9 @@ class SelfAttention(nn.Module):
     @property
     def kv_projection(self) -> tuple[Tensor, Tensor | None]:
         """Views of the weight (2 * G * D, H) and bias of keys, then values."""
-        start = self.sizes[0] * self.head_dim
+        rows = slice(self.sizes[0] * self.head_dim, sum(self.sizes) * self.head_dim)
         bias = self.qkv_proj.bias
-        return self.qkv_proj.weight[start:], None if bias is None else bias[start:]
+        return self.qkv_proj.weight[rows], None if bias is None else bias[rows]
 
     def write(self, x: Tensor, attention: Attention) -> None:
         """Stores keys and values of rows without computing their attention."""
@@ -148,5 +176,5 @@ class SelfAttention(nn.Module):
             kv = linear(x, *self.kv_projection)
             k, v = kv.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)  # (..., G, D) each
         else:
-            _, k, v = self._heads(x)
+            _, k, v, _ = self._heads(x)
         attention.write(k if self.k_norm is None else self.k_norm(k), v, self.layer)

@@ -110,7 +110,7 @@ class Linear(nn.Linear):
     @property
     def is_gated(self) -> bool:
         """Whether `gated` multiplies gate and up at once."""
-        return "gate_proj" in self.parts and self.bias is None
+        return "up_proj" in self.parts and self.bias is None
 
     def check_order(self, rows: Iterable[int]) -> None:
         """Lets the library compute these numbers of rows where it adds in the module's `order`."""

@@ -13,6 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.files.quantization import BLOCK
+from slipstream.models.layers.attention import SelfAttention
 from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.formats.base import (
     FLOATS,
@@ -39,10 +41,12 @@ CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_proj.output
 
 def quantize(network: nn.Module, quantization: Quantization | None, tensors: Tensors, device: torch.device) -> None:
     """Puts quantised layers and experts into `network`, on the meta device, where `tensors` of its files are quantised.
+    Gates of attention are joined with its other projections (`join_gates`).
 
     Heads stay as they are (`dequantize_head`). Raises ValueError for parts of a fused projection and experts of a layer
     that differ in format, formats that experts cannot have, and those that `device` does not multiply.
     """
+    join_gates(network, quantization, tensors)
     for path, module in list(network.named_modules()):
         quantized: nn.Module | None = None
         if isinstance(module, Experts):
@@ -58,6 +62,21 @@ def quantize(network: nn.Module, quantization: Quantization | None, tensors: Ten
             norm.keeps_rows = isinstance(reader, Experts) and norm.quantize is not None
         if isinstance(module, GatedMLP) and isinstance(module.gate_up_proj, QuantizedLinear):
             module.gate_up_proj.quantize = module.down_proj.input_scaling()
+
+
+def join_gates(network: nn.Module, quantization: Quantization | None, tensors: Tensors) -> None:
+    """Makes gates of attention's output parts of the projections of q, k and v, where `tensors` of the files of
+    `network` have all of these apart and in one format that allows it."""
+    for path, module in network.named_modules():
+        if not isinstance(module, SelfAttention) or not module.can_join_gate:
+            continue
+        if any(f"{path}.qkv_proj.{kind}" in tensors for kind in ("weight", *tensor_dtypes())):
+            continue
+        parts = (*module.qkv_proj.parts, "gate_proj")
+        formats = [format_in_file(f"{path}.{part}".removeprefix("."), quantization, tensors) for part in parts]
+        is_whole = module.qkv_proj.out_features % BLOCK == 0  # no block of scales has outputs of both
+        if len(set(formats)) == 1 and (formats[0] is None or (formats[0].joins and is_whole)):
+            module.join_gate()
 
 
 def quantize_by_config(network: nn.Module, quantization: Quantization | None) -> None:

@@ -24,7 +24,7 @@ from slipstream.models.layers.formats.base import Quantization
 from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.linear import Embedding, Head
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize
+from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, join_gates, quantize
 from slipstream.models.targets import families
 from slipstream.models.targets.adapt import adapt_names, adapt_values, mtp_names
 from slipstream.models.targets.cache_scales import read_cache_scales
@@ -270,6 +270,7 @@ def load_target(
     if world > 1:
         with torch.device("meta"):
             local = Target(spec)
+        join_gates(local, formats, tensors)
         check_units(target, local, world)
         tensors = sliceable(target, tensors)
         quantize(local, formats, tensors, device)

@@ -24,6 +24,7 @@ from slipstream.tests.mtp_targets import KINDS, MakeMTP, module_tensors
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_targets import MakeTarget, change_json, load_model
 from slipstream.tests.serve.engine_runs import build_engine, plain_answers, run, sized_requests, tokens_of
+from slipstream.train.mtp import copy_weights
 
 IGNORED = {"glm4-moe": r"model\.layers\.4\..*", "hy-v3": r"model\.layers\.4\..*"}
 
@@ -33,7 +34,7 @@ def save_trained(target: Path, folder: Path) -> dict[str, Tensor]:
     spec = load_config(target)
     module = load_mtp(load_target(target, spec, torch.float32, torch.device("cpu")))
     draft = MTP(MTPConfig.from_target(spec, target=str(target)))
-    draft.load_state_dict(module.state_dict())
+    copy_weights(module, draft)
     torch.manual_seed(0)
     for name, parameter in draft.named_parameters():
         if name != "norm.weight" or MTP_FORMS[spec.architecture].has_norm:

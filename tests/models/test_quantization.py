@@ -209,6 +209,43 @@ def test_modules_that_a_config_lists_stay_in_16_bits(family: str, name: str, tmp
     assert (expected - logits(target, tokens)).square().mean() < (1e-5 if layout.inputs == "exact" else 0.2) * effect
 
 
+@pytest.mark.skipif("muse-glimmer" not in ADAPTED, reason="this transformers does not know it")
+@pytest.mark.parametrize(
+    ("name", "ignored", "is_joined"),
+    [
+        ("fp8-blocks", [], True),
+        ("on-the-fly", [], True),
+        ("packed", [], True),
+        ("fp8-static", [], False),
+        ("gptq-order", [], False),
+        ("fp8-blocks", [r".*self_attn\.gate_proj"], False),
+    ],
+)
+@torch.no_grad()
+def test_a_gate_is_projected_with_queries_where_their_format_allows_it(
+    name: str, ignored: list[str], is_joined: bool, tmp_path: Path
+) -> None:
+    """And the norm before them quantises for one layer then."""
+    layout = LAYOUTS[name]
+    plain = tmp_path / "plain"
+    save_random_target(copy.deepcopy(ADAPTED["muse-glimmer"]), plain)
+    values = save_quantized(layout, plain, tmp_path / name, ignored)
+    target = load(tmp_path / name, name)
+    for layer in target.layers:
+        mixer: Any = layer.mixer
+        assert mixer.can_join_gate != is_joined
+        assert (mixer.gate_proj is None) == is_joined
+        assert ("gate_proj" in mixer.qkv_proj.parts) == is_joined
+        is_fp8 = isinstance(mixer.qkv_proj, FP8Linear)
+        assert (layer.input_layernorm.quantize is not None) == (is_joined and is_fp8)
+        assert (layer.pre_feedforward_layernorm.quantize is not None) == is_fp8
+    model = reference(layout, plain, tmp_path / name, values)
+    tokens = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
+    effect = (model(tokens[None]).logits[0] - logits(load(plain), tokens)).square().mean()
+    difference = (model(tokens[None]).logits[0] - logits(target, tokens)).square().mean()
+    assert difference < (1e-5 if layout.inputs == "exact" else 0.2) * effect
+
+
 @pytest.mark.parametrize("name", ["qweight", "qzeros", "scales", "g_idx"])
 def test_rows_of_inputs_are_not_taken_for_rows_of_heads(name: str, tmp_path: Path) -> None:
     """As many inputs as outputs: the shape alone does not tell."""

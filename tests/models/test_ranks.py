@@ -39,6 +39,7 @@ from slipstream.tests.random_targets import (
     SHAPE,
     MakeTarget,
     change_json,
+    muse_glimmer,
     save_random_target,
 )
 from slipstream.tests.recurrent_layers import AverageSpec
@@ -273,6 +274,17 @@ def test_quantised_delta_nets_have_slices_of_each_kind_of_heads(tmp_path: Path) 
             axis = 1 if "out_proj" in name else 0
             kinds = values[name].split([256, 256, 512]) if "in_proj_qkv" in name else [values[name]]
             torch.testing.assert_close(weight, torch.cat([kind.chunk(2, axis)[rank] for kind in kinds], axis))
+
+
+@pytest.mark.skipif("muse-glimmer" not in RELATIVES, reason="this transformers does not know it")
+@pytest.mark.parametrize("name", ["fp8-blocks", "packed"])
+def test_gates_that_are_projected_with_queries_have_slices_of_their_own(name: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 128}
+    save_random_target(muse_glimmer(**sizes), tmp_path / "plain")
+    values = save_quantized(LAYOUTS[name], tmp_path / "plain", tmp_path / name)
+    assert "gate_proj" in cast(Any, load(tmp_path / name, 1, 2).layers[0].mixer).qkv_proj.parts
+    text = {key.replace("language_model.", ""): x for key, x in values.items() if "vision" not in key}
+    check_weights(tmp_path / name, text, name, 2)
 
 
 def fuse_queries(tensors: Tensors) -> Tensors:

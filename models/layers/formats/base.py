@@ -193,6 +193,11 @@ class Format(ABC):
         """Whether tensors that hold all experts are read."""
         return False
 
+    @property
+    def joins(self) -> bool:
+        """Whether projections of one input that files have in it keep their numbers in one layer."""
+        return False
+
     def layer(self, linear: Linear, names: Sequence[str], tensors: Tensors) -> QuantizedLinear:
         """Makes the layer that takes the place of `linear`, on the meta device. `names`: of its parts in files, whose
         `tensors` may tell more than the config."""

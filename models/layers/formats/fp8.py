@@ -106,6 +106,10 @@ class FP8Format(Format):
     def is_fused(self) -> bool:
         return self.on_the_fly or self.scales == "block"
 
+    @property
+    def joins(self) -> bool:
+        return not self.static  # a layer has one scale of its inputs
+
     def layer(self, linear: Linear, names: Sequence[str], tensors: Tensors) -> "FP8Linear":
         del names, tensors
         return FP8Linear(linear, self)

@@ -94,6 +94,10 @@ class Int4Format(Format):
     def description(self) -> str:
         return f"int4, groups of {self.group_size}"
 
+    @property
+    def joins(self) -> bool:
+        return not self.act_order  # a layer has one order of its inputs
+
     def layer(self, linear: Linear, names: Sequence[str], tensors: Tensors) -> "Int4Linear":
         layer = Int4Linear(linear, self, act_order=False)
         ids = (tensors.get(f"{name}.{kind}") for name, kind in product(names, GROUP_IDS))
