@@ -1,4 +1,5 @@
-"""The gated activations of MLPs in one launch each, and the gradient of SiLU's in another.
+"""The gated activations of MLPs, and the gate of attention's output, in one launch each; and the gradient of SiLU's in
+another.
 
 SiLU, or GELU in the form with a tanh (Hendrycks & Gimpel, arXiv 1606.08415), which Gemma has. Both are
 x * sigmoid(z): z = x, or z = 2 * sqrt(2 / pi) * (x + 0.044715 x^3), since (1 + tanh(z / 2)) / 2 = sigmoid(z).
@@ -49,6 +50,25 @@ def activation_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     return silu_mul(gate_up) if activation == "silu" else gelu_tanh_mul(gate_up)
 
 
+@Op
+def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """sigmoid(gate) * x: gate, x (..., I), rows may be strided -> (..., I)."""
+    return x * gate.sigmoid()
+
+
+@sigmoid_mul.kernel()
+def sigmoid_mul_triton(gate: Tensor, x: Tensor) -> Tensor:
+    gates = as_rows(gate)
+    rows = as_rows(x)
+    size = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(rows):
+        _sigmoid_mul[len(rows), triton.cdiv(size, BLOCK)](
+            gates, rows, out, gates.stride(0), rows.stride(0), size, BLOCK=BLOCK, num_warps=4, **pdl_options(x.device)
+        )
+    return out
+
+
 class _SiluMul(torch.autograd.Function):
     """Saves gate_up alone: backward recomputes silu. The gradient is fp32 inside and rounded once."""
 
@@ -91,6 +111,24 @@ def _activation_mul(
     row, columns, mask, gate, up = _load_gate_up(gate_up_ptr, stride, size, BLOCK)
     activated = activate(gate, GELU).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * size + columns, (activated.to(tl.float32) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sigmoid_mul(gate_ptr, x_ptr, out_ptr, gate_stride, x_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
+    tl.store(out_ptr + row * size + columns, round_sigmoid_mul(gate, x), mask=mask)
+
+
+@triton.jit
+def round_sigmoid_mul(gate, x):
+    """Rounds the sigmoid before the product, as two separate operations would."""
+    activated = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(gate.dtype)
+    return (activated.to(tl.float32) * x.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit

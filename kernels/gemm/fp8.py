@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.activation import round_sigmoid_mul, sigmoid_mul, silu_mul
 from slipstream.kernels.gemm.choose import (
     FEW_GATED_ROWS,
     FEW_ROWS,
@@ -218,18 +218,31 @@ def quantized_silu_mul(gate_up: Tensor, input_scales: InputScales) -> QuantizedR
 
 @quantized_silu_mul.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1] // 2))
 def quantized_silu_mul_triton(gate_up: Tensor, input_scales: InputScales) -> QuantizedRows:
-    gate_up = as_rows(gate_up)
-    rows = len(gate_up)
-    columns = gate_up.shape[1] // 2
-    codes, scales, *_ = quantized = _empty_rows(gate_up[:, :columns], input_scales)
+    return _gated_codes(*as_rows(gate_up).chunk(2, dim=1), input_scales, sigmoid=False)
+
+
+@Op
+def quantized_sigmoid_mul(gate: Tensor, x: Tensor, input_scales: InputScales) -> QuantizedRows:
+    """quantize_rows(sigmoid_mul(gate, x)), both (M, I): the inputs of the layer after an attention with a gate."""
+    return quantize_rows.reference(sigmoid_mul.reference(gate, x), input_scales)
+
+
+@quantized_sigmoid_mul.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1]))
+def quantized_sigmoid_mul_triton(gate: Tensor, x: Tensor, input_scales: InputScales) -> QuantizedRows:
+    return _gated_codes(as_rows(gate), as_rows(x), input_scales, sigmoid=True)
+
+
+def _gated_codes(gate: Tensor, x: Tensor, input_scales: InputScales, *, sigmoid: bool) -> QuantizedRows:
+    rows, columns = x.shape
+    codes, scales, *_ = quantized = _empty_rows(x, input_scales)
     if rows == 0:
         return quantized
     width = 1024 if input_scales.by_block or input_scales.static is not None else triton.next_power_of_2(columns)
     warps = min(max(width // (BLOCK if input_scales.by_block else 512), 4), 16)
-    _silu_mul_and_quantize[(rows, triton.cdiv(columns, width))](
-        gate_up, input_scales.static, codes, scales, gate_up.stride(0), *scale_strides(scales), columns,
-        WIDTH=width, BY_BLOCK=input_scales.by_block, GROUP=BLOCK, num_warps=warps,
-        **pdl_options(gate_up.device),
+    _gate_and_quantize[(rows, triton.cdiv(columns, width))](
+        gate, x, input_scales.static, codes, scales, gate.stride(0), x.stride(0), *scale_strides(scales), columns,
+        WIDTH=width, BY_BLOCK=input_scales.by_block, GROUP=BLOCK, SIGMOID=sigmoid, num_warps=warps,
+        **pdl_options(x.device),
     )  # fmt: skip
     return quantized
 
@@ -482,21 +495,20 @@ def _norm_and_quantize(
 
 
 @triton.jit
-def _silu_mul_and_quantize(
-    gate_up_ptr, static_ptr, codes_ptr, scales_ptr, stride, block_stride, row_stride, num_inputs,
-    WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+def _gate_and_quantize(
+    gate_ptr, x_ptr, static_ptr, codes_ptr, scales_ptr, gate_stride, x_stride, block_stride, row_stride, num_inputs,
+    WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rounds where the separate kernels round."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * WIDTH
     columns = first + tl.arange(0, WIDTH)
-    gate_up_ptr += row * stride + columns
-    gate = tl.load(gate_up_ptr, mask=columns < num_inputs, other=0.0)
-    up = tl.load(gate_up_ptr + num_inputs, mask=columns < num_inputs, other=0.0)
-    x = round_silu_mul(gate, up).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=columns < num_inputs, other=0.0)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=columns < num_inputs, other=0.0)
+    gated = (round_sigmoid_mul(gate, x) if SIGMOID else round_silu_mul(gate, x)).to(tl.float32)
     strides = block_stride, row_stride
-    _store_codes(x, x, row, first, static_ptr, codes_ptr, scales_ptr, strides, num_inputs, BY_BLOCK, GROUP)
+    _store_codes(gated, gated, row, first, static_ptr, codes_ptr, scales_ptr, strides, num_inputs, BY_BLOCK, GROUP)
 
 
 @triton.jit

@@ -3,12 +3,15 @@
 Letters: H hidden, Q/G query and KV heads, D head dim; ...: packed tokens, in any leading dims.
 """
 
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from slipstream.kernels.gemm.activation import sigmoid_mul
+from slipstream.kernels.gemm.fp8 import InputScales, quantized_sigmoid_mul
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.norm import HeadNorms
@@ -63,7 +66,11 @@ class Attention(Protocol):
 
 class SelfAttention(nn.Module):
     """Grouped-query attention with q, k and v fused in one projection; q/k norms, sinks and a gate of the output where
-    the architecture has them. The gate has a projection of its own until `join_gate`."""
+    the architecture has them. The gate has a projection of its own until `join_gate`.
+
+    `quantize`: the scales of what reads gated outputs, where that is a layer in FP8."""
+
+    quantize: Callable[[], InputScales] | None = None
 
     def __init__(
         self, spec: AttentionSpec, id: int, hidden_size: int, eps: float, input_size: int | None = None
@@ -121,9 +128,17 @@ class SelfAttention(nn.Module):
         if factors is None:
             assert self.gate_proj is not None
             factors = self.gate_proj(x)
+        if gate.activation == "sigmoid" and not gate.by_head:
+            return self.o_proj(self._gated(factors, attended.flatten(-2)))
         factors = factors.sigmoid() if gate.activation == "sigmoid" else softplus(factors.float()).to(attended.dtype)
         factors = factors.unflatten(-1, (-1, 1 if gate.by_head else self.head_dim))
         return self.o_proj((attended * factors).flatten(-2))
+
+    def _gated(self, factors: Tensor, attended: Tensor) -> Tensor:
+        """sigmoid(factors) * attended, both (..., Q * D); quantised where `o_proj` reads codes."""
+        if self.quantize is not None and attended.dim() == 2:
+            return cast(Tensor, quantized_sigmoid_mul(factors, attended, self.quantize()))
+        return sigmoid_mul(factors, attended)
 
     @property
     def can_join_gate(self) -> bool:

@@ -60,6 +60,8 @@ def quantize(network: nn.Module, quantization: Quantization | None, tensors: Ten
         for norm, reader in module.norm_readers if isinstance(module, DecoderLayer) else ():
             norm.quantize = reader.input_scaling()
             norm.keeps_rows = isinstance(reader, Experts) and norm.quantize is not None
+        if isinstance(module, SelfAttention):
+            module.quantize = module.o_proj.input_scaling()
         if isinstance(module, GatedMLP) and isinstance(module.gate_up_proj, QuantizedLinear):
             module.gate_up_proj.quantize = module.down_proj.input_scaling()
 

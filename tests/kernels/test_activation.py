@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm.activation import gelu_tanh_mul, silu_mul
+from slipstream.kernels.gemm.activation import gelu_tanh_mul, sigmoid_mul, silu_mul
 from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
@@ -44,6 +44,23 @@ def test_the_formula(
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), activation(gate) * up, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@grouped()
+@each_device
+@pytest.mark.parametrize("run", ["reference", "triton"])
+@pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
+def test_gates_of_attention(run: str, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """Gates in strided rows, as beside queries; in any leading dims."""
+    gate, x = random(*shape, dtype, device).chunk(2, dim=-1)
+    x = x.contiguous()
+    with poisoned():
+        out = getattr(sigmoid_mul, run)(gate, x)
+    expected = x.double() / (1 + torch.exp(-gate.double()))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    assert torch.equal(getattr(sigmoid_mul, run)(gate[None], x[None]), out[None])
+    assert getattr(sigmoid_mul, run)(gate[:0], x[:0]).shape == (0, shape[1])
 
 
 @each_device

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.gemm import fp8
-from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.activation import sigmoid_mul, silu_mul
 from slipstream.kernels.gemm.choose import device_of, library_takes
 from slipstream.kernels.gemm.fp8 import (
     InputScales,
@@ -15,6 +15,7 @@ from slipstream.kernels.gemm.fp8 import (
     library_linear,
     quantize_rows,
     quantized_rms_norm,
+    quantized_sigmoid_mul,
     quantized_silu_mul,
 )
 from slipstream.kernels.gemm.tiling import choose_tiling
@@ -255,4 +256,20 @@ def test_gated_activations_are_quantised_in_one_kernel(by_block: bool, device: s
         assert torch.equal(fused.codes.float(), apart.codes.float())
         assert torch.equal(fused.scales, apart.scales)
         expected = quantized_silu_mul.reference(gate_up, scales)
+        torch.testing.assert_close(fused.scales, expected.scales, atol=0, rtol=2e-3)
+
+
+@each_device
+@pytest.mark.parametrize("by_block", [False, True])
+def test_gates_of_attention_are_quantised_in_one_kernel(by_block: bool, device: str) -> None:
+    """The gate stands beside queries, keys and values."""
+    gate = torch.randn(7, 3 * 272, device=device).half()[:, 272 : 2 * 272]
+    x = torch.randn(7, 272, device=device).half()
+    for static in (None, torch.tensor(0.01, device=device)):
+        scales = InputScales(static, by_block)
+        fused = quantized_sigmoid_mul.triton(gate, x, scales)
+        apart = quantize_rows.triton(sigmoid_mul.triton(gate, x), scales)
+        assert torch.equal(fused.codes.float(), apart.codes.float())
+        assert torch.equal(fused.scales, apart.scales)
+        expected = quantized_sigmoid_mul.reference(gate, x, scales)
         torch.testing.assert_close(fused.scales, expected.scales, atol=0, rtol=2e-3)
