@@ -195,18 +195,22 @@ def rms_norm_each(x: Tensor, weights: Tensor, eps: float) -> Tensor:
 
 
 class HeadNorms(NamedTuple):
-    """Qwen3's q/k norms: weights of the query heads q (D,) and of the key heads k (D,)."""
+    """Qwen3's q/k norms: weights of the query heads q (D,) and of the key heads k (D,); and Gemma 4's of values."""
 
     q: Tensor
     k: Tensor
     eps: float
-    last: bool = False  # they follow the rotation (Hunyuan)
+    last: bool = False  # those of q and k follow the rotation (Hunyuan)
+    v: Tensor | None = None
 
 
-def norm_heads(q: Tensor, k: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor]:
-    """Norms q (..., Q, D) and k (..., G, D); without norms returns them unchanged. When serving on a GPU, the kernel of
-    kernels/kv/rope.py does this."""
-    return (q, k) if norms is None else (rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps))
+def norm_heads(q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms q (..., Q, D), k and v (..., G, D); returns what has no norm unchanged. When serving on a GPU, the kernel
+    of kernels/kv/rope.py does this."""
+    if norms is None:
+        return q, k, v
+    v = v if norms.v is None else rms_norm(v, norms.v, norms.eps)
+    return rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps), v
 
 
 def as_rows(x: Tensor) -> Tensor:

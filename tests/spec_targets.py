@@ -119,7 +119,7 @@ class NaiveAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         spec = layer.spec
         length = len(q)
-        q, k = norm_heads(q, k, layer.norms)
+        q, k, v = norm_heads(q, k, v, layer.norms)
         rope = RotaryEmbedding(spec.rope, spec.head_dim, length)
         q = rotate_halves(q, rope.cos[:, None], rope.sin[:, None])
         k = rotate_halves(k, rope.cos[:, None], rope.sin[:, None])

@@ -194,7 +194,7 @@ class BlockAttention(Attention, ABC):
         """q (N * S, Q, D), k and v (N * S, G, D) -> (N * S, Q, D). Keeps nothing."""
         window = layer.spec.window
         assert mask == "block" or window is not None, "the kinds of layer that blocks have"
-        q, k = norm_heads(q, k, layer.norms)
+        q, k, v = norm_heads(q, k, v, layer.norms)
         q, k = (rotate(x, self.rope.cos, self.rope.sin, self.slot_positions, v.dtype) for x in (q, k))
         if (window, mask) not in self.masks:
             self.masks[window, mask] = self.make_mask(window, mask)

@@ -156,7 +156,7 @@ class TTTAttention(Attention):
         """q (N, Q, D), k and v (N, G, D) of the asking rows -> (N, Q, D). In a layer with a window W a query at
         position p sees positions above p - W."""
         assert mask == "causal", "a chain sees what comes before it"
-        q, k = norm_heads(q, k, layer.norms)
+        q, k, v = norm_heads(q, k, v, layer.norms)
         q, k = (self.turn(x, self.rows.asking_positions + self.step, v.dtype) for x in (q, k))
         step_keys = self.own.setdefault(layer.id, [])
         if self.begun.setdefault(layer.id, self.step) < self.step:

@@ -218,7 +218,8 @@ def quantized_silu_mul(gate_up: Tensor, input_scales: InputScales) -> QuantizedR
 
 @quantized_silu_mul.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1] // 2))
 def quantized_silu_mul_triton(gate_up: Tensor, input_scales: InputScales) -> QuantizedRows:
-    return _gated_codes(*as_rows(gate_up).chunk(2, dim=1), input_scales, sigmoid=False)
+    gate, up = as_rows(gate_up).chunk(2, dim=1)
+    return _gated_codes(gate, up, input_scales, sigmoid=False)
 
 
 @Op

@@ -67,7 +67,7 @@ def rotate_and_store(
     scales: Tensor | None = None,
     query_scales: Tensor | None = None,
 ) -> Tensor:
-    """Norms q and k if `norms` are given, rotates them by their positions, and stores k and v in their slots.
+    """Norms q, k and v as `norms` say, rotates q and k by their positions, and stores k and v in their slots.
 
     q (T, Q, D), k and v (T, G, D), strided views with contiguous last dims; cos, sin (P, R) fp32 tables whose halves
     are equal ("half" convention); positions, slots (T,) int64; keys, values (slots, G, D)
@@ -78,7 +78,7 @@ def rotate_and_store(
     """
     is_last = norms is not None and norms.last
     if not is_last:
-        q, k = norm_heads(q, k, norms)
+        q, k, v = norm_heads(q, k, v, norms)
     # (T, 1, R)
     cos = cos[positions, None]
     sin = sin[positions, None]
@@ -88,7 +88,7 @@ def rotate_and_store(
         q = q.float() * query_scales[positions, None, None]
     q = rotate_halves(q, cos, sin).to(dtype)
     if is_last:
-        q, k = norm_heads(q, k, norms)
+        q, k, v = norm_heads(q, k, v, norms)
     if not k.shape[1]:
         return q
     if scales is None:
@@ -175,9 +175,9 @@ def rotate_and_store_triton(
     assert query_scales is None or query_scales.is_contiguous()
     out = torch.empty(T, Q, D, dtype=q.dtype, device=q.device)
     programs = triton.cdiv(Q, HEADS_PER_PROGRAM) + triton.cdiv(G, HEADS_PER_PROGRAM)
-    q_norm, k_norm, eps, is_last = norms or (None, None, 0.0, False)
+    q_norm, k_norm, eps, is_last, v_norm = norms or (None, None, 0.0, False, None)
     _rotate_and_store[(T, programs)](
-        q, k, v, cos, sin, positions, slots, keys, values, out, q_norm, k_norm, scales, query_scales, eps,
+        q, k, v, cos, sin, positions, slots, keys, values, out, q_norm, k_norm, v_norm, scales, query_scales, eps,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], Q, G,
         D=D, R=cos.shape[1], HALF=triton.next_power_of_2(D // 2), HEADS=HEADS_PER_PROGRAM, NORM_LAST=is_last,
         num_warps=4, **pdl_options(q.device),
@@ -188,8 +188,8 @@ def rotate_and_store_triton(
 @triton.jit
 def _rotate_and_store(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, out_ptr,
-    q_norm_ptr, k_norm_ptr, scales_ptr, query_scales_ptr, eps, q_token_stride, q_head_stride, k_token_stride,
-    k_head_stride, v_token_stride, v_head_stride, Q, G,
+    q_norm_ptr, k_norm_ptr, v_norm_ptr, scales_ptr, query_scales_ptr, eps, q_token_stride, q_head_stride,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride, Q, G,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, NORM_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -198,6 +198,8 @@ def _rotate_and_store(
     if q_norm_ptr is not None:
         _prefetch_norm(q_norm_ptr, dim, D)
         _prefetch_norm(k_norm_ptr, dim, D)
+    if v_norm_ptr is not None:
+        _prefetch_norm(v_norm_ptr, dim, D)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -226,7 +228,7 @@ def _rotate_and_store(
         if scales_ptr is not None:
             k_scale, v_scale = _load_scales(scales_ptr, head, G)
         _rotate_heads(k, keys_ptr + cell, cos, sin, inside, k_norm_ptr, eps, k_scale, dim, D, R, NORM_LAST)
-        _copy_heads(v, values_ptr + cell + dim, inside, v_scale, D)
+        _copy_heads(v, values_ptr + cell + dim, inside, v_norm_ptr, eps, v_scale, dim, D)
 
 
 @triton.jit
@@ -268,10 +270,7 @@ def _rotate_heads(
         first = first.to(source.dtype.element_ty).to(tl.float32)
         second = second.to(source.dtype.element_ty).to(tl.float32)
     if norm_ptr is not None:
-        squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
-        factor = tl.rsqrt(squares / D + eps)
-        first = _scaled(first * factor, norm_ptr + first_dims, dim, source, D)
-        second = _scaled(second * factor, norm_ptr + second_dims, dim, source, D)
+        first, second = _norm_halves(first, second, norm_ptr + first_dims, norm_ptr + second_dims, eps, dim, source, D)
     if not NORM_LAST:
         first, second = _turn(first, second, cos, sin)
     _store_half(target + first_dims, first, inside, scale)
@@ -347,10 +346,16 @@ def store_heads(
 
 
 @triton.jit
-def _copy_heads(source, target, inside, scale, D: tl.constexpr):
-    """source, target (HEADS, HALF): pointers to the first half of each head."""
-    _store_half(target, tl.load(source, mask=inside, other=0.0), inside, scale)
-    _store_half(target + D // 2, tl.load(source + D // 2, mask=inside, other=0.0), inside, scale)
+def _copy_heads(source, target, inside, norm_ptr, eps, scale, dim, D: tl.constexpr):
+    """source, target (HEADS, HALF): pointers to the first half of each head. norm_ptr (D,), or None."""
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + D // 2, mask=inside, other=0.0)
+    if norm_ptr is not None:
+        first, second = _norm_halves(
+            first.to(tl.float32), second.to(tl.float32), norm_ptr + dim, norm_ptr + dim + D // 2, eps, dim, source, D
+        )
+    _store_half(target, first, inside, scale)
+    _store_half(target + D // 2, second, inside, scale)
 
 
 @triton.jit
@@ -377,6 +382,16 @@ def _pairs(dim, D: tl.constexpr, R: tl.constexpr):
         first_dims = tl.where(dim < R // 2, dim, dim + R // 2)
         second_dims = tl.where(dim < R // 2, dim + R // 2, dim + D // 2)
     return first_dims, second_dims
+
+
+@triton.jit
+def _norm_halves(first, second, first_weight, second_weight, eps, dim, source, D: tl.constexpr):
+    """Norms heads (HEADS, D) in fp32 by weights at pointers; rounded as at `source`."""
+    squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+    factor = tl.rsqrt(squares / D + eps)
+    return _scaled(first * factor, first_weight, dim, source, D), _scaled(
+        second * factor, second_weight, dim, source, D
+    )
 
 
 @triton.jit
@@ -470,4 +485,5 @@ def _store_context(
     if scales_ptr is not None:
         k_scale, v_scale = _load_scales(scales_ptr + layer * 2 * G, head, G)
     _rotate_heads(source, target, cos, sin, inside, k_norm_ptr + layer * D, eps, k_scale, dim, D, R, False)
-    _copy_heads(source + G * D + dim, target + num_slots.to(tl.int64) * G * D + dim, inside, v_scale, D)
+    values = target + num_slots.to(tl.int64) * G * D + dim
+    _copy_heads(source + G * D + dim, values, inside, None, eps, v_scale, dim, D)

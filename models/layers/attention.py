@@ -54,8 +54,9 @@ class Attention(Protocol):
         ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        """Norms q and k if the layer has norms, writes k and v, rotates q (..., Q, D) and returns the attention output
-        (..., Q, D). k and v (..., 0, D) of a layer with a `kv_source` are not written; its queries see that one's.
+        """Norms q, k and v as the layer's norms say, writes k and v, rotates q (..., Q, D) and returns the attention
+        output (..., Q, D). k and v (..., 0, D) of a layer with a `kv_source` are not written; its queries see those of
+        that one.
 
         mask: "causal" a query sees the tokens up to its own; "tree" the committed tokens and its ancestors; "block" the
         committed tokens and its whole block. A windowed layer sees of these the positions above the query's minus the
@@ -89,6 +90,7 @@ class SelfAttention(nn.Module):
         q_size, *k_size = (heads * spec.head_dim for heads in normed_heads[: min(kv_parts, 1) + 1])
         self.q_norm = RMSNorm(q_size, eps, spec.norm_offset) if has_norms else None
         self.k_norm = RMSNorm(k_size[0], eps, spec.norm_offset) if has_norms and k_size else None
+        assert has_norms or not spec.value_norm
         self.v_norm = RMSNorm(spec.head_dim, eps) if spec.value_norm else None
         self.sinks = nn.Parameter(torch.zeros(spec.num_heads)) if spec.sinks else None
         self.gate_proj = None
@@ -116,8 +118,7 @@ class SelfAttention(nn.Module):
         q, *kv = outputs[..., :size].unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)
         if not kv:
             return q, q[..., :0, :], q[..., :0, :], factors
-        v = kv[-1]
-        return q, kv[0], v if self.v_norm is None else self.v_norm(v), factors
+        return q, kv[0], kv[-1], factors
 
     def _project(self, attended: Tensor, x: Tensor, factors: Tensor | None = None) -> Tensor:
         """attended (..., Q, D) -> (..., H), gated by the layer's input x (..., H) where it has a gate; `factors`: as
@@ -175,7 +176,8 @@ class SelfAttention(nn.Module):
         if self.q_norm is None or self.spec.projection_norm:
             return None
         k_norm = self.k_norm or self.q_norm  # where there are no keys, it does not count
-        return HeadNorms(self.q_norm.weight, k_norm.weight, self.q_norm.eps, self.spec.norm_last)
+        v_weight = None if self.v_norm is None else self.v_norm.weight
+        return HeadNorms(self.q_norm.weight, k_norm.weight, self.q_norm.eps, self.spec.norm_last, v_weight)
 
     @property
     def kv_projection(self) -> tuple[Tensor, Tensor | None]:
@@ -192,4 +194,5 @@ class SelfAttention(nn.Module):
             k, v = kv.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)  # (..., G, D) each
         else:
             _, k, v, _ = self._heads(x)
-        attention.write(k if self.k_norm is None else self.k_norm(k), v, self.layer)
+        k, v = (x if norm is None else norm(x) for x, norm in ((k, self.k_norm), (v, self.v_norm)))
+        attention.write(k, v, self.layer)

@@ -48,12 +48,12 @@ class PackedAttention(Attention):
         rope = self._rope(layer.spec, q.device)
         is_last = layer.norms is not None and layer.norms.last
         if not is_last:
-            q, k = norm_heads(q, k, layer.norms)
+            q, k, v = norm_heads(q, k, v, layer.norms)
         if rope.query_scales is not None:
             q = q.float() * rope.query_scales[self.positions, None, None]
         q, k = (rotate(x, rope.cos, rope.sin, self.positions, v.dtype) for x in (q, k))
         if is_last:
-            q, k = norm_heads(q, k, layer.norms)
+            q, k, v = norm_heads(q, k, v, layer.norms)
         k, v = self._shared(k, v, layer)
         if q.is_cuda and takes(v) and spec.softcap is None:
             return self._attend_all(q, k, v, layer)

@@ -16,7 +16,7 @@ from slipstream.kernels.attention.dense import dense_attention
 from slipstream.kernels.attention.paged import sees
 from slipstream.kernels.kv.fp8 import E4M3, decode
 from slipstream.kernels.kv.rope import store_encoded
-from slipstream.kernels.norm import HeadNorms, rms_norm_each
+from slipstream.kernels.norm import HeadNorms, rms_norm, rms_norm_each
 from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.attention import base
@@ -111,6 +111,9 @@ class Backend(base.Backend):
         if q.is_cuda:  # one launch instead of a dozen
             return super().rotate_and_store(q, k, v, layer)
         q, k = self._norm_and_rotate(q, k, layer)
+        norms = layer.norms
+        if norms is not None and norms.v is not None:
+            v = rms_norm(v, norms.v, norms.eps)
         self._store(k, v, layer)
         return q
 

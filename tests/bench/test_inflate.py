@@ -296,8 +296,8 @@ class Widened(SDPABlockAttention):
         super().write(k.float(), v.float(), layer)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        q32, k32 = (x.float() for x in norm_heads(q, k, layer.norms))
-        return super().attend(q32, k32, v.float(), layer._replace(norms=None), mask).to(q.dtype)
+        wide = (x.float() for x in norm_heads(q, k, v, layer.norms))
+        return super().attend(*wide, layer._replace(norms=None), mask).to(q.dtype)
 
 
 @torch.no_grad()

@@ -261,10 +261,17 @@ def test_under_autograd_fp32_weights_leave_the_dtype_as_it_is(autocast: bool, de
     heads = [random((16,), torch.float32, device, seed).requires_grad_() for seed in (4, 5)]
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         added, summed = add_rms_norm(x, y, weights[0], EPS)
-        q, k, _ = x.unflatten(1, (4, 16)).split((2, 1, 1), dim=1)
-        q, k = norm_heads(q, k, HeadNorms(*heads, EPS))
+        q, k, v = norm_heads(*x.unflatten(1, (4, 16)).split((2, 1, 1), dim=1), HeadNorms(*heads, EPS, v=heads[0]))
         parts = rms_norm_parts(x, [*heads, *heads], EPS)
-        results = [rms_norm(x, weights[0], EPS), added, rms_norm_pair(x, y, (weights[0], weights[1]), EPS), parts, q, k]
+        results = [
+            rms_norm(x, weights[0], EPS),
+            added,
+            rms_norm_pair(x, y, (weights[0], weights[1]), EPS),
+            parts,
+            q,
+            k,
+            v,
+        ]
     by_head = x.unflatten(1, (4, 16))
     expected = [
         normed(x, weights[0]),
@@ -273,6 +280,7 @@ def test_under_autograd_fp32_weights_leave_the_dtype_as_it_is(autocast: bool, de
         normed(by_head, torch.stack([*heads, *heads])).flatten(1),
         normed(by_head[:, :2], heads[0]),
         normed(by_head[:, 2:3], heads[1]),
+        normed(by_head[:, 3:], heads[0]),
     ]
     leaves = [x, y, *weights, *heads]
     for actual, exact in zip(results, expected, strict=True):

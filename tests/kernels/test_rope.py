@@ -93,7 +93,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 @grouped("dtype")
 @each_device
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kind", ["bare", "normed", "normed last", "growing"])
+@pytest.mark.parametrize("kind", ["bare", "normed", "normed last", "normed values", "growing"])
 @pytest.mark.parametrize(("case", "dtype"), rotating([*CASES, REAL], TOLERANCES))
 def test_equals_complex_numbers(
     kernel: Callable[..., Tensor], kind: str, case: tuple[int, ...], dtype: torch.dtype, device: str
@@ -101,6 +101,8 @@ def test_equals_complex_numbers(
     scene = Scene(case, dtype, device)
     is_last = kind == "normed last"
     norms = scene.norms()._replace(last=is_last) if kind.startswith("normed") else None
+    if norms is not None and kind == "normed values":
+        norms = norms._replace(v=norms.q.float() / 2)
     growth = 1 + torch.arange(MAX_LEN, device=device) / 100 if kind == "growing" else None
     before = scene.k.clone()
     out = kernel(*scene.arguments(), norms, None, growth)
@@ -118,6 +120,9 @@ def test_equals_complex_numbers(
             return
         q = normed(q, norms.q)
         k = normed(k, norms.k)
+        if norms.v is not None:
+            check(scene.values[scene.slots], normed(scene.v, norms.v).double().cpu(), tolerances)
+            scene.values[scene.slots] = scene.v
     factors = 1.0 if growth is None else growth[scene.positions].double().cpu()[:, None, None]
     check(out, scene.turned(q) * factors, tolerances)
     scene.check_cache(k, tolerances)

@@ -93,7 +93,7 @@ class CausalAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         assert mask == "causal"
-        q, k = norm_heads(q, k, layer.norms)
+        q, k, v = norm_heads(q, k, v, layer.norms)
         self.write(k, v, layer)
         q = rotate_halves(q, self.cos, self.sin)
         k = self.k
