@@ -16,6 +16,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs, capture_all
+from slipstream.tests.models.test_quantization import ADAPTED
 from slipstream.tests.quantized_targets import LAYOUTS, MOE_CONFIG, save_gpt_oss, save_quantized
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import SHAPE, save_random_target
@@ -182,6 +183,28 @@ def test_exact_answers_of_quantised_experts_are_equal_in_bf16(layout: str, tmp_p
     requests = [make_request(str(index), random_prompt(1 + 37 * index, index), max_tokens=60) for index in range(9)]
     expected = tokens_of(run(build_engine(tmp_path / "target", max_running=1, **alike), requests))
     engine = build_engine(tmp_path / "target", tmp_path / "draft", max_running=7, prefill_budget=150, **alike)
+    assert not engine.info.inexact
+    assert tokens_of(run(engine, requests)) == expected
+
+
+@pytest.mark.parametrize("layout", ["", "fp8-blocks"])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-experts", "muse-glimmer", "laguna", "hyperclovax"])
+def test_answers_of_layers_with_more_norms_and_gates(family: str, layout: str, tmp_path: Path) -> None:
+    """In fp32 those of the CPU, where weights have 16 bits; in bf16 the same alone and among others with n-grams, in
+    chunks."""
+    if family not in ADAPTED:
+        pytest.skip("this transformers does not know it")
+    save_random_target(copy.deepcopy(ADAPTED[family]), tmp_path / "plain")
+    requests = requests_of({"temperature": 0.0}, count=9, max_tokens=60)
+    if layout:
+        save_quantized(LAYOUTS[layout], tmp_path / "plain", tmp_path / "target")
+    else:
+        (tmp_path / "plain").rename(tmp_path / "target")
+        engine = on_gpu(tmp_path / "target", kv_cache_tokens=4096)
+        assert tokens_of(run(engine, requests)) == on_cpu(tmp_path / "target", requests)
+    alike = {"device": "cuda", "dtype": "bfloat16", "attention": OURS, "exact": True, "kv_cache_tokens": 4096}
+    expected = tokens_of(run(build_engine(tmp_path / "target", max_running=1, **alike), requests))
+    engine = build_engine(tmp_path / "target", "ngram", max_running=7, prefill_budget=50, **alike)
     assert not engine.info.inexact
     assert tokens_of(run(engine, requests)) == expected
 
