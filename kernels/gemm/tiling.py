@@ -20,6 +20,7 @@ INT4_PARTS = 8  # most parts of the inputs of 4-bit weights
 INT4_PART = 1024  # inputs of these that are not shared out
 SMALL_ROWS = 8  # of tiles of 4-bit weights that two warps multiply by `mma.sync`, which adds as `wgmma` does
 RING = 192 << 10  # bytes of the rings of wide_int4.py
+WIDE_TILES = 80  # of 128 outputs; fewer leave too many multiprocessors without a program
 MAX_OUTPUTS = 64 * PROGRAMS  # for more, the library is as fast (docs/log/2026-11-21.md)
 
 
@@ -50,7 +51,7 @@ def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_ro
             return Tiling(outputs=128, depth=64, split=1, warps=8)
         # Either way two programs fit on a multiprocessor.
         return Tiling(outputs=64, depth=64, split=1, stages=4 if num_rows <= 32 else 3)
-    if num_outputs > MAX_OUTPUTS:
+    if num_outputs > MAX_OUTPUTS and triton.cdiv(num_outputs, 128) >= WIDE_TILES:
         return Tiling(outputs=128, depth=64, split=1, stages=3)
     split = 1
     while triton.cdiv(num_outputs, 64) * 2 * split <= PROGRAMS and num_inputs >= 1024 * 2 * split:
