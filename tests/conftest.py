@@ -69,7 +69,10 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> "MakeTarget":
 @pytest.fixture(scope="session")
 def make_mtp(tmp_path_factory: pytest.TempPathFactory) -> "MakeMTP":
     """kind of KINDS, number of modules -> a random target with MTP heads, made once per session."""
-    from slipstream.tests.mtp_targets import save_mtp_target  # takes a second, and not all tests need it
+    from slipstream.tests.mtp_targets import MtpModel, save_mtp_target  # takes a second, and not all tests need it
+
+    if not hasattr(MtpModel, "forward_layer"):
+        pytest.skip("this transformers is too old to run a single layer of MTP heads")
 
     @cache
     def make(kind: str, count: int = 1) -> "MTPTarget":

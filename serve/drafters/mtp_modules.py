@@ -143,15 +143,14 @@ class ModulesDrafter(AutoregressiveDrafter):
         level = len(frontiers)
         skipped = level - 1 if level >= len(self.in_turn) else 0
         read = frontiers[skipped:]
-        request = torch.arange(B, device=states.device)[:, None]
         sources = []
-        for above, frontier in enumerate(read):
-            parents = frontier.sources.view(B, k)  # among the rows of the level above
-            sources.append(
-                parents - request
-                if above + skipped == 0
-                else parents - request * k + (0 if skipped else 1 + (above - 1) * k)
-            )
+        for depth, frontier in enumerate(read, skipped):
+            if depth == 0:
+                sources.append(torch.zeros(B, k, dtype=torch.int64, device=states.device))  # the root
+            else:
+                # a remainder, so that the zeros of a dry run are places, too
+                parents = frontier.sources.view(B, k) % k
+                sources.append(parents + (0 if skipped else 1 + (depth - 1) * k))
         nodes = Nodes(
             tokens=torch.cat([frontier.tokens.view(B, k) for frontier in read], dim=1),
             ancestors=torch.cat([frontier.ancestors for frontier in read], dim=1),

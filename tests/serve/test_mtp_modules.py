@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from transformers.modeling_layers import MtpModel
 
 from slipstream.kernels.sampling.sample import noise_key
+from slipstream.kernels.speculation.draft_tree import Frontier
+from slipstream.serve.drafters import autoregressive
 from slipstream.serve.drafters.options import TreeOptions
 from slipstream.serve.dry_run import DryRun, report
 from slipstream.serve.kernels import report as kernels_report
@@ -178,6 +180,24 @@ def test_passes_as_a_gpu_has_them_propose_what_transformers_does(
             assert oracle(text[: length + 1], request)[:2] == (nodes, parents)
             num_checked += 1
     assert num_checked >= 2 * sum(answer.counts.rounds for answer in answers.values()) > 0
+
+
+def test_a_dry_run_of_trees_reads_states_that_exist(make_mtp: MakeMTP, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are not launched leave zeros, from which indices are made."""
+    sizes: dict[str, Any] = {"max_running": 3, "kv_cache_tokens": 512, "drafter": DRAFTED["tree"]}
+    sizes["width"] = TreeOptions(**DRAFTED["tree"]).verified_nodes
+    target = make_mtp("glm4-moe", 3).folder
+    engine = build_played(EngineConfig(target=str(target), draft="mtp", grammar_drafts=False, **sizes))
+    grow = autoregressive.grow
+
+    def grow_without_kernel(*args: Any) -> Frontier | None:
+        frontier = grow(*args)
+        return None if frontier is None else Frontier(*(value * 0 for value in frontier))
+
+    monkeypatch.setattr(autoregressive, "grow", grow_without_kernel)
+    assert engine.runner.drafts is not None
+    with torch.inference_mode():
+        engine.runner.drafts.run_all()
 
 
 @pytest.mark.gpu
