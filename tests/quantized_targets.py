@@ -25,7 +25,7 @@ from transformers import (
 
 from slipstream.models.layers.formats.base import QuantizedLinear
 from slipstream.models.layers.formats.linear_experts import LinearExperts
-from slipstream.models.targets.decoder import Target
+from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.tests.random_targets import CAPPED, SHAPE, change_json, load_model, save_random_target
 
 CONFIG = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2})
@@ -377,3 +377,16 @@ def mixed(
             outputs.append(F.linear(rounded(module.act_fn(gate) * up, inputs, static[1]), module.down_proj[expert]))
         rows.append(shares @ torch.stack(outputs))
     return torch.stack(rows)
+
+
+def load(folder: Path, name: str = "", dtype: torch.dtype = torch.float32) -> Target:
+    """A target of a layout. "on-the-fly": of plain weights."""
+    quantization = "fp8" if name == "on-the-fly" else None
+    return load_target(folder, load_config(folder), dtype, torch.device("cpu"), quantization=quantization)
+
+
+def change_tensors(folder: Path, prefix: str, changes: Mapping[str, Tensor | None]) -> None:
+    """Replaces tensors of a file by their names after `prefix`; None deletes."""
+    tensors = load_file(folder / "model.safetensors") | {f"{prefix}.{key}": changes[key] for key in changes}
+    tensors = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    save_file(tensors, folder / "model.safetensors")

@@ -40,6 +40,9 @@ from transformers import (
     SmolLM3Config,
 )
 
+from slipstream.models.targets.decoder import Target
+from slipstream.models.targets.packed_attention import PackedAttention
+
 MakeTarget = Callable[[str], Path]  # family -> folder of a random checkpoint
 SHAPE = {
     "vocab_size": 120,
@@ -412,6 +415,14 @@ def roughen(module: nn.Module) -> None:
 def shared_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """Embedding and head (V, H), the weights of the target that drafts use."""
     return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+
+
+@torch.no_grad()
+def logits(target: Target, tokens: Tensor) -> Tensor:
+    """(S, V), as our modules compute them."""
+    attention = PackedAttention()
+    attention.plan(torch.arange(len(tokens))[None])
+    return target.logits(target(tokens, attention)[0])
 
 
 @torch.no_grad()

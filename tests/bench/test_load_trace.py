@@ -15,9 +15,8 @@ from slipstream.bench.load_trace import (
     run_phases,
     summary,
 )
-from slipstream.bench.streams import Arrival, Stream, Streams, accept_length, gaps_ended, gaps_touching, num_tokens
+from slipstream.bench.streams import Arrival, Stream, Streams
 from slipstream.bench.workload import Task
-from slipstream.serve.request import RequestStats
 from slipstream.tests.bench.clocked_engine import Clock, ClockedEngine
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.sources import TINY
@@ -64,18 +63,10 @@ def test_each_phase_keeps_its_number_of_requests_open(watched: Watched) -> None:
     assert all(stream.stats is not None for stream in watched.all.values())
 
 
-def test_a_gap_counts_in_one_phase_and_touches_two() -> None:
+def test_figures_of_a_phase() -> None:
     stream = Stream(0.0, arrivals=[Arrival(1.0, 1), Arrival(2.0, 3), Arrival(5.0, 2)])
-    assert [gaps_ended([stream], *phase) for phase in ((0.0, 3.0), (3.0, 6.0))] == [[1.0], [3.0]]
-    assert gaps_touching([stream], 2.0, 3.0) == [3.0]
-    assert gaps_touching([stream], 1.5, 3.0) == [1.0, 3.0]
-    assert num_tokens([stream], 1.0, 5.0) == 5
-    assert stream.first_token_s == 1.0
     figures = phase_figures([stream], 1, 0.0, 4.0)
     assert [figures[name] for name in ("requests", "tok_s", "gap_ms_p50", "gap_ms_p99")] == [1, 1.0, 1000.0, 1000.0]
-    assert accept_length([stream]) is None
-    stream.stats = RequestStats(completion_tokens=6, prefills=1, rounds=2)
-    assert accept_length([stream]) == 2.5
 
 
 def test_medians_are_compared_with_those_without_a_draft() -> None:

@@ -16,11 +16,15 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.models.targets.decoder import Target, load_config, load_target
-from slipstream.models.targets.packed_attention import PackedAttention
-from slipstream.tests.models.saved_drafts import CPU
-from slipstream.tests.quantized_targets import CONFIG, LAYOUTS, MOE_CONFIG, dequantized_weights, read_by_transformers
-from slipstream.tests.random_targets import save_random_target
+from slipstream.tests.quantized_targets import (
+    CONFIG,
+    LAYOUTS,
+    MOE_CONFIG,
+    dequantized_weights,
+    load,
+    read_by_transformers,
+)
+from slipstream.tests.random_targets import logits, save_random_target
 
 PRESETS = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A16_ASYM")
 TOKENS = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
@@ -32,17 +36,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, config in (("dense", CONFIG), ("moe", MOE_CONFIG)):
         save_random_target(copy.deepcopy(config), folder / name)
     return {name: folder / name for name in ("dense", "moe")}
-
-
-def load(folder: Path) -> Target:
-    return load_target(folder, load_config(folder), torch.float32, CPU)
-
-
-@torch.no_grad()
-def logits(target: Target) -> Tensor:
-    attention = PackedAttention()
-    attention.plan(torch.arange(len(TOKENS))[None])
-    return target.logits(target(TOKENS, attention)[0])
 
 
 def linear(weight: Tensor) -> nn.Linear:
@@ -109,9 +102,9 @@ def test_a_dense_model(preset: str, plain: dict[str, Path], tmp_path: Path) -> N
     torch.testing.assert_close(dequantized_weights(target), weights, rtol=0, atol=0)
     read = read_by_transformers(tmp_path / "found")
     torch.testing.assert_close({name: read.get_parameter(name) for name in weights}, weights, rtol=0, atol=0)
-    output = logits(target)
+    output = logits(target, TOKENS)
     expected = model(TOKENS[None]).logits[0]
-    effect = (expected - logits(load(plain["dense"]))).square().mean()
+    effect = (expected - logits(load(plain["dense"]), TOKENS)).square().mean()
     assert effect > 1e-2, "quantisation makes a difference"
     if preset.startswith("W4A16"):
         torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
@@ -134,7 +127,7 @@ def test_experts_that_transformers_holds_together_stay_in_16_bits(plain: dict[st
     expected = quantized_weights(model)
     assert len(expected) == 2 * 4
     torch.testing.assert_close(dequantized_weights(target), expected, rtol=0, atol=0)
-    torch.testing.assert_close(logits(target), model(TOKENS[None]).logits[0], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(logits(target, TOKENS), model(TOKENS[None]).logits[0], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["packed", "packed-asymmetric", "compressed-channel", "compressed-blocks"])

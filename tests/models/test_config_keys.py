@@ -21,11 +21,10 @@ from transformers import AutoConfig, Gemma3Config, PreTrainedModel, SiglipVision
 
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.frozen import load_frozen_target
-from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.pairwise import gate_of, grouped
-from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, auto_class, roughen
+from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, auto_class, logits, roughen
 from slipstream.tests.sources import TINY
 
 Changes = dict[str, Any]
@@ -162,10 +161,7 @@ def check_changes(family: str, changes: Changes, names: Collection[str], tmp_pat
         return
     if target is None:
         return  # nothing to compare with
-    attention = PackedAttention()
-    attention.plan(torch.arange(len(tokens))[None])
-    with torch.no_grad():
-        torch.testing.assert_close(target.logits(target(tokens, attention)[0]), expected, atol=5e-5, rtol=1e-4)
+    torch.testing.assert_close(logits(target, tokens), expected, atol=5e-5, rtol=1e-4)
 
 
 def test_every_key_of_every_family_is_tried() -> None:
@@ -239,11 +235,9 @@ def test_a_wrappers_top_level_says_whether_the_head_is_tied(outer: bool, inner: 
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(values))
     target = load_target(tmp_path, load_config(tmp_path), torch.float32, CPU)
-    attention = PackedAttention()
-    attention.plan(torch.arange(len(tokens))[None])
     with torch.no_grad():
         expected = model(input_ids=tokens[None]).logits[0]
-        torch.testing.assert_close(target.logits(target(tokens, attention)[0]), expected, atol=5e-5, rtol=1e-4)
+    torch.testing.assert_close(logits(target, tokens), expected, atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("reader", ["served", "trained"])

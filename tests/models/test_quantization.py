@@ -22,17 +22,17 @@ from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.adapt import adapt_values
 from slipstream.models.targets.config import MoESpec
-from slipstream.models.targets.decoder import Target, load_config, load_target
-from slipstream.models.targets.packed_attention import PackedAttention
-from slipstream.tests.models.saved_drafts import CPU
+from slipstream.models.targets.decoder import load_config
 from slipstream.tests.pairwise import grouped, some_of
 from slipstream.tests.quantized_targets import (
     BLOCKS,
     CONFIG,
     GPTQ,
     LAYOUTS,
+    change_tensors,
     compressed,
     dequantized_weights,
+    load,
     read_by_transformers,
     reference,
     save_quantized,
@@ -45,6 +45,7 @@ from slipstream.tests.random_targets import (
     RELATIVES,
     SHAPE,
     change_json,
+    logits,
     muse_glimmer,
     save_random_target,
 )
@@ -62,18 +63,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("targets") / "plain"
     save_random_target(CONFIG, folder)
     return folder
-
-
-def load(folder: Path, name: str = "", dtype: torch.dtype = torch.float32) -> Target:
-    quantization = "fp8" if name == "on-the-fly" else None
-    return load_target(folder, load_config(folder), dtype, CPU, quantization=quantization)
-
-
-@torch.no_grad()
-def logits(target: Target, tokens: Tensor) -> Tensor:
-    attention = PackedAttention()
-    attention.plan(torch.arange(len(tokens))[None])
-    return target.logits(target(tokens, attention)[0])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -365,13 +354,7 @@ def test_faults_of_files_are_named(
     name: str, change: dict[str, Tensor | None], message: str, plain: Path, tmp_path: Path
 ) -> None:
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
-    tensors = load_file(tmp_path / name / "model.safetensors")
-    for key, tensor in change.items():
-        full = f"model.layers.0.mlp.{key}"
-        tensors.pop(full, None)
-        if tensor is not None:
-            tensors[full] = tensor
-    save_file(tensors, tmp_path / name / "model.safetensors")
+    change_tensors(tmp_path / name, "model.layers.0.mlp", change)
     with pytest.raises(ValueError, match=message):
         load(tmp_path / name)
 

@@ -13,23 +13,23 @@ from torch import Tensor
 from slipstream.kernels.gemm.fp8 import QuantizedRows
 from slipstream.models.layers.formats.linear_experts import LinearExperts
 from slipstream.models.layers.formats.mxfp4 import MXFP4Experts
-from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.frozen import DecoderTarget, load_frozen_target, read_model
-from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
 from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.quantized_targets import (
     FP8,
     LAYOUTS,
     MOE_CONFIG,
+    change_tensors,
     dequantized_weights,
     fuse_experts,
+    load,
     read_by_transformers,
     reference,
     save_gpt_oss,
     save_quantized,
 )
-from slipstream.tests.random_targets import change_json, save_random_target
+from slipstream.tests.random_targets import change_json, logits, save_random_target
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 
 TOKENS = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
@@ -43,18 +43,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(folder: Path, name: str = "") -> Target:
-    quantization = "fp8" if name == "on-the-fly" else None
-    return load_target(folder, load_config(folder), torch.float32, CPU, quantization=quantization)
-
-
-@torch.no_grad()
-def logits(target: Target, tokens: Tensor = TOKENS) -> Tensor:
-    attention = PackedAttention()
-    attention.plan(torch.arange(len(tokens))[None])
-    return target.logits(target(tokens, attention)[0])
-
-
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-static", "compressed-channel", "awq", "packed", "on-the-fly"])
 @torch.no_grad()
 def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> None:
@@ -65,8 +53,8 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
     target = load(folder, name)
     assert isinstance(target.layers[1].mlp.experts, LinearExperts)
     expected = reference(layout, plain, folder, values)(TOKENS[None]).logits[0]
-    output = logits(target)
-    effect = (expected - logits(load(plain))).square().mean()
+    output = logits(target, TOKENS)
+    effect = (expected - logits(load(plain), TOKENS)).square().mean()
     assert effect > 1e-4, "quantisation makes a difference"
     if layout.inputs == "exact":
         torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
@@ -126,7 +114,7 @@ def test_gpt_oss_equals_transformers(tmp_path: Path) -> None:
         expected = reference(TOKENS[None]).logits[0]
     target = load(tmp_path)
     assert isinstance(target.layers[0].mlp.experts, MXFP4Experts)
-    torch.testing.assert_close(logits(target), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(logits(target, TOKENS), expected, atol=1e-3, rtol=1e-3)
     frozen = load_frozen_target(tmp_path, (1,), CPU)
     assert isinstance(frozen, DecoderTarget)
     prompt = TOKENS[:9].tolist()
@@ -189,12 +177,7 @@ def test_faults_of_files_are_named(
     name: str, change: dict[str, Tensor | None], message: str, plain: Path, tmp_path: Path
 ) -> None:
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
-    tensors = load_file(tmp_path / name / "model.safetensors")
-    for key, tensor in change.items():
-        tensors.pop(f"{EXPERT}.{key}", None)
-        if tensor is not None:
-            tensors[f"{EXPERT}.{key}"] = tensor
-    save_file(tensors, tmp_path / name / "model.safetensors")
+    change_tensors(tmp_path / name, EXPERT, change)
     with pytest.raises(ValueError, match=message):
         load(tmp_path / name)
 
