@@ -28,6 +28,10 @@ WORD_BITS = 32
 # Where a text is forced, only beginnings of this text are allowed: few tokens, in at most so many words of a mask.
 MAX_FORCED_WORDS = 32
 NO_TOKEN_ALLOWED = Refusal("the grammar allows no token here, not even an end; correct it")
+TOO_SLOW = Refusal(
+    "the grammar takes too long for a step of this answer, for which all requests wait: repeat nothing that repeats "
+    "itself, and leave fewer readings of a text"
+)
 TOKEN_REFUSED = (
     "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
 )
@@ -35,6 +39,8 @@ TOKEN_REFUSED = (
 
 class Matcher(Protocol):
     """The state of one answer in its grammar: the interface of the matchers in serve/grammar/grammars.py."""
+
+    is_slow: bool  # a step's work on it has taken too long
 
     @property
     def is_over(self) -> bool:
@@ -178,11 +184,11 @@ class Constraints(HostStage):
         forced = dict[int, list[int]]()  # by slot: the root, and the tokens that a grammar forces after it
         indices = self._take_emitted(inputs, errors)
         width = min(width, *self.widths[1:])
-        masks = self._masks(indices, inputs)
+        masks = self._masks(indices, inputs, errors)
         for slot, index in indices.items():
             state = self._states[slot]
             node_masks = masks.get(slot)
-            if state.matcher is not None and node_masks is not None:
+            if state.matcher is not None and node_masks is not None and slot not in errors:
                 if not node_masks.allowed[0].any():
                     errors[slot] = NO_TOKEN_ALLOWED
                 tokens, forced_masks = self._forced(slot, state, inputs.nodes[:, index], node_masks, width)
@@ -190,8 +196,9 @@ class Constraints(HostStage):
                     forced[slot] = [int(inputs.nodes[0, index, 0]), *tokens]
                     # Late, the pass already verifies the old nodes: the forced ones only tell the policy of a chance.
                     masks[slot] = node_masks if late else forced_masks
-        for slot in [slot for slot in inputs.slots if slot in self._states and self._states[slot].is_done]:
-            del self._states[slot]
+        for slot in [slot for slot in inputs.slots if slot in self._states]:
+            if slot in errors or self._states[slot].is_done:
+                del self._states[slot]
         return Edits(chains_of(forced), tuple(masks.values()), errors)
 
     def _take_emitted(self, proposed: Proposed, errors: dict[int, str]) -> dict[int, int]:
@@ -201,19 +208,22 @@ class Constraints(HostStage):
         for index, slot in enumerate(proposed.slots):
             if slot not in self._states:
                 continue
-            if self._states[slot].push(proposed.results[index, 1 : 1 + proposed.results[index, 0]].tolist()):
-                indices[slot] = index
-            else:
+            state = self._states[slot]
+            if not state.push(proposed.results[index, 1 : 1 + proposed.results[index, 0]].tolist()):
                 errors[slot] = TOKEN_REFUSED
+            elif state.matcher is not None and state.matcher.is_slow:
+                errors[slot] = TOO_SLOW
+            else:
+                indices[slot] = index
         return indices
 
     def close(self) -> None:
         if self.grammars is not None:
             self.grammars.close()
 
-    def _masks(self, indices: dict[int, int], proposed: Proposed) -> dict[int, NodeMasks]:
+    def _masks(self, indices: dict[int, int], proposed: Proposed, errors: dict[int, str]) -> dict[int, NodeMasks]:
         """Returns the masks of slots for which tokens are forbidden. `indices`: their places in `proposed`. One call
-        fills the masks of all grammars."""
+        fills the masks of all grammars; those that take too long get `errors`."""
         masks = dict[int, NodeMasks]()
         slots = list[int]()
         node_lists = list[list[int]]()
@@ -236,6 +246,7 @@ class Constraints(HostStage):
             assert self.grammars is not None
             for slot, node_list, allowed in zip(slots, node_lists, self.grammars.allowed(matchers, trees), strict=True):
                 masks[slot] = NodeMasks(slot, node_list, allowed)
+            errors |= {slot: TOO_SLOW for slot, matcher in zip(slots, matchers, strict=True) if matcher.is_slow}
         return masks
 
     def _forced(

@@ -38,6 +38,7 @@ NUM_THREADS = 2  # grammars that are compiled at a time
 NICENESS = 10  # of threads and processes that compile
 WORTH_SHARING_S = 5e-4  # work that pays for threads, which take about .1 ms to start
 NUM_CORES = min(8, os.cpu_count() or 1)  # that compile a grammar
+MOST_SECONDS = 0.25  # CPU time that a step may take for the grammar of one request, since all wait
 MOST_PREFIXES = 64  # tokens that may be beginnings of one forced text
 LOOKAHEAD = 4  # further tokens to read, since the spelling of a word depends on its end
 WORD_BITS = 32
@@ -272,6 +273,7 @@ class Matcher:
         self, matcher: Any, ends: Collection[int], vocab_size: int, size: int, spelling: Spelling | None = None
     ) -> None:
         self.library = matcher
+        self.is_slow = False  # a step's work on it has taken more than MOST_SECONDS: its request should end
         self._ends = frozenset(ends)
         self._spelling = spelling
         self._size = size
@@ -284,11 +286,13 @@ class Matcher:
 
     def push(self, tokens: Sequence[int]) -> bool:
         """Advances by tokens and returns whether the grammar takes them. Tokens after an end are ignored."""
+        start = time.thread_time()
         for token in tokens:
             if self.is_over:
                 return True
             if not self.library.accept_token(token):
                 return False
+        self.is_slow |= time.thread_time() - start > MOST_SECONDS * (1 + len(tokens) // 64)  # many as it resumes
         return True
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> Masks:
@@ -371,7 +375,7 @@ class Matcher:
 
 
 class Walk:
-    """Moves a matcher, which has taken the root of a tree, from node to node and back."""
+    """Moves a matcher, which has taken the root of a tree, from node to node and back, as long as it is not slow."""
 
     def __init__(self, matcher: Matcher, tokens: Sequence[int], parents: Sequence[int]) -> None:
         self.matcher = matcher
@@ -379,12 +383,26 @@ class Walk:
         self._parents = parents
         self._path = [0]
         self._reached = {0}
+        self._seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._tokens)
 
+    def fill(self, masks: Any, row: int) -> None:
+        """Fills a row of masks with the tokens after the present node."""
+        self._timed(self.matcher.library.fill_next_token_bitmask, masks, row)
+
+    def _timed(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        start = time.thread_time()
+        result = work(*arguments)
+        self._seconds += time.thread_time() - start
+        self.matcher.is_slow |= self._seconds > MOST_SECONDS
+        return result
+
     def go_to(self, node: int) -> bool:
         """Moves to a node, after a call for each node before it. Returns whether the grammar takes the path."""
+        if self.matcher.is_slow:
+            return False
         if node == 0:
             return True
         parent = self._parents[node]
@@ -397,7 +415,7 @@ class Walk:
         for ancestor in path[len(self._path) :]:
             self.matcher.library.accept_token(self._tokens[ancestor])
         self._path = path
-        if not self.matcher.library.accept_token(token):
+        if not self._timed(self.matcher.library.accept_token, token):
             return False
         self._path.append(node)
         self._reached.add(node)
@@ -430,7 +448,7 @@ def allowed_after(
     masks = torch.full((starts[-1], matchers[0].own_words), -1, dtype=torch.int32)
     for node in range(max(map(len, walks))):
         rows = [(walk, start + node) for walk, start in zip(walks, starts, strict=False) if node < len(walk)]
-        filler.fill(masks, [(walk.matcher.library, row) for walk, row in rows if walk.go_to(node)])
+        filler.fill(masks, [(walk, row) for walk, row in rows if walk.go_to(node)])
     for walk in walks:
         walk.end()
     bits = masks.numpy().view(np.uint32)
@@ -446,20 +464,22 @@ class Filler:
     def __init__(self) -> None:
         self._seconds = 0.0  # of work per mask in the last call, at most
 
-    def fill(self, masks: Any, entries: Sequence[tuple[Any, int]]) -> None:
-        """Fills masks (N, words) int32. `entries`: matchers of the library and their rows."""
+    def fill(self, masks: Any, entries: Sequence[tuple[Walk, int]]) -> None:
+        """Fills masks (N, words) int32. `entries`: walks and their rows. If several threads take too long together, the
+        next masks come one after the other, which tells whose are slow."""
         if not entries:
             return
         start = time.perf_counter()
         is_shared = len(entries) > 1 and self._seconds * len(entries) > WORTH_SHARING_S
         if is_shared:
-            handles, rows = zip(*entries, strict=True)
-            _batch().batch_fill_next_token_bitmask(list(handles), masks, list(rows))
+            handles = [walk.matcher.library for walk, _ in entries]
+            _batch().batch_fill_next_token_bitmask(handles, masks, [row for _, row in entries])
         else:
-            for handle, row in entries:
-                handle.fill_next_token_bitmask(masks, row)
+            for walk, row in entries:
+                walk.fill(masks, row)
         at_once = min(NUM_CORES, len(entries)) if is_shared else 1
-        self._seconds = (time.perf_counter() - start) / len(entries) * at_once
+        seconds = time.perf_counter() - start
+        self._seconds = 0.0 if seconds > MOST_SECONDS else seconds / len(entries) * at_once
 
 
 @cache

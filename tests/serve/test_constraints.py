@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from slipstream.serve.engine.constraints import BadWords, ConstrainedRequest, Constraints, TokenSet
+from slipstream.serve.engine.constraints import TOO_SLOW, BadWords, ConstrainedRequest, Constraints, TokenSet
 from slipstream.serve.engine.host_stages import Proposed
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import Request, SamplingParams
+from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.tests.serve.engine_runs import (
     DRAFTERS,
     VOCAB,
@@ -132,6 +133,29 @@ def test_a_token_is_forbidden_by_the_path_before_it(
     expected = {last for *start, last in words if start and text[-len(start) :] == tuple(start)}
     expected |= ends if len(text) < min_tokens else set()
     assert {token for token in range(128) if not mask[token // 32] >> token % 32 & 1} == expected
+
+
+class SlowGrammars:
+    """Grammars that allow all, whose name says what takes too long."""
+
+    def matcher(self, compiled: str, _: Any) -> Any:
+        return SimpleNamespace(name=compiled, is_over=False, is_slow=compiled == "push", push=lambda _: True)
+
+    def allowed(self, matchers: Any, trees: Any) -> Any:
+        for matcher in matchers:
+            matcher.is_slow |= matcher.name == "masks"
+        return [np.full((len(tree[0]), 3), 2**32 - 1, np.uint32) for tree in trees]
+
+
+def test_a_grammar_that_takes_long_ends_its_request_alone() -> None:
+    stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars())  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "x"))
+    for slot, name in enumerate(("push", "masks", "quick")):
+        stage.admit(slot, Request(id="", prompt=[4], params=params, compiled_grammar=name), [4])
+    nodes = np.array([[[7]] * 3, [[-1]] * 3], np.int32)
+    edits = stage.run(Proposed([0, 1, 2], nodes, np.array([[1, 5]] * 3, np.int32)), 1)
+    assert edits.errors == {0: TOO_SLOW, 1: TOO_SLOW}
+    assert stage.slots == {2}
 
 
 def test_masks_are_those_of_each_node() -> None:

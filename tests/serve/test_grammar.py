@@ -616,6 +616,17 @@ def test_masks_of_a_tree_are_those_of_its_paths(grammars: Grammars) -> None:
                 assert (masks[node] == 2**32 - 1).all(), "never accepted, so anything"
 
 
+def test_no_further_node_is_looked_at_where_a_grammar_takes_too_long(grammars: Grammars) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    nested = Grammar("regex", "(" * 30 + "[a-z ]" + ")*" * 30)
+    matcher = grammars.matcher(grammars.compile(nested).result(), [tokenizer.eos_token_id])
+    tokens = tokenizer(" the quick brown fox jumps over the dog" * 4, add_special_tokens=False).input_ids
+    masks = matcher.allowed(tokens, range(-1, len(tokens) - 1))
+    assert matcher.is_slow
+    assert (masks[0] != 2**32 - 1).any()
+    assert (masks[-1] == 2**32 - 1).all(), "its request ends"
+
+
 def test_ids_without_text_are_forbidden_and_may_be_drafted(grammars: Grammars) -> None:
     """Heads are often larger than vocabularies; by 93 ids here."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
