@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.bench.kernel_cases import COLD_BYTES, Case, random
 from slipstream.kernels.recurrent.delta import Records, States, Weights, delta_net
-from slipstream.kernels.recurrent.delta_blocks import Sizes, absorb_blocks
+from slipstream.kernels.recurrent.delta_blocks import FACTORS, GATE, Sizes, absorb_blocks
 from slipstream.kernels.recurrent.walks import TAPS, Columns, PassPlan, plan_blocks_triton, plan_walks_triton
 from slipstream.kernels.speculation.ragged import Layout
 from slipstream.kernels.speculation.verify import ancestor_masks
@@ -55,7 +55,7 @@ def prompt_blocks(rows: int, sizes: Sizes) -> Case:
     num_bytes = rows * (2 * C + 8 * sizes.num_values + 2 * sizes.num_values * sizes.value_dim)
     memory = torch.zeros(2, sizes.num_values, sizes.key_dim, sizes.value_dim, device="cuda")
     outputs = random(rows, sizes.num_values, sizes.value_dim)
-    sets = [(random(rows, C), random_gates(rows, sizes)) for _ in range(num_layers(num_bytes))]
+    sets = [(random(rows, C), random_factors(rows, sizes)) for _ in range(num_layers(num_bytes))]
 
     def run(layer: tuple[Tensor, Tensor]) -> None:
         absorb_blocks(outputs, *layer, memory, sizes, plan)
@@ -132,11 +132,11 @@ def num_channels(sizes: Sizes) -> int:
     return 2 * sizes.num_keys * sizes.key_dim + sizes.num_values * sizes.value_dim
 
 
-def random_gates(rows: int, sizes: Sizes) -> Tensor:
-    """(rows, 2, HV): g and beta."""
-    gates = torch.rand(rows, 2, sizes.num_values, device="cuda")
-    gates[:, 0] *= -0.1
-    return gates
+def random_factors(rows: int, sizes: Sizes) -> Tensor:
+    """(rows, HV, FACTORS), of which blocks read g and beta."""
+    factors = torch.rand(rows, sizes.num_values, FACTORS.value, device="cuda")
+    factors[..., GATE.value] *= -0.1
+    return factors
 
 
 def num_layers(num_bytes: int) -> int:

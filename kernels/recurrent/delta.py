@@ -3,8 +3,13 @@
     S <- e^g S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q
 
 with k and q of norm 1, and q / sqrt(DK) (Yang et al., "Gated Delta Networks", arXiv 2412.06464, equation 10). States
-are fp32. Requests walk their nodes (walks.py), and ends of prompts go from token to token, both in the arithmetic of
-`_step`; whole blocks of prompts go by products (delta_blocks.py).
+are fp32. Both sums over keys are of the state before the step, so neither waits for the other, with k and q as the
+convolution puts them out. Their norms are in factors, five of each row and value head (`_put_factors`):
+
+    w = w_v v - w_k S^T k;   o = o_q S^T q + o_w w;   S <- a S + k w^T,   where a = e^g
+
+Requests walk their nodes (walks.py), and ends of prompts go from token to token, both in the loop of `_walk`;
+whole blocks of prompts go by products (delta_blocks.py).
 Letters: T rows, B decoding requests, M chunks of prompts, R slots, W nodes, E entries, HK key heads of DK numbers, HV
 value heads of DV, C = 2 HK DK + HV DV channels: queries, keys, values.
 """
@@ -17,10 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import pdl_options, wait_for_inputs
-from slipstream.kernels.recurrent.delta_blocks import EPSILON, Sizes, absorb_blocks
+from slipstream.kernels.recurrent.delta_blocks import BETA, EPSILON, FACTORS, GATE, Sizes, absorb_blocks
 from slipstream.kernels.recurrent.walks import (
     BLOCK_TOKENS,
     EMIT,
+    LEAF,
     NOTHING,
     NUM_COLUMNS,
     RESTART,
@@ -30,9 +36,18 @@ from slipstream.kernels.recurrent.walks import (
     PassPlan,
 )
 
-BLOCK_CHANNELS = 1024  # of a program of the convolution
-BLOCK_VALUES = 16  # columns of a state that a program steps
-WARPS = 1
+BLOCK_VALUES = 32  # columns of a state that a program, of one warp, steps
+VECTOR = 4  # of them that a lane steps, for a part of the keys: on Hopper in 240 registers, none of them spilled
+LANES = 32
+BLOCK_ROWS = 8  # that a program of the convolution takes at once
+BLOCK_HEADS = 1  # of which it takes the queries and keys, or as many values
+CONV_WARPS = 4
+# Factors of a row and value head, beside g and beta
+DECAY = tl.constexpr(2)
+VALUE = tl.constexpr(3)
+KEY = tl.constexpr(4)
+QUERY = tl.constexpr(5)
+WRITE = tl.constexpr(6)
 
 
 class States(NamedTuple):
@@ -57,269 +72,382 @@ class Weights(NamedTuple):
     dt_bias: Tensor  # (HV,) fp32
 
 
+class Buffers(NamedTuple):
+    """Tensors that the convolution reads and writes."""
+
+    channels: Tensor  # (T + B W, C) its outputs
+    factors: Tensor  # (T + B W, HV, FACTORS) fp32
+    outputs: Tensor  # (T, HV, DV) of the layer; zeros in unused rows
+    rows: Records  # (T, ...)
+    stored: Records  # (R, W, ...)
+    state_inputs: Tensor  # (E, 3, C)
+
+
 def delta_net(rows: Records, stored: Records, states: States, weights: Weights, sizes: Sizes, plan: PassPlan) -> Tensor:
     """Takes the rows of a pass through the layer; returns outputs (T, HV, DV), zeros in unused rows.
 
-    Updates `states`, and stores the nodes' records for the next pass. Three launches, and three more for blocks of
+    Updates `states`, and stores the nodes' records for the next pass. Two launches, and three more for blocks of
     prompts; the reference is the layer's own step (models/layers/delta_net.py).
     """
     layout, walks, columns, blocks, num_decoding = plan
+    num_keys, num_values, key_dim, value_dim = sizes
     num_rows, num_channels = rows.inputs.shape
-    num_nodes = stored.inputs.shape[1]
     num_segments = len(layout.segment_slots)
     device = rows.inputs.device
     num_buffer = len(walks.sources)
     assert all(x.stride(-1) == 1 for x in rows)
     assert all(x.is_contiguous() for x in (*stored, *states))
+    assert BLOCK_ROWS >= TAPS - 1, "the rows after a chunk's first ones read no state"
     channels = torch.empty(num_buffer, num_channels, dtype=rows.inputs.dtype, device=device)
-    gates = torch.empty(num_buffer, 2, sizes.num_values, device=device)
-    outputs = torch.empty(num_rows, sizes.num_values, sizes.value_dim, dtype=rows.inputs.dtype, device=device)
+    factors = torch.empty(num_buffer, num_values, FACTORS.value, device=device)
+    outputs = torch.empty(num_rows, num_values, value_dim, dtype=rows.inputs.dtype, device=device)
     if num_rows == 0 or num_segments == 0:
         return outputs.zero_()
-    heads = triton.next_power_of_2(sizes.num_values)
-    channel_blocks = triton.cdiv(num_channels, BLOCK_CHANNELS)
-    shared = {"BLOCK": BLOCK_CHANNELS, "HEADS": heads, "STATE": STATE, "NOTHING": NOTHING, **pdl_options(device)}
-    _convolve[(num_buffer, channel_blocks + 1)](
-        channels, gates, outputs, rows, stored, states.inputs, weights, walks, rows.inputs.stride(0),
-        rows.gates.stride(0), num_rows, num_channels, sizes.num_values * sizes.value_dim, sizes.num_values,
-        TAPS=TAPS, num_warps=4, **shared,
+    shape = {"KEY_HEADS": num_keys, "VALUE_HEADS": num_values, "DK": key_dim, "DV": value_dim}
+    keys = triton.next_power_of_2(key_dim)
+    block = min(BLOCK_HEADS, triton.next_power_of_2(num_keys))
+    num_programs = triton.cdiv(num_keys, block) + triton.cdiv(num_values * value_dim, 2 * block * keys)
+    _convolve[(num_segments + triton.cdiv(num_rows, BLOCK_ROWS), num_programs)](
+        Buffers(channels, factors, outputs, rows, stored, states.inputs), weights, layout, walks, columns,
+        rows.inputs.stride(0), rows.gates.stride(0), num_rows, num_decoding, num_segments, stored.inputs.shape[1],
+        EPSILON, key_dim**-0.5, **shape, HEADS=block, KEYS=keys,
+        GROUPS=triton.next_power_of_2(num_values // num_keys), ROWS=BLOCK_ROWS, TAPS=TAPS, STATE=STATE,
+        NOTHING=NOTHING, num_warps=CONV_WARPS, **pdl_options(device),
     )  # fmt: skip
-    absorb_blocks(outputs, channels, gates, states.memory, sizes, plan)
-    block = min(BLOCK_VALUES, triton.next_power_of_2(sizes.value_dim))
-    _step_states[(num_segments, sizes.num_values, triton.cdiv(sizes.value_dim, block))](
-        outputs, channels, gates, states.memory, layout, walks, columns, blocks, num_decoding, walks.steps.shape[1],
-        EPSILON, sizes.key_dim**-0.5, KEY_HEADS=sizes.num_keys, VALUE_HEADS=sizes.num_values, DK=sizes.key_dim,
-        DV=sizes.value_dim, KEYS=triton.next_power_of_2(sizes.key_dim), VALUES=block, ROW=ROW, RESTART=RESTART,
-        EMIT=EMIT, TOKENS=BLOCK_TOKENS, num_warps=WARPS, **pdl_options(device),
-    )  # fmt: skip
-    _keep[(num_segments, channel_blocks + 1)](
-        rows, stored, states.inputs, layout, walks, columns, rows.inputs.stride(0),
-        rows.gates.stride(0), num_decoding, num_nodes, num_channels, sizes.num_values, TAPS=TAPS, num_warps=4, **shared,
+    absorb_blocks(outputs, channels, factors, states.memory, sizes, plan)
+    block = min(BLOCK_VALUES, triton.next_power_of_2(value_dim))
+    vector = min(VECTOR, block)
+    _step_states[(num_segments, num_values, triton.cdiv(value_dim, block))](
+        outputs, channels, factors, states.memory, layout, walks, columns, blocks, num_decoding, walks.steps.shape[1],
+        **shape, KEYS=keys, VALUES=block, VECTOR=vector, PARTS=min(max(LANES * vector // block, 1), keys), ROW=ROW,
+        RESTART=RESTART, LEAF=LEAF, EMIT=EMIT, TOKENS=BLOCK_TOKENS, BRANCHES=layout.ancestors is not None, num_warps=1,
+        **pdl_options(device),
     )  # fmt: skip
     return outputs
 
 
 @triton.jit
-def _input(
-    rows, stored, state_inputs, source, channel, exists, x_stride, num_channels,
+def _convolve(
+    buffers, weights, layout, walks, columns, x_stride, gate_stride, num_rows, num_decoding, num_segments, num_nodes,
+    epsilon, scale,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr,
+    KEYS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr, STATE: tl.constexpr,
+    NOTHING: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A request, a chunk's first rows and its state, or ROWS rows of the pass, of which it takes what a chunk has left
+    (axis 0); queries and keys of HEADS heads, or as many values (axis 1).
+
+    A program of a request or of a chunk alone reads its channels of the segment's records and state, and writes them
+    after that: no other row has a source there. So one launch can do both.
+    """
+    wait_for_inputs(PDL)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
+    KEY_BLOCKS: tl.constexpr = (KEY_HEADS + HEADS - 1) // HEADS
+    program = tl.program_id(0)
+    block = tl.program_id(1)
+    head = (block * HEADS + tl.arange(0, HEADS))[None, :, None, None]
+    part = tl.arange(0, 2)[None, None, :, None]  # queries and keys
+    dim = tl.arange(0, KEYS)[None, None, None, :]
+    channel = 2 * KEY_HEADS * DK + (head - KEY_BLOCKS * HEADS) * 2 * KEYS + part * KEYS + dim
+    exists = channel < CHANNELS
+    if block < KEY_BLOCKS:
+        channel = part * KEY_HEADS * DK + head * DK + dim
+        exists = (head < KEY_HEADS) & (dim < DK) & (part >= 0)
+    index = tl.arange(0, ROWS)
+    if program < num_segments:
+        start = tl.load(layout.starts + program)
+        size = tl.load(layout.starts + program + 1) - start
+        num_replayed = 0
+        first = num_rows + program * num_nodes
+        if program < num_decoding:
+            num_replayed = tl.load(walks.replayed + program)
+        count = tl.where(program < num_decoding, num_replayed + size, tl.minimum(size, ROWS))
+        for tile in range(0, count, ROWS):
+            place = tile + index
+            row = tl.where(place < num_replayed, first + place, start + place - num_replayed)
+            _convolve_rows(
+                buffers, weights, walks, row, place < count, channel, exists, block, x_stride, gate_stride, epsilon,
+                scale, True, KEY_HEADS, VALUE_HEADS, DK, DV, HEADS, KEYS, GROUPS, ROWS, TAPS, STATE, NOTHING,
+            )  # fmt: skip
+        if size > 0:
+            _keep(
+                buffers, layout, walks, columns, program, start, size, channel, exists, block, x_stride, gate_stride,
+                num_decoding, num_nodes, KEY_HEADS, VALUE_HEADS, CHANNELS, HEADS, GROUPS, ROWS, TAPS, STATE, NOTHING,
+            )  # fmt: skip
+    else:
+        row = (program - num_segments) * ROWS + index
+        end = tl.load(layout.starts + num_segments)
+        is_rest = (row >= tl.load(layout.starts + num_decoding)) & (row < end)
+        is_rest &= tl.load(layout.nodes + row, mask=is_rest, other=0) >= ROWS
+        if tl.max(is_rest.to(tl.int32), axis=0) == 1:
+            _convolve_rows(
+                buffers, weights, walks, row, is_rest, channel, exists, block, x_stride, gate_stride, epsilon, scale,
+                False, KEY_HEADS, VALUE_HEADS, DK, DV, HEADS, KEYS, GROUPS, ROWS, TAPS, STATE, NOTHING,
+            )  # fmt: skip
+        if (block >= KEY_BLOCKS) & ((program - num_segments + 1) * ROWS > end):
+            is_unused = ((row >= end) & (row < num_rows))[:, None, None, None] & exists
+            place = row.to(tl.int64)[:, None, None, None] * (VALUE_HEADS * DV) + channel - 2 * KEY_HEADS * DK
+            zeros = tl.zeros(is_unused.shape, buffers.outputs.dtype.element_ty)
+            tl.store(buffers.outputs + place, zeros, mask=is_unused)
+
+
+@triton.jit
+def _inputs(
+    buffers, source, channel, exists, x_stride,
+    CHANNELS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr, HAS_PAST: tl.constexpr,
+):  # fmt: skip
+    """Channels of the sources (n,) in fp32, (n, heads, 2, dims); without past ones all are rows of the pass."""
+    source = source.to(tl.int64)[:, None, None, None]
+    if HAS_PAST:
+        row = buffers.rows.inputs + source * x_stride
+        record = buffers.stored.inputs + (-1 - source) * CHANNELS
+        is_token = (source < STATE) & (source != NOTHING)
+        value = tl.load(tl.where(source >= 0, row, record) + channel, mask=is_token & exists, other=0.0)
+        past = buffers.state_inputs + (source - STATE) * CHANNELS + channel
+        return value.to(tl.float32) + tl.load(past, mask=(source >= STATE) & exists, other=0.0)
+    else:
+        value = tl.load(buffers.rows.inputs + source * x_stride + channel, mask=(source >= 0) & exists, other=0.0)
+        return value.to(tl.float32)
+
+
+@triton.jit
+def _convolve_rows(
+    buffers, weights, walks, row, is_used, channel, exists, block, x_stride, gate_stride, epsilon, scale,
+    HAS_PAST: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
     STATE: tl.constexpr, NOTHING: tl.constexpr,
 ):  # fmt: skip
-    """A row's or an earlier one's channels, fp32."""
-    value = tl.zeros(channel.shape, tl.float32)
-    if source >= STATE:
-        value = tl.load(state_inputs + (source - STATE).to(tl.int64) * num_channels + channel, mask=exists, other=0.0)
-    elif source >= 0:
-        value = tl.load(rows.inputs + source.to(tl.int64) * x_stride + channel, mask=exists, other=0.0).to(tl.float32)
-    elif source != NOTHING:
-        record = (-1 - source).to(tl.int64)
-        value = tl.load(stored.inputs + record * num_channels + channel, mask=exists, other=0.0).to(tl.float32)
-    return value
+    """Rows of the buffer, (ROWS,). Without a past they are of chunks, and their sources the rows before them."""
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    # Value heads that share the program's keys; their gates are on the way while it convolves.
+    key_head = block * HEADS + tl.arange(0, HEADS)[:, None]
+    group = tl.arange(0, GROUPS)[None, :]
+    head = key_head * GROUP + group
+    has_head = (key_head < KEY_HEADS) & (group < GROUP)
+    origin = tl.load(walks.sources + row * TAPS, mask=is_used, other=0).to(tl.int64) if HAS_PAST else row.to(tl.int64)
+    record = buffers.stored.gates + (-1 - origin) * (2 * VALUE_HEADS)
+    gates = tl.where(origin >= 0, buffers.rows.gates + origin * gate_stride, record)[:, None, None] + head[None, :, :]
+    has_gate = is_used[:, None, None] & has_head[None, :, :]
+    b = tl.load(gates, mask=has_gate, other=0.0)
+    a = tl.load(gates + VALUE_HEADS, mask=has_gate, other=0.0)
+    total = tl.zeros((ROWS, HEADS, 2, KEYS), tl.float32)
+    for column in tl.static_range(TAPS):
+        tap = tl.load(weights.conv + channel * TAPS + TAPS - 1 - column, mask=exists, other=0.0).to(tl.float32)
+        source = tl.where(is_used, row - column, NOTHING)
+        if HAS_PAST:
+            source = tl.load(walks.sources + row * TAPS + column, mask=is_used, other=NOTHING)
+        x = _inputs(buffers, source, channel, exists, x_stride, CHANNELS, STATE, NOTHING, HAS_PAST)
+        total = tl.fma(tl.broadcast_to(tap, total.shape), x, total)
+    result = (total / (1 + tl.exp(-total))).to(buffers.channels.dtype.element_ty)
+    inside = is_used[:, None, None, None] & exists
+    tl.store(buffers.channels + row.to(tl.int64)[:, None, None, None] * CHANNELS + channel, result, mask=inside)
+    if block < (KEY_HEADS + HEADS - 1) // HEADS:
+        place = buffers.factors + (row.to(tl.int64)[:, None, None] * VALUE_HEADS + head[None, :, :]) * FACTORS
+        A_log = tl.load(weights.A_log + head, mask=has_head, other=0.0)[None, :, :]
+        dt_bias = tl.load(weights.dt_bias + head, mask=has_head, other=0.0)[None, :, :]
+        _put_factors(place, has_gate, result.to(tl.float32), b, a, A_log, dt_bias, epsilon, scale)
 
 
 @triton.jit
-def _convolve(
-    channels, gates, outputs, rows, stored, state_inputs, weights, walks, x_stride, gate_stride, num_rows,
-    num_channels, num_outputs, num_heads,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """A row of the buffer (axis 0), and a block of its channels, or its gates (axis 1). Unused rows put out zeros."""
-    wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    source = tl.load(walks.sources + row * TAPS)
-    if source != NOTHING:
-        if tl.program_id(1) == 0:
-            _read_gates(gates, rows, stored, weights, row, source, gate_stride, num_heads, HEADS)
-        else:
-            channel = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)
-            exists = channel < num_channels
-            total = tl.zeros((BLOCK,), tl.float32)
-            for column in tl.static_range(TAPS):
-                tap = tl.load(weights.conv + channel * TAPS + TAPS - 1 - column, mask=exists, other=0.0).to(tl.float32)
-                before = tl.load(walks.sources + row * TAPS + column)
-                total += tap * _input(
-                    rows, stored, state_inputs, before, channel, exists, x_stride, num_channels, STATE, NOTHING
-                )
-            total = total / (1 + tl.exp(-total))
-            tl.store(channels + row * num_channels + channel, total.to(channels.dtype.element_ty), mask=exists)
-    elif row < num_rows:
-        column = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)
-        zeros = tl.zeros((BLOCK,), outputs.dtype.element_ty)
-        tl.store(outputs + row * num_outputs + column, zeros, mask=(column >= 0) & (column < num_outputs))
-
-
-@triton.jit
-def _read_gates(gates, rows, stored, weights, row, source, stride, num_heads, HEADS: tl.constexpr):
-    """g and beta of a row of the pass, or of a record."""
-    head = tl.arange(0, HEADS)
-    has_head = head < num_heads
-    place = stored.gates + (-1 - source).to(tl.int64) * 2 * num_heads + head
-    if source >= 0:
-        place = rows.gates + source.to(tl.int64) * stride + head
-    b = tl.load(place, mask=has_head, other=0.0)
-    a = tl.load(place + num_heads, mask=has_head, other=0.0).to(tl.float32)
-    a += tl.load(weights.dt_bias + head, mask=has_head, other=0.0)
-    rate = tl.exp(tl.load(weights.A_log + head, mask=has_head, other=0.0))
-    softplus = tl.where(a > 20, a, tl.log(1 + tl.exp(tl.minimum(a, 20.0))))
+def _put_factors(place, exists, x, b, a, A_log, dt_bias, epsilon, scale):
+    """Writes factors (ROWS, HEADS, GROUPS) at `place`, of the value heads that share queries and keys x (ROWS, HEADS,
+    2, DK)."""
+    is_query = (tl.arange(0, 2) == 0)[None, None, :, None]
+    q = tl.sum(tl.where(is_query, x, 0.0), axis=2)
+    k = tl.sum(tl.where(is_query, 0.0, x), axis=2)
+    q_norm = (tl.rsqrt(tl.sum(q * q, axis=2) + epsilon) * scale)[:, :, None]
+    k_norm = tl.rsqrt(tl.sum(k * k, axis=2) + epsilon)[:, :, None]
+    product = tl.sum(k * q, axis=2)[:, :, None]
+    a = a.to(tl.float32) + dt_bias
+    gate = -tl.exp(A_log) * tl.where(a > 20, a, tl.log(1 + tl.exp(tl.minimum(a, 20.0))))
     beta = (1 / (1 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)  # rounded as transformers rounds it
-    place = gates + row * 2 * num_heads + head
-    tl.store(place, -rate * softplus, mask=has_head)
-    tl.store(place + num_heads, beta, mask=has_head)
+    decay = tl.exp(gate)
+    tl.store(place + GATE, gate, mask=exists)
+    tl.store(place + BETA, beta, mask=exists)
+    tl.store(place + DECAY, decay, mask=exists)
+    tl.store(place + VALUE, k_norm * beta, mask=exists)
+    tl.store(place + KEY, k_norm * k_norm * beta * decay, mask=exists)
+    tl.store(place + QUERY, q_norm * decay, mask=exists)
+    tl.store(place + WRITE, q_norm * product, mask=exists)
 
 
 @triton.jit
-def _step(
-    state, channels, gates, row, head, key, value, has_key, has_value, epsilon, scale,
+def _keep(
+    buffers, layout, walks, columns, segment, start, size, channel, exists, block, x_stride, gate_stride, num_decoding,
+    num_nodes,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, CHANNELS: tl.constexpr, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
+):  # fmt: skip
+    """The last inputs of a request or a chunk go to its state, a request's nodes to its records."""
+    sources = walks.sources + TAPS * start.to(tl.int64)
+    entry = tl.load(columns.entries + segment * NUM_COLUMNS)
+    if segment < num_decoding:
+        # What the root reads before itself is what the state's inputs are after the replay.
+        _keep_inputs(buffers, sources + 1, entry, channel, exists, x_stride, CHANNELS, STATE, NOTHING)
+        slot = tl.load(layout.segment_slots + segment)
+        GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+        group = tl.arange(0, 2 * GROUPS)[None, :]  # a number b and a number a of each value head
+        key_head = block * HEADS + tl.arange(0, HEADS)[:, None]
+        gate = (key_head * GROUP + group % GROUPS + group // GROUPS * VALUE_HEADS)[None, :, :]
+        has_gate = ((key_head < KEY_HEADS) & (group % GROUPS < GROUP))[None, :, :]
+        for first in range(0, size, ROWS):
+            node = first + tl.arange(0, ROWS)
+            row = (start + node).to(tl.int64)
+            record = slot * num_nodes + node
+            inside = (node < size)[:, None, None, None] & exists
+            place = row[:, None, None, None] * x_stride + channel
+            value = tl.load(buffers.rows.inputs + place, mask=inside, other=0.0)
+            tl.store(buffers.stored.inputs + record[:, None, None, None] * CHANNELS + channel, value, mask=inside)
+            inside = (node < size)[:, None, None] & has_gate
+            value = tl.load(buffers.rows.gates + row[:, None, None] * gate_stride + gate, mask=inside, other=0.0)
+            place = record[:, None, None] * (2 * VALUE_HEADS) + gate
+            tl.store(buffers.stored.gates + place, value, mask=inside)
+    else:
+        position = tl.load(columns.positions + segment * NUM_COLUMNS)
+        mark = position - tl.load(layout.segment_lengths + segment)
+        if (mark > 0) & (mark <= size):
+            snapshot = tl.load(columns.snapshots + segment * NUM_COLUMNS)
+            last = sources + (mark - 1) * TAPS
+            _keep_inputs(buffers, last, snapshot, channel, exists, x_stride, CHANNELS, STATE, NOTHING)
+        last = sources + (size - 1) * TAPS
+        _keep_inputs(buffers, last, entry, channel, exists, x_stride, CHANNELS, STATE, NOTHING)
+
+
+@triton.jit
+def _keep_inputs(
+    buffers, sources, entry, channel, exists, x_stride,
+    CHANNELS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
+):  # fmt: skip
+    """The inputs of three sources, the newest first, go to the state of `entry`, which may be among them."""
+    age = tl.arange(0, 4)
+    source = tl.load(sources + age, mask=age < 3, other=NOTHING)
+    value = _inputs(buffers, source, channel, exists, x_stride, CHANNELS, STATE, NOTHING, True)
+    tl.debug_barrier()  # all of the program have read before one writes
+    place = buffers.state_inputs + (3 * entry + 2 - age)[:, None, None, None] * CHANNELS + channel
+    tl.store(place, value, mask=(age < 3)[:, None, None, None] & exists)
+
+
+@triton.jit
+def _load_row(
+    channels, factors, row, head, key, value, has_key, has_value,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """A row of the buffer: state (DK, columns) -> the state after it, and its output."""
+    """q and k, as `key` is, v, as `value` is, and the factors of a row of the buffer, all fp32."""
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
     place = channels + row.to(tl.int64) * CHANNELS
     key_place = place + (head // (VALUE_HEADS // KEY_HEADS)) * DK + key
     q = tl.load(key_place, mask=has_key, other=0.0).to(tl.float32)
     k = tl.load(key_place + KEY_HEADS * DK, mask=has_key, other=0.0).to(tl.float32)
     v = tl.load(place + 2 * KEY_HEADS * DK + head * DV + value, mask=has_value, other=0.0).to(tl.float32)
-    gate = gates + row.to(tl.int64) * 2 * VALUE_HEADS + head
-    k *= tl.rsqrt(tl.sum(k * k, axis=0) + epsilon)
-    q *= tl.rsqrt(tl.sum(q * q, axis=0) + epsilon) * scale
-    state *= tl.exp(tl.load(gate))
-    correction = tl.load(gate + VALUE_HEADS) * (v - tl.sum(state * k[:, None], axis=0))
-    state += k[:, None] * correction[None, :]
-    return state, tl.sum(state * q[:, None], axis=0)
+    factor = factors + (row.to(tl.int64) * VALUE_HEADS + head) * FACTORS
+    decay = tl.load(factor + DECAY)
+    w_v = tl.load(factor + VALUE)
+    w_k = tl.load(factor + KEY)
+    o_q = tl.load(factor + QUERY)
+    o_w = tl.load(factor + WRITE)
+    return q, k, v, decay, w_v, w_k, o_q, o_w
 
 
 @triton.jit
 def _step_states(
-    outputs, channels, gates, memory, layout, walks, columns, blocks, num_decoding, longest, epsilon, scale,
+    outputs, channels, factors, memory, layout, walks, columns, blocks, num_decoding, longest,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, ROW: tl.constexpr, RESTART: tl.constexpr, EMIT: tl.constexpr, TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
+    VALUES: tl.constexpr, VECTOR: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, RESTART: tl.constexpr,
+    LEAF: tl.constexpr, EMIT: tl.constexpr, TOKENS: tl.constexpr, BRANCHES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A request or a chunk after its blocks (axis 0), a value head (axis 1), VALUES columns of its state (axis 2)."""
     wait_for_inputs(PDL)
     segment = tl.program_id(0)
-    head = tl.program_id(1)
-    key = tl.arange(0, KEYS)
-    has_key = key < DK
-    value = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    has_value = value < DV
-    inside = has_key[:, None] & has_value[None, :]
-    tile = memory + head * DK * DV + key[:, None] * DV + value[None, :]
-    SIZE: tl.constexpr = VALUE_HEADS * DK * DV  # of a state
-    is_decoding = segment < num_decoding
     start = tl.load(layout.starts + segment)
-    size = tl.load(layout.starts + segment + 1) - start
+    count = tl.load(layout.starts + segment + 1) - start
     # A request writes its state after what it replays, a chunk after its last row.
-    count = size
-    source = 0
     mark = -1
-    has_begun = tl.load(layout.segment_lengths + segment) > 0
+    is_decoding = segment < num_decoding
+    num_done = 0
+    entry = tl.load(columns.entries + segment * NUM_COLUMNS)
+    source = entry
+    steps = walks.steps + segment * longest  # there is room for two
+    code = tl.load(steps, mask=is_decoding, other=0)
+    following = tl.load(steps + 1, mask=is_decoding, other=0)
     if is_decoding:
         count = tl.load(walks.counts + segment)
-        source = tl.load(columns.entries + segment * NUM_COLUMNS).to(tl.int32)
         mark = tl.load(walks.replayed + segment)
-        has_begun = True
     else:
         chunk = segment - num_decoding
         num_done = (tl.load(blocks.starts + chunk + 1) - tl.load(blocks.starts + chunk)) * TOKENS
         start += num_done
         count -= num_done
-        source = tl.load(columns.sources + segment * NUM_COLUMNS).to(tl.int32)
-        if num_done > 0:
-            source = tl.load(columns.entries + segment * NUM_COLUMNS).to(tl.int32)
-            has_begun = True
-    state = tl.load(tile + source.to(tl.int64) * SIZE, mask=inside, other=0.0)
-    state = tl.where(has_begun, state, 0.0)
-    base = tl.zeros_like(state)  # not `state`: Triton carries names of one value through a loop as one
-    for index in range(count):
-        code = start + index | EMIT
-        if is_decoding:
-            code = tl.load(walks.steps + segment * longest + index)
-            if index == mark:
-                tl.store(tile + source.to(tl.int64) * SIZE, state, mask=inside)
-                base = state
-        state = tl.where(code & RESTART != 0, base, state)
-        row = code & ROW
-        state, output = _step(
-            state, channels, gates, row, head, key, value, has_key, has_value, epsilon, scale,
-            KEY_HEADS, VALUE_HEADS, DK, DV,
+        if num_done == 0:
+            source = tl.load(columns.sources + segment * NUM_COLUMNS)
+    has_begun = is_decoding | (num_done > 0) | (tl.load(layout.segment_lengths + segment) > 0)
+    if count > 0:
+        _walk(
+            outputs, channels, factors, memory, steps, code, following, start, count, mark, source, entry,
+            is_decoding, has_begun, KEY_HEADS, VALUE_HEADS, DK, DV, KEYS, VALUES, VECTOR, PARTS, ROW, RESTART, LEAF,
+            EMIT, BRANCHES,
         )  # fmt: skip
+
+
+@triton.jit
+def _walk(
+    outputs, channels, factors, memory, steps, code, following, start, count, mark, source, entry, is_decoding,
+    has_begun,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, VECTOR: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, RESTART: tl.constexpr,
+    LEAF: tl.constexpr, EMIT: tl.constexpr, BRANCHES: tl.constexpr,
+):  # fmt: skip
+    """The state is (columns, PARTS, keys of a part, VECTOR): a lane has one part and VECTOR columns, so most of a sum
+    over keys stays in its registers. (Triton hands lanes the dims that are not contiguous in memory, from the first
+    on.) Rows are loaded a step ahead."""
+    head = tl.program_id(1)
+    key = tl.arange(0, PARTS)[:, None] * (KEYS // PARTS) + tl.arange(0, KEYS // PARTS)[None, :]
+    has_key = key < DK
+    column = tl.arange(0, VALUES // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    value = tl.program_id(2) * VALUES + column
+    width = VALUES  # known to the compiler, so that whole tiles need no masks
+    if DV % VALUES != 0:
+        width = DV - tl.program_id(2) * VALUES
+    has_value = column < width
+    inside = has_key[None, :, :, None] & has_value[:, None, None, :]
+    SIZE: tl.constexpr = VALUE_HEADS * DK * DV  # of a state
+    tile = memory + head * DK * DV + key[None, :, :, None] * DV + value[:, None, None, :]
+    code = tl.where(is_decoding, code, start | EMIT)
+    following = tl.where(count == 1, code, tl.where(is_decoding, following, (start + 1) | EMIT))
+    is_known = (key < tl.where(has_begun, DK, 0))[None, :, :, None] & inside
+    state = tl.load(tile + source * SIZE, mask=is_known, other=0.0)
+    q, k, v, decay, w_v, w_k, o_q, o_w = _load_row(
+        channels, factors, code & ROW, head, key, value, has_key, has_value, KEY_HEADS, VALUE_HEADS, DK, DV
+    )
+    for step in range(count):
+        index = tl.minimum(step + 2, count - 1)
+        later = tl.load(steps + index, mask=is_decoding, other=(start + index) | EMIT)
+        next_q, next_k, next_v, next_decay, next_w_v, next_w_k, next_o_q, next_o_w = _load_row(
+            channels, factors, following & ROW, head, key, value, has_key, has_value, KEY_HEADS, VALUE_HEADS, DK, DV
+        )
+        if (step == mark) & (mark > 0):
+            tl.store(tile + entry * SIZE, state, mask=inside)
+        if BRANCHES:  # noqa: SIM102  `and` would compile both sides
+            if code & RESTART != 0:
+                tl.debug_barrier()  # the state may just have been written; and makes this a branch, no selection
+                state = tl.load(tile + entry * SIZE, mask=inside, other=0.0)
+        recalled = tl.sum(tl.sum(state * k[None, :, :, None], axis=2), axis=1)
+        w = tl.fma(-w_k, recalled, w_v * v)
         if code & EMIT != 0:
-            place = outputs + (row.to(tl.int64) * VALUE_HEADS + head) * DV + value
-            tl.store(place, output.to(outputs.dtype.element_ty), mask=has_value)
-    if (segment >= num_decoding) & (count > 0):
-        entry = tl.load(columns.entries + segment * NUM_COLUMNS)
+            answer = tl.sum(tl.sum(state * q[None, :, :, None], axis=2), axis=1)
+            place = outputs + ((code & ROW).to(tl.int64) * VALUE_HEADS + head) * DV + value
+            tl.store(place, tl.fma(o_w, w, o_q * answer).to(outputs.dtype.element_ty), mask=has_value)
+        if code & LEAF == 0:
+            state = tl.fma(k[None, :, :, None], w[:, None, None, :], state * decay)
+        code = following
+        following = later
+        q = next_q
+        k = next_k
+        v = next_v
+        decay = next_decay
+        w_v = next_w_v
+        w_k = next_w_k
+        o_q = next_o_q
+        o_w = next_o_w
+    if not is_decoding:
         tl.store(tile + entry * SIZE, state, mask=inside)
-
-
-@triton.jit
-def _keep(
-    rows, stored, state_inputs, layout, walks, columns, x_stride, gate_stride, num_decoding, num_nodes,
-    num_channels, num_heads,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """A request or a chunk (axis 0): its last inputs go to its state, a request's nodes to its records; a block of
-    channels, or the gates (axis 1)."""
-    wait_for_inputs(PDL)
-    segment = tl.program_id(0)
-    start = tl.load(layout.starts + segment)
-    size = tl.load(layout.starts + segment + 1) - start
-    slot = tl.load(layout.segment_slots + segment)
-    entry = tl.load(columns.entries + segment * NUM_COLUMNS)
-    if size > 0:
-        channel = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)
-        exists = (channel >= 0) & (channel < num_channels)
-        if segment < num_decoding:
-            if tl.program_id(1) == 0:
-                _keep_gates(rows, stored, start, size, slot * num_nodes, gate_stride, num_heads, HEADS)
-            else:
-                # What the root reads before itself is what the state's inputs are after the replay.
-                _keep_inputs(
-                    rows, stored, state_inputs, walks, start, 1, entry, channel, exists, x_stride, num_channels, TAPS,
-                    STATE, NOTHING,
-                )  # fmt: skip
-                for node in range(size):
-                    value = tl.load(rows.inputs + (start + node).to(tl.int64) * x_stride + channel, mask=exists)
-                    tl.store(stored.inputs + (slot * num_nodes + node) * num_channels + channel, value, mask=exists)
-        elif tl.program_id(1) > 0:
-            position = tl.load(columns.positions + segment * NUM_COLUMNS)
-            mark = position - tl.load(layout.segment_lengths + segment)
-            if (mark > 0) & (mark <= size):
-                snapshot = tl.load(columns.snapshots + segment * NUM_COLUMNS)
-                _keep_inputs(
-                    rows, stored, state_inputs, walks, start + mark.to(tl.int32) - 1, 0, snapshot, channel, exists,
-                    x_stride, num_channels, TAPS, STATE, NOTHING,
-                )  # fmt: skip
-            _keep_inputs(
-                rows, stored, state_inputs, walks, start + size - 1, 0, entry, channel, exists, x_stride,
-                num_channels, TAPS, STATE, NOTHING,
-            )  # fmt: skip
-
-
-@triton.jit
-def _keep_gates(rows, stored, start, size, first, stride, num_heads, HEADS: tl.constexpr):
-    gate = tl.arange(0, 2 * HEADS)
-    exists = gate < 2 * num_heads
-    for node in range(size):
-        value = tl.load(rows.gates + (start + node).to(tl.int64) * stride + gate, mask=exists)
-        tl.store(stored.gates + (first + node) * 2 * num_heads + gate, value, mask=exists)
-
-
-@triton.jit
-def _keep_inputs(
-    rows, stored, state_inputs, walks, row, skipped, entry, channel, exists, x_stride, num_channels,
-    TAPS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
-):  # fmt: skip
-    """Three inputs up to `row`, or, skipped 1, before it, to the state of `entry`, which may be among their sources."""
-    sources = walks.sources + row.to(tl.int64) * TAPS + skipped
-    newest = _input(rows, stored, state_inputs, tl.load(sources), channel, exists, x_stride, num_channels, STATE,
-                    NOTHING)  # fmt: skip
-    middle = _input(rows, stored, state_inputs, tl.load(sources + 1), channel, exists, x_stride, num_channels, STATE,
-                    NOTHING)  # fmt: skip
-    oldest = _input(rows, stored, state_inputs, tl.load(sources + 2), channel, exists, x_stride, num_channels, STATE,
-                    NOTHING)  # fmt: skip
-    place = state_inputs + entry.to(tl.int64) * 3 * num_channels + channel
-    tl.store(place, oldest, mask=exists)
-    tl.store(place + num_channels, middle, mask=exists)
-    tl.store(place + 2 * num_channels, newest, mask=exists)

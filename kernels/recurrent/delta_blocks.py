@@ -30,6 +30,9 @@ EPSILON = 1e-6  # under the root of the norms of k and q
 PART = 16  # tokens of the parts by which a block's system is solved
 BLOCK_COLUMNS = 64  # columns of a state that a program carries from block to block
 LEAST_DIM = 16  # of a product
+FACTORS = tl.constexpr(8)  # that a row has of each value head: a sector of memory, not all in use
+GATE = tl.constexpr(0)
+BETA = tl.constexpr(1)
 
 
 class Sizes(NamedTuple):
@@ -66,10 +69,10 @@ def absorb_block(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta
 
 
 def absorb_blocks(
-    outputs: Tensor, channels: Tensor, gates: Tensor, memory: Tensor, sizes: Sizes, plan: PassPlan
+    outputs: Tensor, channels: Tensor, factors: Tensor, memory: Tensor, sizes: Sizes, plan: PassPlan
 ) -> None:
     """Takes all whole blocks of a pass's prompts into states `memory` (E, HV, DK, DV), and writes their rows of outputs
-    (T, HV, DV). channels (T, C) after the convolution; gates (T, 2, HV): g and beta."""
+    (T, HV, DV). channels (T, C) after the convolution; factors (T, HV, FACTORS), of which it reads g and beta."""
     num_blocks = len(plan.blocks.rows)
     if num_blocks == 0:
         return
@@ -94,7 +97,7 @@ def absorb_blocks(
     dims = {"DK": key_dim, "DV": value_dim}
     products = {"PRECISION": "ieee" if is_exact else "tf32", **pdl_options(device)}
     _prepare_blocks[(num_blocks, num_values)](
-        work, channels, gates, plan.blocks, EPSILON, **shape, **dims, PART=PART, num_warps=4, **products
+        work, channels, factors, plan.blocks, EPSILON, **shape, **dims, PART=PART, num_warps=4, **products
     )
     columns = min(values, BLOCK_COLUMNS)
     num_chunks = len(plan.layout.segment_slots) - plan.num_decoding
@@ -147,7 +150,7 @@ def _inverse(system, TOKENS: tl.constexpr, PART: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def _prepare_blocks(
-    work, channels, gates, blocks, epsilon,
+    work, channels, factors, blocks, epsilon,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -168,9 +171,9 @@ def _prepare_blocks(
         if head % GROUP == 0:
             place = (block * KEY_HEADS + head // GROUP) * TOKENS * KEYS
             tl.store(work.keys + place + token[:, None] * KEYS + key[None, :], k)
-        gate = gates + row * 2 * VALUE_HEADS + head
-        sums = tl.cumsum(tl.load(gate), axis=0)
-        beta = tl.load(gate + VALUE_HEADS)
+        factor = factors + (row * VALUE_HEADS + head) * FACTORS
+        sums = tl.cumsum(tl.load(factor + GATE), axis=0)
+        beta = tl.load(factor + BETA)
         place = block * VALUE_HEADS + head
         tl.store(work.sums + place * TOKENS + token, sums)
         is_later = token[:, None] > token[None, :]

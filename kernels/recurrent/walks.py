@@ -1,14 +1,17 @@
 """The order in which layers with recurrent state step through a pass, the same for all layers.
 
 A request first steps through the accepted nodes of its last pass again, whose records are kept, which gives the state
-that is written; then through the nodes of this pass. A node whose parent is not the node before it starts from the
-written state again, along its path. So plain decoding, chains and trees run the same steps.
+that is written; then through the nodes of this pass, parents before children, and of a node's children the largest
+subtree last. A leaf reads its parent's state and leaves it as it is, so the next child goes on from it. A subtree after
+one with more than a leaf restarts: from the written state, along its path. All kinds of steps compute the same, so
+plain decoding, chains and trees give the same bits.
 
 Inputs of a step lie in a buffer of T + B W rows: those of the pass, then W for each request, of its accepted nodes.
 Letters: T rows, B decoding requests, M chunks of prompts, R request slots, W nodes that a slot records, E entries of
 states.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,8 +26,9 @@ TAPS = 4  # of a convolution: a row and the three before it
 BLOCK_ROWS = 64  # of one program
 BLOCK_TOKENS = 64  # of a prompt, which a layer may take at once
 # A step is a row of the buffer with flags.
-ROW = (1 << 28) - 1
-RESTART = 1 << 28  # from the written state, not from the step before
+ROW = (1 << 27) - 1
+RESTART = 1 << 27  # from the written state, not from the step before
+LEAF = 1 << 28  # the state need not change
 EMIT = 1 << 29  # the output is that of the row
 # A source is a row of the pass, or -1 - (a row of the records, flattened (R, W)), or a row of the states' inputs,
 # flattened (E, 3), from STATE on, or NOTHING.
@@ -140,6 +144,36 @@ def _plan_blocks(
         tl.store(blocks.starts, 0)
 
 
+def path_above(node: int, parents: Sequence[int]) -> list[int]:
+    """Returns the ancestors of a node, its parent first."""
+    path = []
+    while parents[node] >= 0:
+        node = parents[node]
+        path.append(node)
+    return path
+
+
+def tree_steps(parents: Sequence[int]) -> list[int]:
+    """Returns the steps of a tree: nodes with flags. Parents stand before children; that of node 0, the root, is -1."""
+    nodes = range(len(parents))
+    paths = [path_above(node, parents) for node in nodes]
+    sizes = [1 + sum(node in path for path in paths) for node in nodes]
+    steps: list[int] = []
+
+    def visit(node: int) -> None:
+        children = sorted((child for child in nodes if parents[child] == node), key=lambda child: (sizes[child], child))
+        branches = [child for child in children if sizes[child] > 1]
+        steps.append(node | EMIT | (0 if children else LEAF))
+        for child in children:
+            if child in branches[1:]:
+                root, *path = paths[child][::-1]
+                steps.extend((root | RESTART, *path))
+            visit(child)
+
+    visit(0)
+    return steps
+
+
 @Op
 def plan_walks(layout: Layout, replays: Tensor, columns: Columns, num_decoding: int) -> Walks:
     """replays (R, W) int32: accepted nodes of each slot's last pass, then -1."""
@@ -165,18 +199,13 @@ def plan_walks(layout: Layout, replays: Tensor, columns: Columns, num_decoding: 
             before = (records[: place + 1][::-1] + state)[:TAPS]
             inputs[num_rows + segment * num_nodes + place] = torch.tensor(before, dtype=torch.int32)
         above = parents[start : start + size] if is_decoding else list(range(-1, size - 1))
-        walk = [num_rows + segment * num_nodes + place for place in range(len(accepted))]
         for node in range(size):
-            path = [node]
-            while above[path[0]] >= 0:
-                path.insert(0, above[path[0]])
-            before = ([start + place for place in path[::-1]] + records[::-1] + state)[:TAPS]
+            path = path_above(node, above)
+            before = ([start + place for place in (node, *path)] + records[::-1] + state)[:TAPS]
             inputs[start + node] = torch.tensor(before, dtype=torch.int32)
-            if above[node] == node - 1:
-                walk.append(start + node | EMIT)
-            else:
-                walk += [start + path[0] | RESTART, *(start + place for place in path[1:-1]), start + node | EMIT]
         if is_decoding and size:
+            walk = [num_rows + segment * num_nodes + place for place in range(len(accepted))]
+            walk += [start + step for step in tree_steps(above)]
             steps[segment, : len(walk)] = torch.tensor(walk, dtype=torch.int32)
             counts[:, segment] = torch.tensor([len(walk), len(accepted)], dtype=torch.int32)
     device = layout.starts.device
@@ -205,8 +234,9 @@ def plan_walks_triton(layout: Layout, replays: Tensor, columns: Columns, num_dec
     _plan_walks[(num_decoding + triton.cdiv(num_rows, BLOCK_ROWS),)](
         walks, layout, replays, columns, num_decoding, num_rows, num_nodes, longest,
         TAPS=TAPS, ROWS=BLOCK_ROWS, NODES=triton.next_power_of_2(num_nodes),
-        CHUNKS=triton.next_power_of_2(max(num_chunks, 1)), NUM_CHUNKS=num_chunks, RESTART=RESTART, EMIT=EMIT,
-        STATE=STATE, NOTHING=NOTHING, num_warps=1, **pdl_options(replays.device),
+        CHUNKS=triton.next_power_of_2(max(num_chunks, 1)), NUM_CHUNKS=num_chunks, RESTART=RESTART, LEAF=LEAF, EMIT=EMIT,
+        STATE=STATE, NOTHING=NOTHING,
+        num_warps=max(1, triton.next_power_of_2(num_nodes) ** 2 // 1024), **pdl_options(replays.device),
     )  # fmt: skip
     return walks
 
@@ -215,14 +245,15 @@ def plan_walks_triton(layout: Layout, replays: Tensor, columns: Columns, num_dec
 def _plan_walks(
     walks, layout, replays, columns, num_decoding, num_rows, num_nodes, longest,
     TAPS: tl.constexpr, ROWS: tl.constexpr, NODES: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    RESTART: tl.constexpr, EMIT: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr,
+    RESTART: tl.constexpr, LEAF: tl.constexpr, EMIT: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     program = tl.program_id(0)
     if program < num_decoding:
         _plan_request(
-            walks, layout, replays, columns, program, num_rows, num_nodes, longest, TAPS, NODES, RESTART, EMIT, STATE,
-            NOTHING,
+            walks, layout, replays, columns, program, num_rows, num_nodes, longest, TAPS, NODES, RESTART, LEAF,
+            EMIT, STATE, NOTHING,
         )  # fmt: skip
     else:
         row = (program - num_decoding) * ROWS + tl.arange(0, ROWS)
@@ -232,8 +263,8 @@ def _plan_walks(
 @triton.jit
 def _plan_request(
     walks, layout, replays, columns, request, num_rows, num_nodes, longest,
-    TAPS: tl.constexpr, NODES: tl.constexpr, RESTART: tl.constexpr, EMIT: tl.constexpr, STATE: tl.constexpr,
-    NOTHING: tl.constexpr,
+    TAPS: tl.constexpr, NODES: tl.constexpr, RESTART: tl.constexpr, LEAF: tl.constexpr, EMIT: tl.constexpr,
+    STATE: tl.constexpr, NOTHING: tl.constexpr,
 ):  # fmt: skip
     start = tl.load(layout.starts + request)
     size = tl.load(layout.starts + request + 1) - start
@@ -267,19 +298,44 @@ def _plan_request(
         tl.store(walks.sources + (start + node) * TAPS + column, source, mask=exists)
         age += tl.where(in_pass, 0, 1)
         above = tl.load(layout.parents + start + above, mask=exists & in_pass, other=-1)
-    count = num_replayed
-    for index in range(size):
-        if layout.ancestors is not None:  # noqa: SIM102  `and` would compile both sides
-            if tl.load(layout.parents + start + index) != index - 1:
-                mask = tl.load(layout.ancestors + start + index)
-                for ancestor in range(index):
-                    if (mask >> ancestor) & 1 == 1:
-                        step = start + ancestor
-                        tl.store(steps + count, tl.where(ancestor == 0, step | RESTART, step))
-                        count += 1
-        tl.store(steps + count, (start + index) | EMIT)
-        count += 1
-    tl.store(walks.counts + request, count)
+    if layout.ancestors is None:
+        step = (start + node) | EMIT | tl.where(node == size - 1, LEAF, 0)
+        tl.store(steps + num_replayed + node, step, mask=exists)
+        tl.store(walks.counts + request, num_replayed + size)
+    else:
+        count = _plan_tree(steps + num_replayed, layout, start, size, NODES, RESTART, LEAF, EMIT)
+        tl.store(walks.counts + request, num_replayed + count)
+
+
+@triton.jit
+def _plan_tree(
+    steps, layout, start, size,
+    NODES: tl.constexpr, RESTART: tl.constexpr, LEAF: tl.constexpr, EMIT: tl.constexpr,
+):  # fmt: skip
+    """Writes what `tree_steps` returns, all nodes at once, and returns how many. Matrices are (a node, another)."""
+    node = tl.arange(0, NODES)
+    exists = node < size
+    mask = tl.load(layout.ancestors + start + node, mask=exists, other=0)
+    parent = tl.load(layout.parents + start + node, mask=exists, other=-2)
+    is_self = node[:, None] == node[None, :]
+    is_above = (((mask[:, None] >> node[None, :].to(tl.int64)) & 1) == 1) & (node[None, :] < node[:, None]) | is_self
+    is_above = (is_above & exists[:, None] & exists[None, :]).to(tl.int32)  # the other one is an ancestor, or the node
+    depth = tl.sum(is_above, axis=1)
+    width = tl.sum(is_above, axis=0)  # of its subtree
+    rank = width * NODES + node  # among its siblings
+    is_earlier = (parent[:, None] == parent[None, :]) & (rank[None, :] < rank[:, None]) & exists[:, None]
+    offset = 1 + tl.sum(tl.where(is_earlier, width[None, :], 0), axis=1)
+    place = tl.sum(is_above * offset[None, :], axis=1) - 1  # without what restarts step through
+    restarts = tl.max((is_earlier & (width > 1)[None, :]).to(tl.int32), axis=1) == 1
+    length = tl.where(restarts, depth - 1, 0)  # of the path from the root
+    place += tl.sum(tl.where(place[None, :] <= place[:, None], length[None, :], 0), axis=1)
+    flags = EMIT | tl.where(width == 1, LEAF, 0)
+    tl.store(steps + place, (start + node) | flags, mask=exists)
+    index = depth - 1  # on a path
+    on_path = restarts[:, None] & (is_above == 1) & ~is_self
+    step = (start + node) | tl.where(index == 0, RESTART, 0)
+    tl.store(steps + (place - length)[:, None] + index[None, :], tl.broadcast_to(step[None, :], on_path.shape), on_path)
+    return size + tl.sum(length, axis=0)
 
 
 @triton.jit

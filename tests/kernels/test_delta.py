@@ -11,13 +11,27 @@ from transformers.models.qwen3_next import modeling_qwen3_next as oracle
 
 from slipstream.kernels.recurrent.delta import Records, States, Weights, delta_net
 from slipstream.kernels.recurrent.delta_blocks import Sizes, absorb_block
-from slipstream.kernels.recurrent.walks import NOTHING, Blocks, Columns, PassPlan, Walks, plan_blocks, plan_walks
+from slipstream.kernels.recurrent.walks import (
+    EMIT,
+    LEAF,
+    NOTHING,
+    RESTART,
+    ROW,
+    Blocks,
+    Columns,
+    PassPlan,
+    Walks,
+    path_above,
+    plan_blocks,
+    plan_walks,
+    tree_steps,
+)
 from slipstream.kernels.speculation.ragged import Layout
 from slipstream.kernels.speculation.verify import ancestor_masks
 from slipstream.tests.kernels.triton_runs import SLOW, each_device, poisoned
 
 SMALL = Sizes(num_keys=2, num_values=4, key_dim=16, value_dim=16)
-ODD = Sizes(num_keys=2, num_values=2, key_dim=24, value_dim=16)
+ODD = Sizes(num_keys=1, num_values=2, key_dim=24, value_dim=40)  # more columns than a program steps
 NUM_CHANNELS = 128  # of both
 WIDTH = NUM_CHANNELS + 2 * SMALL.num_values  # of random inputs: channels, and the most gates
 SLOTS = 5
@@ -61,6 +75,7 @@ class Layer:
     def layout(self, segments: list[Segment], spare: int) -> Layout:
         rows: list[list[int]] = []
         masks = torch.empty(0, dtype=torch.int64)
+        are_chains = all(s.parents is None or s.parents == list(range(-1, len(s.parents) - 1)) for s in segments)
         for segment in segments:
             count = len(segment.inputs)
             parents = [-1] * count if segment.parents is None else segment.parents
@@ -80,7 +95,7 @@ class Layer:
             nodes=table[:, 1].int().contiguous(),
             tokens=unused, parents=table[:, 2].int().contiguous(), positions=unused, following=unused,
             places=table[:, 3].contiguous(), kv_slots=unused,
-            ancestors=torch.cat((masks, torch.full((spare,), -1))).to(self.device),
+            ancestors=None if are_chains else torch.cat((masks, torch.full((spare,), -1))).to(self.device),
         )  # fmt: skip
 
     def step(self, segments: list[Segment], spare: int = 0, mark: int = 0) -> list[Tensor]:
@@ -223,6 +238,35 @@ def test_texts_equal_the_recurrence_over_each_alone(sizes: Sizes, dtype: torch.d
                 check(outputs[node], expected, dtype)
             texts[segment.slot] = torch.cat((before, segment.inputs[segment.path]))
     assert min(len(text) for text in texts.values()) > 4
+
+
+def test_each_node_steps_once_from_the_state_of_its_parent() -> None:
+    rng = random.Random(4)
+    for _ in range(100):
+        parents = random_parents(rng, rng.randint(1, 16))
+        emitted = []
+        state: list[int] = []  # the nodes that it has been through
+        for step in tree_steps(parents):
+            node = step & ROW
+            if step & RESTART:
+                state = []  # the written one has been through none
+            after = [*state, node]
+            assert after == [*path_above(node, parents)[::-1], node]
+            assert bool(step & LEAF) == (node not in parents)
+            if not step & LEAF:
+                state = after
+            if step & EMIT:
+                emitted.append(node)
+        assert sorted(emitted) == list(range(len(parents)))
+
+
+def test_trees_take_few_steps_more_than_they_have_nodes() -> None:
+    chain = list(range(-1, 15))
+    assert len(tree_steps(chain)) == 16
+    comb = [-1, *(node - 2 + node % 2 for node in range(1, 16))]  # each inner node has a leaf beside the next
+    assert len(tree_steps(comb)) == 16
+    binary = [-1, *((node - 1) // 2 for node in range(1, 16))]
+    assert len(tree_steps(binary)) == 21
 
 
 @each_device
