@@ -105,7 +105,7 @@ def wide_activations(spec: LayerSpec) -> int:
     attention = spec.mixer
     mlp = 3 * int(spec.mlp.intermediate_size)
     if isinstance(attention, RecurrentSpec):
-        return 4 * sum(math.prod(record.shape) for record in attention.record_shapes.values()) + mlp
+        return 4 * sum(math.prod(shape) for shape in attention.record_shapes.values()) + mlp
     queries = 2 if attention.gate is None else 4  # with the gate, and what it multiplies
     heads = (queries * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     return heads + mlp

@@ -11,7 +11,7 @@ from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import MIXERS
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.recurrence import Record, RecurrentMixer, State
-from slipstream.models.targets.config import RecordShape, RecurrentSpec
+from slipstream.models.targets.config import RecurrentSpec
 
 TAPS = 3
 
@@ -29,8 +29,8 @@ class AverageSpec(RecurrentSpec):
         return {"mean": (self.size,), "inputs": (TAPS - 1, self.size)}
 
     @property
-    def record_shapes(self) -> Mapping[str, RecordShape]:
-        return {"value": RecordShape((self.size,)), "gate": RecordShape((self.size,), is_fp32=True)}
+    def record_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {"value": (self.size,), "gate": (self.size,)}
 
 
 class Average(RecurrentMixer):
@@ -43,11 +43,11 @@ class Average(RecurrentMixer):
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
         value, gate, query = self.in_proj(x).chunk(3, dim=-1)
-        return self.out_proj(attention.recur({"value": value, "gate": gate.float(), "query": query}, self.layer))
+        return self.out_proj(attention.recur({"value": value, "gate": gate, "query": query}, self.layer))
 
     def step(self, state: State, record: Record) -> State:
         inputs = torch.cat((state["inputs"], record["value"].float()[:, None]), dim=1)  # (n, TAPS, size)
-        gate = record["gate"].sigmoid()
+        gate = record["gate"].float().sigmoid()
         mean = gate * state["mean"] + (1 - gate) * (inputs * self.taps).sum(1)
         return {"mean": mean, "inputs": inputs[:, 1:]}
 

@@ -242,13 +242,6 @@ class AttentionSpec:
         )
 
 
-class RecordShape(NamedTuple):
-    """The shape of a raw number that a recurrent layer records of each node."""
-
-    shape: tuple[int, ...]
-    is_fp32: bool = False  # else in the model's dtype
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentSpec(ABC):
     """A mixer with a state of fixed size, which `step` of its layer (models/layers/recurrence.py) takes from a token to
@@ -264,9 +257,9 @@ class RecurrentSpec(ABC):
 
     @property
     @abstractmethod
-    def record_shapes(self) -> Mapping[str, RecordShape]:
-        """Raw numbers of a token that `step` reads. They are kept of each node until it is known whether the node was
-        accepted."""
+    def record_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Raw numbers of a token that `step` reads, in the model's dtype. They are kept of each node until it is known
+        whether the node was accepted."""
 
     @property
     def has_kernels(self) -> bool:
@@ -319,8 +312,8 @@ class DeltaNetSpec(RecurrentSpec):
         return {"inputs": (self.taps - 1, sum(self.sizes)), "memory": memory}
 
     @property
-    def record_shapes(self) -> Mapping[str, RecordShape]:
-        return {"inputs": RecordShape((sum(self.sizes),)), "gates": RecordShape((2 * self.num_value_heads,))}
+    def record_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {"inputs": (sum(self.sizes),), "gates": (2 * self.num_value_heads,)}
 
     def shard(self, world: int) -> "DeltaNetSpec":
         return replace(

@@ -39,9 +39,8 @@ def state_bytes(specs: Sequence[RecurrentSpec]) -> int:
 
 def record_bytes(specs: Sequence[RecurrentSpec], dtype: torch.dtype, num_slots: int, width: int) -> int:
     """Bytes of the records of all slots, each of `width` nodes, and of what is replayed."""
-    records = [record for spec in specs for record in spec.record_shapes.values()]
-    size = sum(math.prod(record.shape) * (4 if record.is_fp32 else dtype.itemsize) for record in records)
-    return num_slots * width * (size + 4) if specs else 0
+    size = sum(math.prod(shape) for spec in specs for shape in spec.record_shapes.values())
+    return num_slots * width * (size * dtype.itemsize + 4) if specs else 0
 
 
 class RecurrentStates:
@@ -64,10 +63,8 @@ class RecurrentStates:
         self.layers = [zero_state(spec.state_shapes, num_entries, device) for spec in specs]  # (E, *shape) of each
         self.records: list[Record] = [
             {
-                name: torch.zeros(
-                    slots, width, *record.shape, dtype=torch.float32 if record.is_fp32 else dtype, device=device
-                )
-                for name, record in spec.record_shapes.items()
+                name: torch.zeros(slots, width, *shape, dtype=dtype, device=device)
+                for name, shape in spec.record_shapes.items()
             }
             for spec in specs
         ]  # (R, W, *shape) of each
