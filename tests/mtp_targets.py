@@ -215,30 +215,37 @@ class NaiveMTP(NaiveEagle3):
 
 
 class NaiveModules(NaiveMTP):
-    """Several of transformers' modules in turn over a whole text: token i of a path by module i, then by the last."""
+    """Several of transformers' modules in turn over a whole text: token i of a path by module i, then by the last. A
+    node goes on from what its parent has read and given."""
+
+    def tree(
+        self, aux_states: Tensor, tokens: list[int], *arguments: Any, **options: Any
+    ) -> tuple[list[int], list[int], list[float]]:
+        self.read: dict[tuple[int, ...], Tensor] = {(): self.fuse(aux_states)}  # by path
+        return super().tree(aux_states, tokens, *arguments, **options)
 
     def _states_at(
         self, path: list[int], aux_states: Tensor, tokens: list[int], states_of: dict[tuple[int, ...], Tensor]
     ) -> Tensor:
-        text = [*tokens, *path]
-        count = len(self.module.layers)
-        states = self.fuse(aux_states)
-        for index in range(min(len(path) + 1, count)):
-            before = states
-            embeds = self.embeddings[text[1 + index :][: len(states)]]
-            states = self.states(embeds, states, index)
-        for _ in range(count, len(path) + 1):
-            before = torch.cat((before, states[-1:]))
-            states = self.states(self.embeddings[text[count:][: len(before)]], before, count - 1)
-        return states
+        last = len(self.module.layers) - 1
+        if path:
+            states = states_of[tuple(path[:-1])]
+            is_next = len(path) <= last  # another module reads all that the one before gives; else one row more
+            self.read[tuple(path)] = states if is_next else torch.cat((self.read[tuple(path[:-1])], states[-1:]))
+        read = self.read[tuple(path)]
+        index = min(len(path), last)
+        return self.states(self.embeddings[[*tokens, *path][1 + index :][: len(read)]], read, index)
 
     def chains(self, aux_states: Tensor, tokens: Tensor, num_steps: int) -> dict[tuple[int, int], Tensor]:
         text = tokens.tolist()
         states = {}
         for row in range(len(text) - 1):
+            self.read = {(): self.fuse(aux_states[: row + 1])}
+            states_of: dict[tuple[int, ...], Tensor] = {}
             for step in range(min(num_steps, len(text) - 1 - row)):
                 path = text[row + 2 : row + 2 + step]
-                states[row, step] = self._states_at(path, aux_states[: row + 1], text[: row + 2], {})[-1].float()
+                states_of[tuple(path)] = self._states_at(path, aux_states, text[: row + 2], states_of)
+                states[row, step] = states_of[tuple(path)][-1].float()
         return states
 
 

@@ -196,6 +196,19 @@ def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict
     return run(engine, requests, check)
 
 
+def remembered(oracle: Oracle) -> Oracle:
+    """The same, computed once for a text, however often engines come by it."""
+    nodes: dict[Any, Nodes] = {}
+
+    def recall(tokens: list[int], request: Request) -> Nodes:
+        key = (tuple(tokens), request.seed, request.choice, request.params.temperature)
+        if key not in nodes:
+            nodes[key] = oracle(tokens, request)
+        return nodes[key]
+
+    return recall
+
+
 def decoding(engine: Engine) -> list[Sequence]:
     return [sequence for sequence in engine.scheduler._running if sequence.decoding]
 

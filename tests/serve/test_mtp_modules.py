@@ -30,6 +30,7 @@ from slipstream.tests.serve.engine_runs import (
     make_request,
     plain_answers,
     random_prompt,
+    remembered,
     run,
     run_checked,
     sized_requests,
@@ -75,7 +76,7 @@ def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transforme
     count: int, usable: tuple[int, int, int], make_mtp: MakeMTP
 ) -> None:
     target = make_mtp("glm4-moe", count)
-    oracle = Oracle(target, TreeOptions())
+    oracle = remembered(Oracle(target, TreeOptions()))
     for options in ({"page_size": 16}, {"page_size": 1, "prefill_budget": 5}):
         check_prefix_hits(build_engine(target.folder, "mtp", width=4, **options), oracle, usable)
     engine = build_engine(target.folder, "mtp", width=4, kv_cache_tokens=96, prefill_budget=16)
@@ -103,8 +104,9 @@ def test_modules_keep_up_when_several_tokens_are_accepted(
     requests = sized_requests((1, 9, 50), max_tokens=21, ignore_eos=True, temperature=0.3)
     width = options.verified_nodes
     engine = build_engine(target.folder, "mtp", drafter=DRAFTED[drafted], width=width, prefill_budget=16)
+    oracle = remembered(Oracle(target, options))
     for _ in range(2):
-        answers = run_checked(engine, Oracle(target, options), requests)
+        answers = run_checked(engine, oracle, requests)
         assert tokens_of(answers) == plain_answers(target.folder, requests)
     lengths = [20 / answer.counts.rounds for answer in answers.values()]
     assert max(lengths) > 2
@@ -171,7 +173,7 @@ def test_passes_as_a_gpu_has_them_propose_what_transformers_does(
     assert tokens_of(answers) == plain_answers(target.folder, requests)
     assert answers["70"].counts.cached_tokens > 0
     by_key = {noise_key(request.seed, request.choice): request for request in requests}
-    oracle = Oracle(target, options)
+    oracle = remembered(Oracle(target, options))
     num_checked = 0
     for key, length, nodes, parents in proposals.rows:
         request = by_key.get(key)
