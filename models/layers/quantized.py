@@ -13,7 +13,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.files.quantization import BLOCK
 from slipstream.models.layers.attention import SelfAttention
 from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.formats.base import (
@@ -74,10 +73,10 @@ def join_gates(network: nn.Module, quantization: Quantization | None, tensors: T
             continue
         if any(f"{path}.qkv_proj.{kind}" in tensors for kind in ("weight", *tensor_dtypes())):
             continue
-        parts = (*module.qkv_proj.parts, "gate_proj")
-        formats = [format_in_file(f"{path}.{part}".removeprefix("."), quantization, tensors) for part in parts]
-        is_whole = module.qkv_proj.out_features % BLOCK == 0  # no block of scales has outputs of both
-        if len(set(formats)) == 1 and (formats[0] is None or (formats[0].joins and is_whole)):
+        names = [f"{path}.{part}".removeprefix(".") for part in (*module.qkv_proj.parts, "gate_proj")]
+        first, *others = [format_in_file(name, quantization, tensors) for name in names]
+        is_alike = all(format == first for format in others)
+        if is_alike and (first is None or first.joins(module.qkv_proj.out_features, names, tensors)):
             module.join_gate()
 
 

@@ -32,6 +32,7 @@ from slipstream.tests.quantized_targets import (
     change_tensors,
     compressed,
     dequantized_weights,
+    gptq,
     load,
     read_by_transformers,
     reference,
@@ -233,6 +234,25 @@ def test_a_gate_is_projected_with_queries_where_their_format_allows_it(
     effect = (model(tokens[None]).logits[0] - logits(load(plain), tokens)).square().mean()
     difference = (model(tokens[None]).logits[0] - logits(target, tokens)).square().mean()
     assert difference < (1e-5 if layout.inputs == "exact" else 0.2) * effect
+
+
+@pytest.mark.skipif("muse-glimmer" not in ADAPTED, reason="this transformers does not know it")
+def test_a_gate_may_have_another_order_of_inputs_than_queries(tmp_path: Path) -> None:
+    """Though the config says that no layer has an order: the files decide."""
+    save_random_target(copy.deepcopy(ADAPTED["muse-glimmer"]), tmp_path / "plain")
+    folder = tmp_path / "quantised"
+    values = save_quantized(LAYOUTS["gptq-order"], tmp_path / "plain", folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in load_file(tmp_path / "plain" / "model.safetensors").items():
+        if name.endswith("self_attn.gate_proj.weight"):
+            stored, values[name] = gptq(weight, 32, symmetric=True, act_order=False, offset=1)
+            tensors |= {name.removesuffix("weight") + end: part.contiguous() for end, part in stored.items()}
+    save_file(tensors, folder / "model.safetensors")
+    change_json(folder / "config.json", quantization_config=LAYOUTS["gptq-order"].config | {"desc_act": False})
+    weights = dequantized_weights(load(folder))
+    assert any("self_attn.gate_proj" in name for name in weights)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, values[name.replace("model.", "model.language_model.", 1)])
 
 
 @pytest.mark.parametrize("name", ["qweight", "qzeros", "scales", "g_idx"])

@@ -277,14 +277,19 @@ def test_quantised_delta_nets_have_slices_of_each_kind_of_heads(tmp_path: Path) 
 
 
 @pytest.mark.skipif("muse-glimmer" not in RELATIVES, reason="this transformers does not know it")
-@pytest.mark.parametrize("name", ["fp8-blocks", "packed"])
-def test_gates_that_are_projected_with_queries_have_slices_of_their_own(name: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 128}
+@pytest.mark.parametrize(
+    ("name", "head_dim", "world"), [("fp8-blocks", 128, 2), ("packed", 128, 2), ("fp8-tensor", 64, 4)]
+)
+def test_gates_that_are_projected_with_queries_have_slices_of_their_own(
+    name: str, head_dim: int, world: int, tmp_path: Path
+) -> None:
+    """Heads of 64 dims: a rank's queries, keys and values are no multiple of 128, which only blocks must be."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": head_dim}
     save_random_target(muse_glimmer(**sizes), tmp_path / "plain")
     values = save_quantized(LAYOUTS[name], tmp_path / "plain", tmp_path / name)
-    assert "gate_proj" in cast(Any, load(tmp_path / name, 1, 2).layers[0].mixer).qkv_proj.parts
+    assert "gate_proj" in cast(Any, load(tmp_path / name, 1, world).layers[0].mixer).qkv_proj.parts
     text = {key.replace("language_model.", ""): x for key, x in values.items() if "vision" not in key}
-    check_weights(tmp_path / name, text, name, 2)
+    check_weights(tmp_path / name, text, name, world)
 
 
 def fuse_queries(tensors: Tensors) -> Tensors:

@@ -193,9 +193,10 @@ class Format(ABC):
         """Whether tensors that hold all experts are read."""
         return False
 
-    @property
-    def joins(self) -> bool:
-        """Whether projections of one input that files have in it keep their numbers in one layer."""
+    def joins(self, num_outputs: int, names: Sequence[str], tensors: Tensors) -> bool:
+        """Whether projections of one input, `names` of files with `tensors`, keep their numbers in one layer;
+        `num_outputs`: those of all but the last."""
+        del num_outputs, names, tensors
         return False
 
     def layer(self, linear: Linear, names: Sequence[str], tensors: Tensors) -> QuantizedLinear:

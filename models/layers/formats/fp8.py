@@ -106,9 +106,10 @@ class FP8Format(Format):
     def is_fused(self) -> bool:
         return self.on_the_fly or self.scales == "block"
 
-    @property
-    def joins(self) -> bool:
-        return not self.static  # a layer has one scale of its inputs
+    def joins(self, num_outputs: int, names: Sequence[str], tensors: Tensors) -> bool:
+        """A layer has one scale of its inputs, and no block of scales has outputs of two projections."""
+        del names, tensors
+        return not self.static and (self.scales != "block" or num_outputs % BLOCK == 0)
 
     def layer(self, linear: Linear, names: Sequence[str], tensors: Tensors) -> "FP8Linear":
         del names, tensors

@@ -94,16 +94,19 @@ class Int4Format(Format):
     def description(self) -> str:
         return f"int4, groups of {self.group_size}"
 
-    @property
-    def joins(self) -> bool:
-        return not self.act_order  # a layer has one order of its inputs
+    def joins(self, num_outputs: int, names: Sequence[str], tensors: Tensors) -> bool:
+        """A layer has one order of its inputs."""
+        del num_outputs
+        return not self._has_order(names, tensors)
+
+    def _has_order(self, names: Sequence[str], tensors: Tensors) -> bool:
+        """Whether groups of a layer in files, whatever the config says, are of inputs that are not neighbours."""
+        ids = (tensors.get(f"{name}.{kind}") for name, kind in product(names, GROUP_IDS))
+        found = [groups for groups in ids if groups is not None]
+        return any(is_shuffled(groups, self.group_size if self.group_size > 0 else len(groups)) for groups in found)
 
     def layer(self, linear: Linear, names: Sequence[str], tensors: Tensors) -> "Int4Linear":
-        layer = Int4Linear(linear, self, act_order=False)
-        ids = (tensors.get(f"{name}.{kind}") for name, kind in product(names, GROUP_IDS))
-        if any(groups is not None and is_shuffled(groups, layer.group_size) for groups in ids):
-            return Int4Linear(linear, self, act_order=True)
-        return layer
+        return Int4Linear(linear, self, self._has_order(names, tensors))
 
     def stand_ins(self, num_inputs: int) -> dict[str, Tensor]:
         is_packed = self.layout == "packed"
