@@ -116,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name not in VERBS:
         alike = nearest(name, [*VERBS, *(verb.split()[0] for verb in VERBS)])
         hint = f"did you mean {alike[0]}?" if alike else f"valid verbs: {', '.join(VERBS)}"
+        hint = "the server is the command `serve`" if name == "serve" else hint
         print(f"slipstream: error: unknown verb {name!r}; {hint}", file=sys.stderr)
         raise SystemExit(2)
     verb = VERBS[name]
@@ -132,7 +133,8 @@ def overview(*group: str) -> str:
     verbs = {name: verb for name, verb in VERBS.items() if name.split()[: len(group)] == list(group)}
     command = " ".join(("slipstream", *group, "VERB"))
     lines = [f"  {name:<16} {verb.purpose}" for name, verb in verbs.items()]
-    return "\n".join([f"usage: {command} [options]", "", *lines, "", f"{command} --help lists its options"])
+    server = "" if group else "; the server is the command `serve`"
+    return "\n".join([f"usage: {command} [options]", "", *lines, "", f"{command} --help lists its options{server}"])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 from slipstream.data_tools.rows import Row, RowError
 from slipstream.models.chat.messages import ROLES, Message, check_text, read_messages
+from slipstream.models.chat.quotes import json_type
 from slipstream.serve.chat.tools import read_calls, read_tools
 
 Columns = Mapping[str, Any]
@@ -313,7 +314,7 @@ def _with_function_key(function: Any) -> Any:
 
 def _string(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name} holds a {type(value).__name__}, not text")
+        raise ValueError(f"{name} holds {json_type(value)}, not text")
     check_text(name, value)
     return value
 

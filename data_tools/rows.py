@@ -18,6 +18,7 @@ import pyarrow.parquet
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 
 from slipstream.data_tools.options import SUFFIXES, ConversationOptions, check_source
+from slipstream.models.chat.quotes import json_type
 
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)  # of a .gz file
 
@@ -46,7 +47,7 @@ class Row:
         except RecursionError as error:
             raise RowError(f"{self.place}: is nested too deep") from error
         if not isinstance(row, dict):
-            raise RowError(f"{self.place}: holds a {type(row).__name__}, not a JSON object")
+            raise RowError(f"{self.place}: holds {json_type(row)}, not a JSON object")
         return row
 
 

@@ -35,6 +35,7 @@ from slipstream.data_tools.rows import Row, RowError, matches
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped, TargetTokenizer, load_target_tokenizer
 from slipstream.data_tools.verb_options import PrepareConfig
 from slipstream.models.chat.messages import MessageError, read_message
+from slipstream.models.chat.quotes import json_type
 
 CHUNK_ROWS = 64
 ROWS_WORTH_PROCESSES = 2000  # fewer are done before a worker has imported its libraries
@@ -174,7 +175,7 @@ def check_ids(ids: Any, target: TargetTokenizer, place: str, tokenizer_hash: str
     if tokenizer_hash not in (None, target.hash):
         raise RowError(f"{place}: its input_ids come from another tokenizer than the target's")
     if not isinstance(ids, list):
-        raise RowError(f"{place}: its token ids are a {type(ids).__name__}, not a list")
+        raise RowError(f"{place}: its token ids are {json_type(ids)}, not a list")
     wrong = next((token for token in ids if type(token) is not int or not 0 <= token < target.vocab_size), None)
     if wrong is not None:
         raise RowError(f"{place}: {wrong!r} is not a token id of the target's vocabulary of {target.vocab_size}")
@@ -253,7 +254,7 @@ class AnswerTokenizer(RowTokenizer):
             columns = inner
         if columns.get("choices") is not None:
             if not isinstance(columns["choices"], list):
-                raise RowError(f"{row.place}: choices holds a {type(columns['choices']).__name__}, not a list")
+                raise RowError(f"{row.place}: choices holds {json_type(columns['choices'])}, not a list")
             return [self._choice(row, choice) for choice in columns["choices"]]
         if (ids := self._served_ids(row, columns)) is not None:
             return [ids]
@@ -314,10 +315,10 @@ def _wrapped(columns: Mapping[str, Any]) -> dict[str, Any] | None:
 def _message_texts(row: Row, message: Any) -> tuple[str, ...]:
     """The target's text: reasoning, if the server split it off, then content."""
     if not isinstance(message, dict):
-        raise RowError(f"{row.place}: message holds a {type(message).__name__}, not an object")
+        raise RowError(f"{row.place}: message holds {json_type(message)}, not an object")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     if not isinstance(reasoning, str):
-        raise RowError(f"{row.place}: reasoning holds a {type(reasoning).__name__}, not text")
+        raise RowError(f"{row.place}: reasoning holds {json_type(reasoning)}, not text")
     answer = {"role": "assistant", "content": message.get("content"), "reasoning": reasoning}
     try:
         content = read_message(answer, "message")["content"]

@@ -138,9 +138,10 @@ def report(config: ServeConfig) -> str:
 def _networks(run: DryRun) -> Iterator[str]:
     plan = run.plan
     for role, network, kv in zip(("target", "draft"), run.networks, plan.networks, strict=False):
+        count = len(plan.spec.layers) if role == "target" else len(kv.layers)
         kind = str(plan.dtype).removeprefix("torch.")
         kind += ", KV in FP8" if kv.has_codes else ""
-        layers = "1 layer" if len(kv.layers) == 1 else f"{len(kv.layers)} layers"
+        layers = "1 layer" if count == 1 else f"{count} layers"
         kind = kind if network.format is None else f"{network.format}, {kind}"
         yield f"{role}: {network.name} ({network.kind}, {layers}, {kind}), weights {gigabytes(network.size)}"
     if len(run.networks) == 1:
@@ -187,4 +188,4 @@ def _start(run: DryRun) -> Iterator[str]:
 
 
 def gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB"
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -126,7 +126,12 @@ def test_missing_inputs_are_refused_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("word", "remedy"),
-    [("prepar", "did you mean prepare?"), ("trian", "did you mean train?"), ("x", "valid verbs: prepare, re")],
+    [
+        ("prepar", "did you mean prepare?"),
+        ("trian", "did you mean train?"),
+        ("x", "valid verbs: prepare, re"),
+        ("serve", "the server is the command `serve`"),
+    ],
 )
 def test_an_unknown_verb_is_answered_with_the_nearest(word: str, remedy: str, exits: Any) -> None:
     with exits(f"unknown verb {word!r}; {remedy}", 2):

@@ -6,7 +6,7 @@ Invariant: serving and data tools pass a message to the chat template with the s
 import datetime
 from typing import Any
 
-from slipstream.models.chat.quotes import quote
+from slipstream.models.chat.quotes import json_type, quote
 
 Message = dict[str, Any]
 DEFAULT_DATE = "2024-07-26"  # the default of Llama 3.1's template
@@ -41,7 +41,7 @@ def read_messages(value: Any, field: str = "messages") -> list[Message]:
 
 def read_message(value: Any, field: str) -> Message:
     if not isinstance(value, dict):
-        raise MessageError(field, f"is a {type(value).__name__}; it must be an object with role and content")
+        raise MessageError(field, f"is {json_type(value)}; it must be an object with role and content")
     message = {name: entry for name, entry in value.items() if entry is not None and entry != []}
     role = message.get("role")
     if not isinstance(role, str):
@@ -97,7 +97,7 @@ def read_content(value: Any, field: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        actual = "an empty list" if value == [] else f"a {type(value).__name__}"
+        actual = "an empty list" if value == [] else json_type(value)
         raise MessageError(field, f"is {actual}; it must be a string or a list of text parts")
     texts = []
     for index, part in enumerate(value):

@@ -2,6 +2,15 @@
 
 QUOTED_CHARS = 60
 PLACE_CHARS = 300  # of the path of a field, or of several names
+JSON_TYPES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
 
 
 def shorten(text: str, max_chars: int = QUOTED_CHARS) -> str:
@@ -17,3 +26,8 @@ def quote(value: object) -> str:
         return shorten(repr(value))
     except ValueError:  # Python writes no integers of more than 4,300 digits
         return "a value of too many digits"
+
+
+def json_type(value: object) -> str:
+    """Returns the name of a value's type in JSON, with its article."""
+    return JSON_TYPES.get(type(value), f"a {type(value).__name__}")

@@ -8,6 +8,8 @@ the whole vocabulary has no d2t and t2d.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from slipstream.models.chat.quotes import json_type
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -182,7 +184,7 @@ def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
         )
     inside = values["transformer_layer_config"]
     if not isinstance(inside, dict):
-        raise ValueError(f"transformer_layer_config is a {type(inside).__name__}; it must be an object")
+        raise ValueError(f"transformer_layer_config is {json_type(inside)}; it must be an object")
     drafter = drafter_of_kind(kind)
     public = {**inside, **values, "architectures": [PUBLIC_ARCHITECTURES[kind]], "drafter": drafter}
     if kind in BLOCK_HEADS:

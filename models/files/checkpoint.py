@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from slipstream.models.chat.quotes import json_type
 from slipstream.models.files.names import may_be_hub_id
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}, not a JSON object")
+        raise ValueError(f"{path} holds {json_type(values)}, not a JSON object")
     return values
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 
 from slipstream.models.chat import messages as chat
 from slipstream.models.chat.messages import Message
-from slipstream.models.chat.quotes import quote
+from slipstream.models.chat.quotes import json_type, quote
 from slipstream.serve.chat.tools import ToolError, read_called
 from slipstream.serve.http import limits
 from slipstream.serve.http.limits import ApiError
@@ -120,7 +120,7 @@ class Turns:
     def add(self, item: Any, path: str) -> None:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if not isinstance(kind, str) or kind not in ITEMS:
-            fault = f".type is {quote(kind)}" if isinstance(item, dict) else f" is a {type(item).__name__}"
+            fault = f".type is {quote(kind)}" if isinstance(item, dict) else f" is {json_type(item)}"
             message = f"{path}{fault}; this server reads items of type {', '.join(ITEMS)}"
             raise ApiError(400, message, f"{path}.type" if isinstance(item, dict) else path)
         understood, neutral = ITEMS[kind]
@@ -174,7 +174,7 @@ class Turns:
         if isinstance(value, str):
             return value
         if not isinstance(value, list):
-            fault = "is missing" if value is None else f"is a {type(value).__name__}"
+            fault = "is missing" if value is None else f"is {json_type(value)}"
             raise ApiError(400, f"{path} {fault}; it must be a string or a list of text parts", path)
         texts = list[str]()
         for index, part in enumerate(value):

@@ -178,11 +178,12 @@ def with_calls(message: Values, path: str, ignore_unknown: bool) -> Values:
 
 def read_prompts(value: Any) -> list[str | list[int]]:
     """Reads a string, a list of token ids, or a list of either."""
-    prompts = value if isinstance(value, list) and not all(type(item) is int for item in value) else [value]
+    is_one = not isinstance(value, list) or all(type(item) is int for item in value)
+    prompts = [value] if is_one else value
     for index, prompt in enumerate(prompts):
         is_tokens = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
         if not is_tokens and not isinstance(prompt, str):
-            path = f"prompt.{index}" if isinstance(value, list) else "prompt"
+            path = "prompt" if is_one else f"prompt.{index}"
             raise ApiError(400, f"{path} must be a string or a list of token ids, and not empty", "prompt")
     return prompts
 
@@ -518,7 +519,9 @@ def _structured_outputs(value: Values, read_fields: UnderstoodFields) -> list[tu
             grammars.append((Grammar("json_schema", entry if isinstance(entry, str) else json.dumps(entry)), place))
         elif name == "json_object" and isinstance(entry, bool):
             grammars += [(Grammar("json_object"), place)] if entry else []
-        elif name == "choice" and isinstance(entry, list) and entry and all(isinstance(text, str) for text in entry):
+        elif name == "choice" and entry == []:
+            raise ApiError(400, f"{place} is an empty list; name at least one text", place)
+        elif name == "choice" and isinstance(entry, list) and all(isinstance(text, str) for text in entry):
             check_length(entry, limits.MAX_GRAMMAR_CHOICES, place)
             grammars.append((Grammar("choice", json.dumps(entry)), place))
         elif name == "structural_tag":

@@ -106,8 +106,8 @@ def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> 
     ("columns", "message"),
     [
         ({"choices": [{"delta": {"content": "He"}}]}, "holds a chunk of a stream; log whole answers"),
-        ({"choices": {"text": "a"}}, "choices holds a dict, not a list"),
-        ({"choices": [choice(7)]}, "message.content is a int; it must be a string"),
+        ({"choices": {"text": "a"}}, "choices holds an object, not a list"),
+        ({"choices": [choice(7)]}, "message.content is a number; it must be a string"),
         ({"choices": [choice("a\ud83d")]}, "message holds \\\\ud83d at character 1, half of a surrogate pair"),
         ({"token_ids": [512]}, "512 is not a token id of the target's vocabulary of 512"),
         ({"output_ids": ["5"]}, "'5' is not a token id"),

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.models.drafts.source import source_of
+from slipstream.models.files.checkpoint import read_json
 from slipstream.models.layers.formats.int4 import Int4Linear
 from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.linear import Linear
@@ -32,6 +33,7 @@ from slipstream.tests.quantized_targets import (
     w4,
 )
 from slipstream.tests.random_targets import change_json, save_random_target
+from slipstream.tests.sources import HYBRID
 
 
 def bytes_of(module: torch.nn.Module) -> int:
@@ -171,6 +173,13 @@ def test_it_prints_and_exits(target: Path, capsys: pytest.CaptureFixture[str]) -
     assert text.strip() == report(ServeConfig(target=str(target), dry_run=True))
     for part in ("weights", "bytes a token", "a GPU of 80 GB", "Start-up"):
         assert part in text
+
+
+def test_recurrent_layers_are_layers_of_a_target() -> None:
+    lines = report(ServeConfig(target=str(HYBRID), dry_run=True)).splitlines()
+    num_layers = read_json(HYBRID / "config.json")["num_hidden_layers"]
+    assert f"Qwen3_5ForCausalLM, {num_layers} layers" in lines[0]
+    assert lines[0].endswith("MB")
 
 
 def test_wrong_options_are_refused_as_by_the_server(target: Path, exits: Any) -> None:
