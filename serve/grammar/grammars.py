@@ -38,7 +38,9 @@ NUM_THREADS = 2  # grammars that are compiled at a time
 NICENESS = 10  # of threads and processes that compile
 WORTH_SHARING_S = 5e-4  # work that pays for threads, which take about .1 ms to start
 NUM_CORES = min(8, os.cpu_count() or 1)  # that compile a grammar
-MOST_SECONDS = 0.25  # CPU time that a step may take for the grammar of one request, since all wait
+# CPU time that a step may take for each token of one request, since all wait. Drafted ones count alike, so that a draft
+# ends no answer that goes on without one. Grammars of common use take a tenth.
+MOST_SECONDS = 0.25
 MOST_PREFIXES = 64  # tokens that may be beginnings of one forced text
 LOOKAHEAD = 4  # further tokens to read, since the spelling of a word depends on its end
 WORD_BITS = 32
@@ -273,7 +275,7 @@ class Matcher:
         self, matcher: Any, ends: Collection[int], vocab_size: int, size: int, spelling: Spelling | None = None
     ) -> None:
         self.library = matcher
-        self.is_slow = False  # a step's work on it has taken more than MOST_SECONDS: its request should end
+        self.is_slow = False  # a step's work on it has taken more than MOST_SECONDS a token: its request should end
         self._ends = frozenset(ends)
         self._spelling = spelling
         self._size = size
@@ -383,6 +385,7 @@ class Walk:
         self._parents = parents
         self._path = [0]
         self._reached = {0}
+        self._num_filled = 0
         self._seconds = 0.0
 
     def __len__(self) -> int:
@@ -390,13 +393,14 @@ class Walk:
 
     def fill(self, masks: Any, row: int) -> None:
         """Fills a row of masks with the tokens after the present node."""
+        self._num_filled += 1
         self._timed(self.matcher.library.fill_next_token_bitmask, masks, row)
 
     def _timed(self, work: Callable[..., Any], *arguments: Any) -> Any:
         start = time.thread_time()
         result = work(*arguments)
         self._seconds += time.thread_time() - start
-        self.matcher.is_slow |= self._seconds > MOST_SECONDS
+        self.matcher.is_slow |= self._seconds > MOST_SECONDS * max(1, self._num_filled)
         return result
 
     def go_to(self, node: int) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.serve.grammar.grammars import JSON_WHITESPACE, NICENESS
-from slipstream.serve.grammar.trial_process import COMPILED, FORK, NUMBER, REFUSED
+from slipstream.serve.grammar.trial_process import COMPILED, FORK, NUMBER, REFUSED, SLOW, TooSlow
 from slipstream.serve.request import Grammar
 
 MODULE = "slipstream.serve.grammar.trial_process"
@@ -77,7 +77,8 @@ class TrialProcess:
 
     async def attempt(self, grammar: Grammar, seconds: float, abandoned: asyncio.Event) -> Grammar:
         """Returns the translation of a grammar that compiles, or the grammar itself once it is `abandoned`. Raises
-        ValueError with the refusal; TooLong after `seconds` of CPU time; Crashed; Unavailable."""
+        ValueError with the refusal, TooSlow if another machine may not refuse it; TooLong after `seconds` of CPU time;
+        Crashed; Unavailable."""
         connection, peer = socket.socketpair()
         with peer:
             pid = await self._fork(peer)
@@ -96,6 +97,8 @@ class TrialProcess:
             return Grammar("ast", answer[1:].decode())
         if answer[:1] == REFUSED:
             raise ValueError(answer[1:].decode())
+        if answer[:1] == SLOW:
+            raise TooSlow(answer[1:].decode())
         raise TooLong if status == -signal.SIGPROF else Crashed
 
     async def _answer(self, reader: asyncio.StreamReader, seconds: float, abandoned: asyncio.Event) -> bytes | None:

@@ -3,7 +3,7 @@
 Every grammar gets a short try, one after the other. One that needs longer gets a second try, of all the time that
 compiling may take, in a queue of its own: so slow grammars never hold up others for longer than their short tries.
 A grammar is tried once for all requests that want it at a time, and given up with the last of them. Only the library's
-verdicts are remembered: a trial that took too long, or crashed, may have met a busy machine.
+verdicts are remembered: a trial that took too long, or crashed, or met a slow token, may have met a busy machine.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import Protocol
 
 from slipstream.serve.grammar.grammars import check_length
 from slipstream.serve.grammar.trial import Crashed, TooLong, Unavailable
+from slipstream.serve.grammar.trial_process import TooSlow
 from slipstream.serve.request import Grammar
 
 GRAMMAR_SECONDS = 20.0  # CPU time that compiling a grammar may take
@@ -174,6 +175,8 @@ class Trials:
     async def _try(self, job: Job, lane: Lane) -> None:
         try:
             translated = await self._compiler.attempt(job.grammar, lane.seconds, job.abandoned)
+        except TooSlow as refusal:
+            self._fail(job, refusal)
         except ValueError as refusal:
             self._remember(job, str(refusal))
         except TooLong:

@@ -232,7 +232,7 @@ class Frontend:
         bad_words = spellings(self.tokenizer, body.bad_words)
         if (size := sum(map(len, bad_words))) > MAX_BAD_TOKENS:
             message = f"bad_words has {size} tokens, at the beginning and after a space; the limit is {MAX_BAD_TOKENS}"
-            raise ApiError(400, message, "bad_words")
+            raise ApiError(400, f"{message}: send fewer or shorter words", "bad_words")
         for index, prompt in enumerate(prompts):
             params = self.sampling_params(body, len(prompt), prompt_seed(seed, index), answers, bad_words)
             for choice in range(body.n):
@@ -254,8 +254,9 @@ class Frontend:
             text = prompt if isinstance(prompt, str) else text
             size += body.n * len(text)
             if size > self.limits.body_bytes:
-                limit = f"the limit is {self.limits.body_bytes} characters, as of a body"
-                raise ApiError(400, f"echo repeats more of prompts than an answer holds ({limit}); send fewer", "echo")
+                limit = f"the limit is {self.limits.body_bytes}, as of a body"
+                message = f"echo repeats {size} characters of prompts or more; {limit}: send fewer, or a lower n"
+                raise ApiError(400, message, "echo")
             echoes += [Echo(text, tokens, self.texts.starts(tokens, text))] * body.n
         return echoes
 

@@ -1,6 +1,7 @@
 """Trials of grammars: the order of tries, what is cancelled and remembered, by hand; and the processes themselves."""
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -14,8 +15,9 @@ import pytest
 
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.grammar import trial
-from slipstream.serve.grammar.grammars import translate
+from slipstream.serve.grammar.grammars import compile_with, make_compiler, read_vocabulary, translate
 from slipstream.serve.grammar.trial import Crashed, TooLong, TrialProcess, Unavailable
+from slipstream.serve.grammar.trial_process import TooSlow, check_speed
 from slipstream.serve.grammar.trials import LEAST_SIZE, MOST_LONG, MOST_SHORT, SHORT_SECONDS, Trials
 from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.http.launch import prepare
@@ -192,7 +194,7 @@ def test_only_verdicts_are_remembered() -> None:
     """Whether a trial takes too long, crashes or cannot begin, says nothing of the next."""
 
     async def play(desk: Desk) -> None:
-        for error in (TooLong(), Crashed(), Unavailable("no process"), OSError("no file")):
+        for error in (TooLong(), TooSlow("takes 101 ms"), Crashed(), Unavailable("no process"), OSError("no file")):
             await desk.ask("unlucky")
             await desk.end("unlucky", error)
             assert desk.requests.pop("unlucky")[0].exception() is not None
@@ -208,6 +210,21 @@ def test_only_verdicts_are_remembered() -> None:
         assert len(desk.begun) == num_begun
 
     played(play, seconds=SHORT_SECONDS)
+
+
+@pytest.mark.parametrize("is_always", [False, True])
+def test_a_grammar_is_refused_for_its_own_slowness(is_always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may slow down a mask, or all of them a little."""
+    steps = itertools.cycle([0.5] if is_always else [0, 0.5, 0, 0.01, 0, 0.03])
+    now = itertools.accumulate(steps).__next__
+    vocabulary = read_vocabulary(load_tokenizer(TINY))
+    compiled = compile_with(make_compiler(vocabulary), translate(Grammar("regex", "([a-z]+ ){1,30}[a-z]+")))
+    monkeypatch.setattr("slipstream.serve.grammar.trial_process.time.thread_time", now)
+    if not is_always:
+        check_speed(compiled, vocabulary)
+        return
+    with pytest.raises(TooSlow, match="takes 1000 ms for a token"):
+        check_speed(compiled, vocabulary)
 
 
 @contextmanager
