@@ -74,9 +74,9 @@ def join_gates(network: nn.Module, quantization: Quantization | None, tensors: T
         if any(f"{path}.qkv_proj.{kind}" in tensors for kind in ("weight", *tensor_dtypes())):
             continue
         names = [f"{path}.{part}".removeprefix(".") for part in (*module.qkv_proj.parts, "gate_proj")]
-        first, *others = [format_in_file(name, quantization, tensors) for name in names]
-        is_alike = all(format == first for format in others)
-        if is_alike and (first is None or first.joins(module.qkv_proj.out_features, names, tensors)):
+        formats = {format_in_file(name, quantization, tensors) for name in names}
+        format = formats.pop()
+        if not formats and (format is None or format.joins(module.qkv_proj.out_features, names, tensors)):
             module.join_gate()
 
 

@@ -292,6 +292,30 @@ def test_under_autograd_fp32_weights_leave_the_dtype_as_it_is(autocast: bool, de
         assert (gradient.double() - exact.double()).norm() <= 0.02 * exact.double().norm()
 
 
+@each_device
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_of_a_residual_that_grows(autocast: bool, device: str) -> None:
+    """All tensors that an increment reads have them, by several norms of the sum."""
+    residual, x, y = (random((6, 64), torch.bfloat16, device, seed).requires_grad_() for seed in range(3))
+    gains = [random((64,), torch.float32, device, seed).requires_grad_() for seed in range(3, 8)]
+    factor = torch.full((1,), 0.37, dtype=torch.bfloat16, device=device).requires_grad_()
+    increment = Increment(Branch(x, gains[0], 0.5), Branch(y, gains[1], EPS), (gains[2], 0.25), factor)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        results, summed = grow_and_norm(residual, increment, gains[3:], EPS)
+    delta = normed(normed(x, gains[0], 0.5) + normed(y, gains[1]), gains[2], 0.25)
+    exact = (residual.double() + delta) * factor.double()
+    weights = random((2, 6, 64), torch.float32, device, 8)
+    loss = sum((result * weight).sum() for result, weight in zip(results, weights, strict=True)) + summed.sum()
+    exact_loss = sum((normed(exact, gain) * weight).sum() for gain, weight in zip(gains[3:], weights, strict=True))
+    leaves = [residual, x, y, factor, *gains]
+    gradients = torch.autograd.grad(loss, leaves)
+    exact_gradients = torch.autograd.grad(exact_loss + exact.sum(), leaves)
+    assert {result.dtype for result in (*results, summed)} == {torch.bfloat16}
+    for gradient, expected, leaf in zip(gradients, exact_gradients, leaves, strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert (gradient.double() - expected.double()).norm() <= 0.03 * expected.double().norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 32, 2048])
 def test_a_graph_replays_the_norms(rows: int) -> None:

@@ -101,9 +101,9 @@ class Int4Format(Format):
 
     def _has_order(self, names: Sequence[str], tensors: Tensors) -> bool:
         """Whether groups of a layer in files, whatever the config says, are of inputs that are not neighbours."""
-        ids = (tensors.get(f"{name}.{kind}") for name, kind in product(names, GROUP_IDS))
-        found = [groups for groups in ids if groups is not None]
-        return any(is_shuffled(groups, self.group_size if self.group_size > 0 else len(groups)) for groups in found)
+        keys = (f"{name}.{kind}" for name, kind in product(names, GROUP_IDS))
+        ids = [tensors[key] for key in keys if key in tensors]
+        return any(is_shuffled(groups, self.group_size if self.group_size > 0 else len(groups)) for groups in ids)
 
     def layer(self, linear: Linear, names: Sequence[str], tensors: Tensors) -> "Int4Linear":
         return Int4Linear(linear, self, self._has_order(names, tensors))
