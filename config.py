@@ -1,7 +1,7 @@
 """Program options: a dataclass, overridden by YAML files, overridden by dotted flags (jsonargparse).
 
 Flags may be written with dashes (--max-length), switches without a value (--skip-bad, --no-playground) and lists as
-several words (--merge a b) or several flags (--endpoint a --endpoint b).
+several words (--merge a b) or several flags (--endpoint a --endpoint b), of numbers with commas (--rows 1,8), too.
 
 A dataclass of options may also have these attributes, without annotations since they are no options:
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from difflib import get_close_matches
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -295,7 +295,8 @@ def expand(config_class: type, argv: Sequence[str]) -> list[str]:
         option = name.removeprefix("--") if name.startswith("--") else ""  # a value may have an option's name
         if get_origin(types.get(option)) in (list, tuple):
             values = [value] if value is not None else _take_values(words)
-            lists.setdefault(option, []).extend(_items(values))
+            has_numbers = get_args(types[option])[0] in (int, float)
+            lists.setdefault(option, []).extend(chain.from_iterable(_items(value, has_numbers) for value in values))
         elif types.get(option) in SWITCHES and value is None and (not words or words[0].startswith("-")):
             result.append(f"{name}=true")
         else:
@@ -370,12 +371,15 @@ def _take_values(words: list[str]) -> list[str]:
     return values
 
 
-def _items(values: list[str]) -> list[Any]:
-    """The items of one flag; a value in brackets is itself a list."""
-    items: list[Any] = []
-    for value in values:
-        items += yaml.safe_load(value) if value.startswith("[") else [value]
-    return items
+def _items(value: str, has_numbers: bool) -> list[Any]:
+    """The items of one word of a flag: a list in brackets, or numbers between commas; else the word itself."""
+    try:
+        items = yaml.safe_load(value) if value.startswith("[") else None
+    except yaml.YAMLError:  # such as a file [1].jsonl
+        items = None
+    if isinstance(items, list):
+        return items
+    return list(value.split(",")) if has_numbers else [value]
 
 
 def check_required(config: Any) -> None:

@@ -339,7 +339,9 @@ def other_maps(subject: Subject, target: Target, target_ids: Tensor | None) -> I
 
 
 def most_alike(head: Tensor, target_head: Tensor) -> Tensor | None:
-    """(Vd,) ids of the target's rows with the highest cosine to each row; None where they are not alike."""
+    """(Vd,) ids of the target's rows with the highest cosine to each row; None where they are not alike, or as wide."""
+    if head.shape[1] != target_head.shape[1]:
+        return None
     rows = torch.nn.functional.normalize(target_head.float(), dim=1)
     best = []
     ids = []

@@ -97,7 +97,8 @@ def tables(examination: Examination) -> Iterator[tuple[str, list[tuple[str, str]
     if examination.data_score is not None:
         rows.append(("on the conversations' own answers", f"{examination.data_score.accept_length:.3f}"))
     rows += [(f"prompts with {name}", f"{length:.3f}") for name, length in examination.variants]
-    yield "Accept length", rows
+    if rows:
+        yield "Accept length", rows
     if score is None:
         return
     yield "Accepted, by drafted token", _places(score)

@@ -200,7 +200,7 @@ class Client:
                 return str((await response.json(content_type=None))["data"][0]["id"])
         except (*FAILURES, LookupError, TypeError) as error:
             raise ValueError(
-                f"base_url {self.root} is not an OpenAI-compatible server ({type(error).__name__}: {error}); "
+                f"{self.root} is not an OpenAI-compatible server ({type(error).__name__}: {error}); "
                 "give one like http://127.0.0.1:8000"
             ) from error
 

@@ -37,6 +37,16 @@ class Options:
     """A section."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lists:
+    """Options of several values."""
+
+    sizes: tuple[int, ...] = ()
+    """Numbers."""
+    names: tuple[str, ...] = ()
+    """Texts."""
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as ended:
         parse(Options, argv, prog="test", description="A test.")
@@ -64,6 +74,16 @@ def test_a_value_of_the_wrong_type(
     file.write_text(f"part:\n  {name.removeprefix('part.')}: {value}\n" if "." in name else f"{name}: {value}\n")
     message = refusal(capsys, "--config", str(file))
     assert message.replace("'7.5'", "7.5") == f"test: error: {sentence}".replace("'7.5'", "7.5")
+
+
+@pytest.mark.parametrize("words", ["--sizes 1 8", "--sizes 1,8", "--sizes=[1,8]", "--sizes [1] 8"])
+def test_lists_of_numbers(words: str) -> None:
+    assert parse(Lists, words.split(), prog="test", description="A test.").sizes == (1, 8)
+
+
+def test_items_that_are_no_lists() -> None:
+    words = ["--names", "[1].jsonl", "a,b", "[c, d]"]
+    assert parse(Lists, words, prog="test", description="A test.").names == ("[1].jsonl", "a,b", "c", "d")
 
 
 def test_an_empty_section(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

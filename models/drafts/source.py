@@ -233,7 +233,8 @@ def drafter_of(config: Mapping[str, Any], draft: str) -> str:
         )
     if architecture not in FOREIGN_ARCHITECTURES:
         raise ValueError(
-            f"draft {draft} has architecture {architecture}; known drafts: {', '.join(FOREIGN_ARCHITECTURES)}"
+            f"draft {draft} has architecture {architecture}; known drafts: {', '.join(FOREIGN_ARCHITECTURES)}; "
+            "if it is the model to draft for, name it as target"
         )
     return FOREIGN_ARCHITECTURES[architecture]
 

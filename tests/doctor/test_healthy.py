@@ -1,4 +1,4 @@
-"""No false alarm: the doctor finds nothing wrong in the trained drafts of tests/assets, which train.py there made."""
+"""The doctor finds nothing wrong in trained drafts (made by tests/assets/train.py), and names one of another target."""
 
 import json
 from collections import Counter
@@ -10,8 +10,8 @@ from slipstream.doctor.cli import DoctorConfig, examine, little_training
 from slipstream.doctor.diagnosis import Diagnosis
 from slipstream.doctor.examination import Examination
 from slipstream.doctor.replay import Round, Score
-from slipstream.doctor.report import verdict
-from slipstream.tests.sources import ROOT
+from slipstream.doctor.report import print_report, verdict
+from slipstream.tests.sources import HYBRID, ROOT
 
 DRAFTS = sorted(path.parent.name for path in (ROOT / "tests" / "assets").glob("*/config.json"))
 QUICK = ("eagle3",)
@@ -68,3 +68,12 @@ def test_there_are_three_healthy_drafts_of_each_kind() -> None:
     assert counts == dict.fromkeys(kinds, 3)
     sizes = [path.stat().st_size for path in (ROOT / "tests" / "assets").rglob("*") if path.is_file()]
     assert sum(sizes) <= 6_000_000
+
+
+def test_a_draft_of_a_target_of_another_width(capsys: pytest.CaptureFixture[str]) -> None:
+    draft = str(ROOT / "tests" / "assets" / "eagle3")
+    examination = examine(DoctorConfig(draft=draft, target=str(HYBRID), limit=2, max_tokens=8, device="cpu"))
+    print_report(examination)
+    text = capsys.readouterr().out
+    assert "The draft cannot be read: draft does not fit the target: target_num_layers is 6" in text
+    assert "Accept length" not in text

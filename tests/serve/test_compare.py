@@ -193,5 +193,5 @@ def test_bad_options(flags: list[str], word: str, exits: Any) -> None:
 
 
 def test_a_server_that_fails_ends_it_with_a_sentence(questions: str, tmp_path: Path) -> None:
-    with paced() as server, pytest.raises(ValueError, match="base_url http://127.0.0.1:9 is not"):
+    with paced() as server, pytest.raises(ValueError, match="http://127.0.0.1:9 is not"):
         compare(CompareConfig(url=[server.url, "http://127.0.0.1:9"], questions=[questions], output=str(tmp_path)))
