@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import FORCED, Edits, HostProposal, NodeMasks, Refusal
+from slipstream.serve.grammar.grammars import MOST_SECONDS
 from slipstream.serve.request import Request
 
 WORD_BITS = 32
@@ -29,8 +30,8 @@ WORD_BITS = 32
 MAX_FORCED_WORDS = 32
 NO_TOKEN_ALLOWED = Refusal("the grammar allows no token here, not even an end; correct it")
 TOO_SLOW = Refusal(
-    "the grammar takes too long for a step of this answer, for which all requests wait: repeat nothing that repeats "
-    "itself, and leave fewer readings of a text"
+    f"the grammar takes more than {MOST_SECONDS:g} s of CPU time for a token of this answer, for which all requests "
+    "wait: repeat nothing that repeats itself, and leave fewer readings of a text"
 )
 TOKEN_REFUSED = (
     "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
@@ -40,7 +41,7 @@ TOKEN_REFUSED = (
 class Matcher(Protocol):
     """The state of one answer in its grammar: the interface of the matchers in serve/grammar/grammars.py."""
 
-    is_slow: bool  # a step's work on it has taken too long
+    is_slow: bool  # it takes too long for a token
 
     @property
     def is_over(self) -> bool:
