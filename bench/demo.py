@@ -187,7 +187,8 @@ def step(title: str) -> Iterator[None]:
 
 
 def duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min {rest} s"
 
 
 def program(script: str, **options: Any) -> None:

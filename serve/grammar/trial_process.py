@@ -138,14 +138,14 @@ def check_speed(compiled: Any, vocabulary: Any) -> None:
 
 def fill_seconds(matcher: Any, mask: Any) -> float:
     """Fills a mask (1, words) int32 with the tokens that may come next, and returns the CPU time that this takes."""
-    least = math.inf
+    seconds = math.inf
     for _ in range(MOST_FILLS):
         start = time.thread_time()
         matcher.fill_next_token_bitmask(mask)
-        least = min(least, time.thread_time() - start)
-        if not MOST_TOKEN_SECONDS < least < 10 * MOST_TOKEN_SECONDS:  # no busy machine slows it down so far
+        seconds = min(seconds, time.thread_time() - start)
+        if not MOST_TOKEN_SECONDS < seconds < 10 * MOST_TOKEN_SECONDS:  # no busy machine slows it down so far
             break
-    return least
+    return seconds
 
 
 if __name__ == "__main__":

@@ -15,12 +15,17 @@ from slipstream.bench.demo import (
     DemoConfig,
     bundled_rows,
     choose_questions,
+    duration,
     empty_output,
     main,
     split_answers,
 )
 from slipstream.bench.demo_report import BLUE, RED, Comparison, plot_speed_up, write_report
 from slipstream.serve.load import Answer, LoadResult
+
+
+def test_durations_have_no_minute_of_60_seconds() -> None:
+    assert [duration(seconds) for seconds in (7.4, 99.4, 119.7, 306.2)] == ["7 s", "99 s", "2 min 0 s", "5 min 6 s"]
 
 
 @pytest.mark.parametrize("name", ["train_questions", "heldout_questions", "max_tokens"])
