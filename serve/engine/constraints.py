@@ -185,15 +185,17 @@ class Constraints(HostStage):
         forced = dict[int, list[int]]()  # by slot: the root, and the tokens that a grammar forces after it
         indices = self._take_emitted(inputs, errors)
         width = min(width, *self.widths[1:])
-        masks = self._masks(indices, inputs, errors)
+        masks = self._masks(indices, inputs)
         for slot, index in indices.items():
             state = self._states[slot]
             node_masks = masks.get(slot)
-            if state.matcher is not None and node_masks is not None and slot not in errors:
+            if state.matcher is not None and node_masks is not None:
                 if not node_masks.allowed[0].any():
                     errors[slot] = NO_TOKEN_ALLOWED
                 tokens, forced_masks = self._forced(slot, state, inputs.nodes[:, index], node_masks, width)
-                if tokens:
+                if state.matcher.is_slow:  # by its masks, or by forced ones
+                    errors[slot] = TOO_SLOW
+                elif tokens:
                     forced[slot] = [int(inputs.nodes[0, index, 0]), *tokens]
                     # Late, the pass already verifies the old nodes: the forced ones only tell the policy of a chance.
                     masks[slot] = node_masks if late else forced_masks
@@ -222,9 +224,9 @@ class Constraints(HostStage):
         if self.grammars is not None:
             self.grammars.close()
 
-    def _masks(self, indices: dict[int, int], proposed: Proposed, errors: dict[int, str]) -> dict[int, NodeMasks]:
+    def _masks(self, indices: dict[int, int], proposed: Proposed) -> dict[int, NodeMasks]:
         """Returns the masks of slots for which tokens are forbidden. `indices`: their places in `proposed`. One call
-        fills the masks of all grammars; those that take too long get `errors`."""
+        fills the masks of all grammars."""
         masks = dict[int, NodeMasks]()
         slots = list[int]()
         node_lists = list[list[int]]()
@@ -247,7 +249,6 @@ class Constraints(HostStage):
             assert self.grammars is not None
             for slot, node_list, allowed in zip(slots, node_lists, self.grammars.allowed(matchers, trees), strict=True):
                 masks[slot] = NodeMasks(slot, node_list, allowed)
-            errors |= {slot: TOO_SLOW for slot, matcher in zip(slots, matchers, strict=True) if matcher.is_slow}
         return masks
 
     def _forced(
@@ -258,7 +259,7 @@ class Constraints(HostStage):
         where `nodes` have them and more, or as many that it allows."""
         nothing: tuple[list[int], NodeMasks] = [], NodeMasks(slot, [], np.empty((0, self._num_words), np.uint32))
         limit = min(width, state.max_tokens - len(state.answer)) - 1
-        if state.matcher is None or not state.wants_drafts or limit < 1:
+        if state.matcher is None or state.matcher.is_slow or not state.wants_drafts or limit < 1:
             return nothing
         if np.count_nonzero(masks.allowed[0]) > MAX_FORCED_WORDS:
             return nothing

@@ -136,10 +136,17 @@ def test_a_token_is_forbidden_by_the_path_before_it(
 
 
 class SlowGrammars:
-    """Grammars that allow all, whose name says what takes too long."""
+    """Grammars that allow all, whose name says what takes too long. They force token 9."""
 
     def matcher(self, compiled: str, _: Any) -> Any:
-        return SimpleNamespace(name=compiled, is_over=False, is_slow=compiled == "push", push=lambda _: True)
+        matcher = SimpleNamespace(name=compiled, is_over=False, is_slow=compiled == "push", push=lambda _: True)
+
+        def forced(last: int, limit: int) -> Any:  # noqa: ARG001
+            matcher.is_slow |= matcher.name == "forced"
+            return [9], np.full((2, 3), 2**32 - 1, np.uint32)
+
+        matcher.forced = forced
+        return matcher
 
     def allowed(self, matchers: Any, trees: Any) -> Any:
         for matcher in matchers:
@@ -148,14 +155,16 @@ class SlowGrammars:
 
 
 def test_a_grammar_that_takes_long_ends_its_request_alone() -> None:
-    stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars())  # type: ignore[arg-type]
+    stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "x"))
-    for slot, name in enumerate(("push", "masks", "quick")):
+    names = ("push", "masks", "forced", "quick")
+    for slot, name in enumerate(names):
         stage.admit(slot, Request(id="", prompt=[4], params=params, compiled_grammar=name), [4])
-    nodes = np.array([[[7]] * 3, [[-1]] * 3], np.int32)
-    edits = stage.run(Proposed([0, 1, 2], nodes, np.array([[1, 5]] * 3, np.int32)), 1)
-    assert edits.errors == {0: TOO_SLOW, 1: TOO_SLOW}
-    assert stage.slots == {2}
+    nodes = np.array([[[7]] * 4, [[-1]] * 4], np.int32)
+    edits = stage.run(Proposed([0, 1, 2, 3], nodes, np.array([[1, 5]] * 4, np.int32)), 4)
+    assert edits.errors == dict.fromkeys(range(3), TOO_SLOW)
+    assert stage.slots == {3}
+    assert [proposal.slots for proposal in edits.proposals] == [[3]]
 
 
 def test_masks_are_those_of_each_node() -> None:
