@@ -387,7 +387,7 @@ class _Rewriter:
 
     def holds(self, value: Any, schema: Schema, place: str, name: str, depth: int = 0) -> bool:
         """Whether a value obeys a rewritten schema."""
-        self.work.charge(place, 2)
+        self.work.charge(place, 3)
         if depth > MOST_DEPTH:
             raise Unsupported(place, name, "beside a schema that contains itself is not supported")
         schema = self.resolved(schema, place, name)
