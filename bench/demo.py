@@ -187,8 +187,8 @@ def step(title: str) -> Iterator[None]:
 
 
 def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min {rest} s"
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min {remainder} s"
 
 
 def program(script: str, **options: Any) -> None:

@@ -80,7 +80,7 @@ class DraftConfig(DecoderShape, ABC):
     """Shapes of a draft and the target it was trained for."""
 
     kind: ClassVar[str]
-    """What messages call such drafts."""
+    """The kind's name in messages."""
     rotates_as_target: ClassVar[bool] = False
     """Whether it has the target's rotary embedding, whatever that is, and not one that every engine can serve."""
     target_hidden_size: int

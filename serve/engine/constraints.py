@@ -74,7 +74,7 @@ class TokenSet(NamedTuple):
     """Tokens that are forbidden together: the words of a mask that hold them, and the bits of these that stay."""
 
     words: NDArray[np.int64]
-    rest: NDArray[np.uint32]
+    bits: NDArray[np.uint32]
 
     @classmethod
     def of(cls, tokens: Iterable[int]) -> "TokenSet":
@@ -283,8 +283,8 @@ class Constraints(HostStage):
             return None
         allowed = np.full((len(forbidden), self._num_words), 2**WORD_BITS - 1, np.uint32)
         for row, sets in zip(allowed, forbidden.values(), strict=True):
-            for words, rest in sets:
-                row[words] &= rest
+            for words, bits in sets:
+                row[words] &= bits
         return NodeMasks(slot, list(forbidden), allowed)
 
 

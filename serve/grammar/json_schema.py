@@ -79,15 +79,15 @@ class _Rewriter:
 
     def measure(self, result: Any) -> None:
         """Charges the size of a result, whose shared parts are written many times."""
-        rest = [result]
-        while rest:
-            part = rest.pop()
+        parts = [result]
+        while parts:
+            part = parts.pop()
             self.work.charge("", 1 + (len(part) // CHARS_OF_STEP if isinstance(part, str) else 0))
             if isinstance(part, dict):
-                rest += part
-                rest += part.values()
+                parts += part
+                parts += part.values()
             elif isinstance(part, list):
-                rest += part
+                parts += part
 
     def visit(self, schema: Any, place: str, depth: int) -> Schema:
         self.work.charge(place, STEPS_OF_SCHEMA + len(place) // 1024)

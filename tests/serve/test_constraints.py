@@ -127,8 +127,8 @@ def test_a_token_is_forbidden_by_the_path_before_it(
     words = [(*(token % 3 for token in start), last) for *start, last in words]
     constrained = ConstrainedRequest(answer, 99, min_tokens, TokenSet.of(ends), BadWords.of(tuple(words)))
     mask = np.full(4, 2**32 - 1, np.uint32)
-    for places, rest in constrained.forbidden_after(path):
-        mask[places] &= rest
+    for places, bits in constrained.forbidden_after(path):
+        mask[places] &= bits
     text = (*answer, *path)
     expected = {last for *start, last in words if start and text[-len(start) :] == tuple(start)}
     expected |= ends if len(text) < min_tokens else set()
