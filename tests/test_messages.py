@@ -17,6 +17,7 @@ from slipstream.serve.measure.questions import read_texts
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.data_tools.chats import build_tokenizer, chat
 from slipstream.tests.serve.fake_engine import CONTEXT, info
+from slipstream.tests.tables import each_case
 
 # Everything in a message or a tool shows in the text, and the date in both ways that templates ask for it.
 TEMPLATE = (
@@ -102,29 +103,14 @@ def test_calls_and_reasoning_are_shown_the_same(folder: Path, message: dict[str,
     assert served(folder, messages) == trained({"messages": messages})
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        {"name": "add"},
-        {"parameters": {"properties": {"a": {"type": "number"}}}, "name": "add", "strict": True},
-        {"description": "Adds.", "parameters": {"type": "object", "properties": {}}, "name": "add", "strict": None},
-    ],
-)
+@each_case()
 def test_tools_are_shown_the_same(folder: Path, function: dict[str, Any]) -> None:
     tools = [{"type": "function", "function": function}]
     assert '"name": "add"' in (rendered := served(folder, chat("Hi"), tools))
     assert rendered == trained({"messages": chat("Hi"), "tools": tools})
 
 
-@pytest.mark.parametrize(
-    ("message", "fault"),
-    [
-        ({"role": "critic", "content": "no"}, "messages.1.role is 'critic'; it must be one of system, developer, user"),
-        ({"role": "assistant", "content": "", "reasoning": 3}, "messages.1.reasoning must be a string"),
-        ({"role": "assistant", "content": "", "reasoning": "a", "reasoning_content": "b"}, "messages.1.reasoning and"),
-        ({"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}, "messages.1.tool_calls.0.function"),
-    ],
-)
+@each_case()
 def test_what_a_request_may_not_hold_a_row_may_not(folder: Path, message: dict[str, Any], fault: str) -> None:
     messages = [*chat("How are you?"), message]
     with pytest.raises(ValueError, match=re.escape(fault)):

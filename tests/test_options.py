@@ -10,33 +10,10 @@ import pytest
 
 from slipstream.serve.options import EngineConfig, ServeConfig, find_target
 from slipstream.serve.request import SamplingParams
+from slipstream.tests.tables import each_case
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "remedy"),
-    [
-        ("dtype", "int8", "choose one of auto, float32, bfloat16, float16"),
-        ("device", "tpu", "choose one of auto, cpu, cuda"),
-        ("page_size", 8, "choose one of 1, 16, 32, 64"),
-        ("max_model_len", 0, "give at least 1"),
-        ("max_running", 0, "give at least 1"),
-        ("max_running", 2000, "it must be at most 1024"),
-        ("prefill_budget", -5, "give at least 1"),
-        ("kv_cache_tokens", 0, "give at least 1"),
-        ("mem_fraction", 0.0, "it must be between 0.05 and 0.98"),
-        ("mem_fraction", 1.5, "it must be between 0.05 and 0.98"),
-        ("json_whitespace", -1, "it must be between 0 and 64"),
-        ("json_whitespace", 65, "it must be between 0 and 64"),
-        ("prefill_graph_tokens", -1, r"it must be at least 0 \(none\)"),
-        ("max_chunk_ms", 0.0, "it must be a number of milliseconds above 0"),
-        ("max_chunk_ms", float("nan"), "it must be a number of milliseconds above 0"),
-        ("max_chunk_ms", float("inf"), "it must be a number of milliseconds above 0"),
-        ("objective", "latency", "choose throughput, or itl=20ms with a time of your own"),
-        ("objective", "itl=0ms", "choose throughput, or itl=20ms with a time of your own"),
-        ("objective", "itl=20", "choose throughput, or itl=20ms with a time of your own"),
-        ("objective", "itl=-5ms", "choose throughput, or itl=20ms with a time of your own"),
-    ],
-)
+@each_case()
 def test_bad_engine_options_are_sentences(field: str, value: Any, remedy: str) -> None:
     with pytest.raises(ValueError, match=f"^{field} is {value!r}; {remedy}$"):
         EngineConfig(**{"target": "owner/model", field: value})
@@ -63,44 +40,13 @@ def test_the_server_checks_the_engines_options_too() -> None:
         ServeConfig(dtype="int8")
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "remedy"),
-    [
-        ("max_tokens", 0, "at least 1"),
-        ("temperature", -0.1, "between 0 and 100"),
-        ("temperature", 101.0, "between 0 and 100"),
-        ("temperature", float("nan"), "between 0 and 100"),
-        ("top_k", -1, r"0 \(off\) or a positive number below 2\*\*31"),
-        ("top_k", 2**31, r"0 \(off\) or a positive number below 2\*\*31"),
-        ("top_p", 0.0, "above 0 and at most 1"),
-        ("top_p", 1.1, "above 0 and at most 1"),
-        ("min_p", -0.1, "between 0 and 1"),
-        ("min_p", 1.1, "between 0 and 1"),
-        ("presence_penalty", -2.1, "between -2 and 2"),
-        ("presence_penalty", None, "a number"),
-        ("frequency_penalty", 2.1, "between -2 and 2"),
-        ("repetition_penalty", 0.0, "between 0.0001 and 10000"),
-        ("repetition_penalty", 20000.0, "between 0.0001 and 10000"),
-        ("max_tokens", 2.5, "an integer"),
-        ("temperature", None, "a number"),
-        ("seed", 1.5, "an integer"),
-    ],
-)
+@each_case()
 def test_bad_sampling_parameters_are_sentences(field: str, value: Any, remedy: str) -> None:
     with pytest.raises(ValueError, match=f"^{field} is {value}; it must be {remedy}$"):
         SamplingParams(**{"max_tokens": 5, field: value})
 
 
-@pytest.mark.parametrize(
-    ("bias", "message"),
-    [
-        ([1, 2], r"logit_bias is \[1, 2\]; it must map token ids to numbers"),
-        (3, "logit_bias is 3; it must map token ids to numbers"),
-        ({7: 100.5}, "logit_bias of token 7 is 100.5; it must be between -100 and 100"),
-        ({7: float("nan")}, "logit_bias of token 7 is nan; it must be between -100 and 100"),
-        ({7: "1"}, "logit_bias of token 7 is '1'; it must be between -100 and 100"),
-    ],
-)
+@each_case()
 def test_a_bad_logit_bias_is_a_sentence(bias: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         SamplingParams(max_tokens=5, logit_bias=bias)

@@ -20,6 +20,7 @@ from slipstream.bench.workload import Task
 from slipstream.tests.bench.clocked_engine import Clock, ClockedEngine
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.sources import TINY
+from slipstream.tests.tables import each_case
 
 
 class Watched(Streams):
@@ -116,16 +117,7 @@ def test_settings_are_options_of_engine_or_drafter() -> None:
     assert [len(phase) for phase in work] == [8, 40]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"levels": "1,0"}, "positive numbers"),
-        ({"repeats": 0}, "repeats is 0; give at least 1"),
-        ({"prompts": "nothing"}, "prompts is 'nothing'; choose one of"),
-        ({"draft": "none"}, "draft is none, but settings are"),
-        ({"settings": ["width"]}, "write NAME or NAME,option=value"),
-    ],
-)
+@each_case()
 def test_wrong_options_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoadTraceConfig(**{"draft": "d", **fields})

@@ -29,6 +29,7 @@ from slipstream.tests.serve.fake_engine import ROUND
 from slipstream.tests.serve.fake_server import MODEL, write_target
 from slipstream.tests.serve.fake_server import serving as fake_serving
 from slipstream.tests.sources import TINY
+from slipstream.tests.tables import each_case
 
 SIZES = ["--output-len", "12", "--range-ratio", "0.5", "--concurrency", "1,3", "--requests", "4", "--prompts", "gsm8k"]
 
@@ -370,18 +371,7 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
     assert run.figures()["accept_length"] is None
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"concurrency": "1;2"}, "concurrency is '1;2'; give positive numbers"),
-        ({"turns": 0}, "turns is 0; give at least 1"),
-        ({"prompts": "poems"}, "prompts is 'poems'; choose one of random, gsm8k, or a file"),
-        ({"input_len": 0}, "input_len is 0; it must be at least 1; 0 is for questions only"),
-        ({"range_ratio": 0.0}, "range_ratio is 0.0; it must be above 0"),
-        ({"resume": True}, "resume is True; .* add --output"),
-        ({"draft": ["ngram,nodes"]}, "draft is 'ngram,nodes'; write NAME or NAME,option=value"),
-    ],
-)
+@each_case()
 def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ServingConfig(**options)

@@ -22,6 +22,7 @@ from slipstream.data_tools.state_shards import measure, plan_shards
 from slipstream.models.files.state_store import StateFormat, StateStore, needed_tokens
 from slipstream.tests.data_tools.conftest import MAX_LENGTH, Flags, random_row, shards
 from slipstream.tests.random_targets import MakeTarget, change_json
+from slipstream.tests.tables import each_case
 from slipstream.tests.train.runs import refusal
 
 
@@ -63,21 +64,12 @@ def test_states_are_those_of_transformers(captured: Path, capture_data: Path, ca
     assert check_states(captured, capture_data, capture_target) > 30
 
 
-@pytest.mark.parametrize(
-    ("words", "layers", "last_hidden"),
-    [
-        (("--drafters", "eagle"), (4,), False),
-        (("--drafters", "dflash"), (1, 2, 3), False),
-        (("--drafters", "dflash", "--last-hidden"), (1, 2, 3), True),
-        (("--drafters", "eagle3", "eagle"), (1, 2, 3, 4), False),
-        (("--layers", "3", "0"), (3, 0), True),
-    ],
-)
+@each_case()
 def test_drafts_decide_the_states(
-    words: list[str], layers: tuple[int, ...], last_hidden: bool, flags: Flags, tmp_path: Path, capture_target: Path
+    words: list[str], layers: list[int], last_hidden: bool, flags: Flags, tmp_path: Path, capture_target: Path
 ) -> None:
     form = choose_format(parse(CaptureConfig, flags(tmp_path, *words), prog="", description=""), capture_target)
-    assert (form.layers, form.last_hidden) == (layers, last_hidden)
+    assert (form.layers, form.last_hidden) == (tuple(layers), last_hidden)
 
 
 @pytest.mark.parametrize("words", [("--drafters", "eagle3", "eagle"), ("--layers", "3", "0")])
@@ -181,21 +173,7 @@ def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(
         main(flags(tmp_path / "new"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"dtype": "bf16"},
-            "holds states with another format, shards; give the options they were captured with",
-        ),
-        ({"max-length": 30}, "another max_length, shards"),
-        ({"shards": "[2, 99]"}, "shards is [2, 99]; there are shards 0 to"),
-        ({"layers": "[5]"}, "aux_layers is [5]; name distinct states 0..3"),
-        ({"max-length": 1}, "max_length is 1; give at least 2"),
-        ({"target": ""}, "target is empty"),
-        ({"data": "/nowhere"}, "data /nowhere does not exist; name a prepared dataset"),
-    ],
-)
+@each_case()
 def test_what_cannot_be_continued_is_refused(
     captured: Path, flags: Flags, changes: dict[str, Any], message: str, exits: Any
 ) -> None:

@@ -18,6 +18,7 @@ from slipstream.data_tools.conversations import to_example
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import Row, RowError, read_rows
 from slipstream.tests.data_tools.chats import chat, write_jsonl
+from slipstream.tests.tables import each_case
 
 TURNS = chat("Hello", "fine")
 ROWS = [
@@ -162,18 +163,7 @@ ADD = {"name": "add", "arguments": '{"a": 1}'}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": ADD}]}
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        CALL,
-        {**CALL, "content": None},
-        {**CALL, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
-        {**CALL, "tool_calls": [ADD]},
-        {"role": "assistant", "content": None, "function_call": ADD},
-        {"from": "function_call", "value": json.dumps(ADD)},
-        {"from": "tool_call", "value": json.dumps([{"name": "add", "arguments": {"a": 1}}])},
-    ],
-)
+@each_case()
 def test_forms_of_calls_are_one(message: dict[str, Any]) -> None:
     assert example({"messages": [message]}).messages == [CALL]
 

@@ -23,6 +23,7 @@ from slipstream.tests.models.saved_drafts import fused
 from slipstream.tests.models.test_config_keys import WRAPPER, base_values
 from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
 from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, MakeTarget, change_json, save_random_target
+from slipstream.tests.tables import each_case
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole vocabulary": {},
@@ -325,24 +326,7 @@ def test_what_the_layout_of_speculators_cannot_hold_is_refused(
     assert message in llama.refused(save_eagle3_draft(llama, layers, **fields), "speculators")
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"norm_before_residual": None}, "lacks norm_before_residual, which vLLM then takes as true"),
-        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm are both set"),
-        ({"use_aux_norm": True}, "draft config sets use_aux_norm, which is not supported"),
-        (
-            {"speculators_model_type": "peagle"},
-            "is 'peagle' (P-EAGLE's parallel draft); supported: dflash, dflash2, dspark, eagle3",
-        ),
-        (
-            {"transformer_layer_config": {"model_type": "gemma3", "vocab_size": 120}},
-            "model_type is 'gemma3'; an EAGLE3 draft's layer must be 'llama' or 'qwen3'",
-        ),
-        ({"transformer_layer_config": ["llama"]}, "transformer_layer_config is a list; it must be an object"),
-        ({"transformer_layer_config": {"model_type": "llama"}}, "draft config lacks hidden_size, intermediate_size"),
-    ],
-)
+@each_case()
 def test_other_networks_of_speculators_are_refused_by_name(values: dict[str, Any], message: str, llama: Runs) -> None:
     folder, _ = llama.convert(save_eagle3_draft(llama, (0, 1, 2)), "speculators")
     change_json(folder / "config.json", **values)

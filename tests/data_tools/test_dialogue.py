@@ -12,6 +12,7 @@ from slipstream.data_tools.regenerate import Journal, sort_rows
 from slipstream.data_tools.rows import RowError
 from slipstream.data_tools.target_tokenizer import ChatTemplate
 from slipstream.tests.data_tools.chats import CHATML, THINKING, build_tokenizer, chat, write_jsonl
+from slipstream.tests.tables import each_case
 
 
 def turns(letters: str) -> list[dict[str, Any]]:
@@ -23,27 +24,7 @@ def turns(letters: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("letters", "questions"),
-    [
-        ("ua", [[0]]),
-        ("u", [[0]]),
-        ("suaua", [[0, 1], [3]]),
-        ("suau", [[0, 1], [3]]),
-        ("aua", [[1]]),
-        ("uaa", [[0]]),
-        ("uuatua", [[0, 1], [3, 4]]),
-        ("ucta", [[0, 1, 2]]),  # c: a call
-        ("uctctau", [[0, 1, 2, 3, 4], [6]]),
-        ("uac", [[0]]),
-        ("uc", [[0]]),
-        ("uct", [[0, 1, 2]]),
-        ("ucau", [[0, 1, 3]]),
-        ("suu", [[0, 1], [2]]),
-        ("sa", []),
-        ("uas", [[0]]),
-    ],
-)
+@each_case()
 def test_every_user_turn_gets_an_answer(letters: str, questions: list[list[int]]) -> None:
     messages = turns(letters)
     assert split_questions(messages) == [[messages[index] for index in question] for question in questions]

@@ -15,6 +15,7 @@ from slipstream.data_tools import frequency_map, prepare
 from slipstream.data_tools.dataset import Conversation, write_dataset
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.data_tools.chats import CHATML, chat, write_jsonl
+from slipstream.tests.tables import each_case
 
 ROWS = [{"messages": chat(f"What is {n}?", f"It is {n * n}. Hello there")} for n in range(300)]
 END = 2
@@ -171,22 +172,7 @@ def test_other_tokenizers_are_refused(
     assert larger.vocab_size == 640
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "either data"),
-        (("--data", "a", "--merge", "b"), "either data"),
-        (("--from-responses", "a", "--merge", "b"), "either data"),
-        (("--from-responses", "absent.jsonl", "--target", "a/b"), "from_responses absent.jsonl does not exist"),
-        (("--data", "a", "--accept-rates", "0.5", "0.6"), "accept_rates is [0.5, 0.6]; give the share of rounds"),
-        (("--data", "absent.jsonl", "--target", "/absent"), "data absent.jsonl does not exist"),
-        (("--data", "PREPARED/.."), "is not a prepared dataset; add --target to count conversations"),
-        (("--merge", "absent"), "merge absent does not exist; name a token map"),
-        (("--data", "PREPARED", "PREPARED/.."), "mixes prepared datasets and conversations"),
-        (("--data", "PREPARED", "--split", "test"), "split is 'test'; "),
-        (("--data", "PREPARED", "--size", "0"), "size is 0; it must hold the 1 special"),
-    ],
-)
+@each_case()
 def test_impossible_runs_get_one_sentence(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:

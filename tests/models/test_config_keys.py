@@ -6,7 +6,6 @@ people leave behind in a file.
 
 import copy
 import json
-import re
 from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +25,7 @@ from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, auto_class, logits, roughen
 from slipstream.tests.sources import TINY
+from slipstream.tests.tables import each_case
 
 Changes = dict[str, Any]
 WRAPPER = "gemma3-wrapper"
@@ -178,37 +178,7 @@ def test_transformers_runs_each_family_as_it_is(family: str, tmp_path: Path) -> 
     assert reference_model(tmp_path)(input_ids=torch.arange(3, 63)[None]).logits.isfinite().all()
 
 
-ROPE = {"rope_theta": 1e4}
-LONGROPE = {"rope_type": "longrope", ORIGINAL: 64, **ROPE}
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
-        *(
-            ("llama", {key: value}, f"config.json: {key} is {re.escape(repr(value))}; ")
-            for key, value in {
-                **{"hidden_size": "32", "vocab_size": None, "num_attention_heads": 0, "num_hidden_layers": -1},
-                **{"intermediate_size": 48.0, "rms_norm_eps": None, "num_key_value_heads": 3, "head_dim": 7},
-                **{"max_position_embeddings": True, "rope_parameters": [1]},
-            }.items()
-        ),
-        ("mistral", {"sliding_window": [1, 2]}, r"config.json: sliding_window is \[1, 2\]; it must be an integer"),
-        ("llama", {"rope_parameters": {"rope_type": "linear", **ROPE}}, "config.json: factor is None"),
-        ("llama", {"rope_parameters": {"rope_theta": "1e4"}}, "config.json: rope_theta is '1e4'"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, **ROPE}}, "low_freq_factor is None"),
-        ("llama", {"rope_parameters": LONGROPE}, "config.json: short_factor is None; it must be a list"),
-        (
-            "llama",
-            {"rope_parameters": {**LONGROPE, "short_factor": [1.0], "long_factor": [1.0]}},
-            "config.json: short_factor has 1 numbers; head_dim 8 needs 4",
-        ),
-        ("phi3-window", {"rope_scaling": {"type": "su", **LONGROPE}, "rope_parameters": None}, "'su', the former name"),
-        ("qwen3", {"use_sliding_window": "yes"}, "config.json cannot be read by transformers .*use_sliding_window"),
-        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be a number above 0"),
-        ("mixtral", {"num_local_experts": 4, "num_experts": 5}, "how many experts there are twice"),
-    ],
-)
+@each_case()
 def test_a_config_that_cannot_be_is_refused_with_its_key(
     family: str, changes: Changes, message: str, tmp_path: Path
 ) -> None:

@@ -18,24 +18,14 @@ from slipstream.models.targets.config import RopeConfig, TargetSpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft, Values
 from slipstream.tests.random_targets import MakeTarget
+from slipstream.tests.tables import each_case
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "num_draft_layers", "expected"),
-    [
-        (28, 5, (1, 7, 13, 19, 25)),
-        (32, 5, (1, 8, 15, 22, 29)),
-        (36, 5, (1, 9, 17, 25, 33)),
-        (48, 5, (1, 12, 23, 34, 45)),
-        (36, 1, (18,)),
-        (4, 2, (1, 2, 3)),
-        (6, 5, (1, 3, 4)),
-    ],
-)
+@each_case()
 def test_default_layers_are_those_of_the_peers_on_deep_targets(
-    num_layers: int, num_draft_layers: int, expected: tuple[int, ...]
+    num_layers: int, num_draft_layers: int, expected: list[int]
 ) -> None:
-    assert default_block_aux_layers(num_layers, num_draft_layers) == expected
+    assert default_block_aux_layers(num_layers, num_draft_layers) == tuple(expected)
 
 
 def test_default_layers_are_distinct_outputs_for_every_depth() -> None:
@@ -54,21 +44,7 @@ def config(make_target: MakeTarget) -> Callable[..., DFlashConfig]:
     return lambda **fields: DFlashConfig.from_target(target, **defaults | fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"block_size": 1}, "block_size is 1; it must be between 2 and 64"),
-        ({"block_size": 65}, "block_size is 65; it must be between 2 and 64"),
-        ({"mask_token_id": 120}, "mask_token_id is 120; the target has 120 tokens"),
-        ({"mask_token_id": -1}, "mask_token_id is -1; the target has 120 tokens"),
-        ({"draft_vocab_size": 0}, "draft_vocab_size is 0; the target has 120 tokens"),
-        ({"aux_layers": ()}, r"aux_layers is \[\]; name distinct states"),
-        ({"windowed_layers": (2,), "sliding_window": 4}, r"windowed_layers is \[2\]; the draft has 2 layers"),
-        ({"windowed_layers": (1,)}, "sliding_window and windowed_layers go together"),
-        ({"sliding_window": 4}, "sliding_window and windowed_layers go together"),
-        ({"windowed_layers": (1,), "sliding_window": 0}, "sliding_window is 0; it must be at least 1"),
-    ],
-)
+@each_case()
 def test_configs_are_checked(fields: dict[str, Any], message: str, config: Callable[..., DFlashConfig]) -> None:
     with pytest.raises(ValueError, match=message):
         config(**fields)
@@ -94,7 +70,6 @@ def test_a_vocabulary_may_leave_out_tokens(config: Callable[..., DFlashConfig]) 
 
 
 # Fields that the trainers write besides the network's shape. DeepSpec's stand at the top and name no drafter.
-ZLAB = {"drafter": None, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "dtype": "bfloat16", "bos_token_id": 1}
 DEEPSPEC = {
     **dict.fromkeys(("drafter", "dflash_config", "sample_from_anchor"), None),
     **{"architectures": ["Qwen3DSparkModel"], "mask_token_id": 7, "target_layer_ids": [0, 2], "num_anchors": 512},
@@ -166,17 +141,7 @@ def test_the_config_holds_the_public_fields(draft: SavedDraft) -> None:
     assert config["drafter"] == "dflash"
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        ZLAB,
-        ZLAB | {"block_size": None, "dflash_config": INNER | {"block_size": 8}},
-        {"dflash_config": INNER | {"projector_type": "dflash", "causal": False}},
-        {"layer_types": None, "use_sliding_window": None, "num_target_layers": None, "head_dim": 16},
-        {"max_window_layers": 2, "sliding_window": 4096, "layer_types": None, "use_sliding_window": True},
-        {"draft_vocab_size": 120, "sliding_window": 9, "use_sliding_window": None, "rope_scaling": None},
-    ],
-)
+@each_case()
 def test_other_trainers_configs_load(values: Values, draft: SavedDraft) -> None:
     draft.change(values=values)
     draft.assert_loads_equal()
@@ -220,25 +185,7 @@ def test_what_the_network_does_not_do_is_refused_by_name(name: str, place: str, 
         draft.load()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"projector_type": "domino"}, "Domino's GRU is not supported"),
-        ({"projector_type": "xpress"}, "XPress's refiner is not supported"),
-        ({"projector_type": "fancy"}, "projector_type is 'fancy'; supported: dflash, dflash2, dspark, lilicorr"),
-        ({"markov_rank": 8, "markov_head_type": "rnn"}, "recurrent Markov head .* is not supported"),
-        ({"dspark_noise_token_id": 5}, "DeepSeek-V4's draft, which is part of the target's checkpoint"),
-        ({"causal": True}, "sets causal: layers that see all tokens but no later slot"),
-        ({"causal": True, "is_causal": False}, "these contradict each other; delete the wrong one"),
-        ({"pard_token": 9}, "mask_token_id is 9 and, in dflash_config, 7; delete one"),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [1, 4]},
-            r"target_layer_ids is \[0, 2\], layer outputs, .* different states",
-        ),
-        ({"use_swa": True}, "use_swa is true, swa_window_size None and sliding_window None; one must be set"),
-        ({"shift_label": True, "dspark_bonus_anchor": True}, "has shift_label true, dspark_bonus_anchor true: these"),
-    ],
-)
+@each_case()
 def test_what_others_files_mean_is_refused_by_name_or_certain(values: Values, message: str, draft: SavedDraft) -> None:
     draft.change(values={"sample_from_anchor": None} | values)
     with pytest.raises(ValueError, match=message):
@@ -246,24 +193,9 @@ def test_what_others_files_mean_is_refused_by_name_or_certain(values: Values, me
 
 
 LAGUNA: Values = {"drafter": None, "architectures": ["DFlashLagunaForCausalLM"], "sample_from_anchor": None}
-BY_KIND = {"full_attention": {"rope_theta": 100.0}, "sliding_attention": {"rope_theta": 1000.0}}
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({}, r"missing aux_hidden_norms.0.weight; .* missing layers.0.self_attn.gate_proj.weight"),
-        ({"gating": False}, r"missing aux_hidden_norms.0.weight; missing aux_hidden_norms.1.weight$"),
-        ({"gating": "per-row"}, "gating is 'per-row'; it must be true, false, 'per-head' or 'per-element'"),
-        ({"num_experts": 8}, "num_experts is 8; experts are not supported in drafts"),
-        ({"num_attention_heads_per_layer": [4, 8]}, r"num_attention_heads_per_layer is \[4, 8\], which is not"),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6, "rope_parameters": BY_KIND},
-            "rope_parameters differ between full_attention and sliding_attention; the layers of a draft must be alike",
-        ),
-        ({"dflash_config": INNER | {"causal": True}}, "sets causal: layers that see all tokens but no later slot"),
-    ],
-)
+@each_case()
 def test_what_lagunas_drafts_do_not_say_is_refused(values: Values, message: str, draft: SavedDraft) -> None:
     draft.change(values=LAGUNA | values)
     with pytest.raises(ValueError, match=message):
@@ -351,38 +283,7 @@ def test_a_choice_that_contradicts_the_file_is_refused(draft: SavedDraft) -> Non
         draft.load(aux_layers=[0, 2])
 
 
-LAYERS = "layer_types"
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"dflash_config": {"target_layer_ids": [0, 2]}}, r"lacks dflash_config.mask_token_id; .*<\|MASK\|>"),
-        ({"dflash_config": {"mask_token": "<m>"}}, "lacks dflash_config.mask_token_id; enter the target's id of <m>"),
-        ({"dflash_config": {"mask_token_id": 7}}, "fc.weight has 64 columns, for 2 target states of 32, .* means 3"),
-        (
-            {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1]}},
-            r"fc.weight has 64 columns, for 2 target states .* means 1, those of layers \[1\]; .* in target_layer_ids",
-        ),
-        (
-            {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 5]}},
-            r"aux_layers is \[1, 5\]; name distinct states 0..3 \(layer outputs\) or 4",
-        ),
-        ({"block_size": None}, "lacks block_size, the tokens of the blocks that the draft was trained on"),
-        ({"dflash_config": {"mask_token_id": 7, "block_size": 4}}, "block_size is 8 and, in dflash_config, 4"),
-        ({"vocab_size": 130}, "vocab_size is 130 in the draft and 120 in the target; serve the target it was trained"),
-        ({"num_target_layers": 36}, "num_target_layers is 36 in the draft and 4 in the target"),
-        ({"hidden_size": 64}, "hidden_size is 64 in the draft and 32 in the target"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
-        ({LAYERS: ["full_attention"]}, r"layer_types is \['full_attention'\]; .* each of the 2 layers"),
-        ({LAYERS: ["linear_attention"] * 2}, "it must be full_attention or sliding_attention"),
-        ({LAYERS: ["sliding_attention"] * 2}, r"layers \[0, 1\] are sliding_attention; sliding_window must be set"),
-        ({LAYERS: ["sliding_attention"] * 2, "sliding_window": 9}, "use_sliding_window not be false"),
-        ({"num_hidden_layers": 3, LAYERS: None}, "missing layers.2.input_layernorm.weight"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5 in the draft"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5 in the draft"),
-    ],
-)
+@each_case()
 def test_what_does_not_fit_is_refused(values: Values, message: str, draft: SavedDraft) -> None:
     draft.change(values=values)
     with pytest.raises(ValueError, match=message):

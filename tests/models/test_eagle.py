@@ -14,6 +14,7 @@ from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedDraft
 from slipstream.tests.naive_eagle import NaiveEagle
+from slipstream.tests.tables import each_case
 
 
 @pytest.fixture
@@ -103,19 +104,7 @@ def test_biases_of_qwen_drafts_load(make_draft: Callable[..., SavedDraft]) -> No
     draft.assert_loads_equal()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; EAGLE drafts have 1"),
-        ({"mlp_bias": True}, "sets mlp_bias"),
-        ({"vocab_size": 100}, "vocab_size is 100 in the draft and 120 in the target"),
-        ({"hidden_size": 64}, "hidden_size is 64 in the draft and 32 in the target"),
-        ({"num_target_layers": 5}, "num_target_layers is 5 in the draft and 4 in the target"),
-        ({"bias": False}, "unexpected fc.bias"),
-        ({"qkv_bias": True}, "missing layers.0.self_attn.k_proj.bias; .*q_proj.bias; .*v_proj.bias"),
-        ({"draft_vocab_size": 60}, "missing d2t; missing t2d"),
-    ],
-)
+@each_case()
 def test_what_does_not_fit_is_refused(
     values: dict[str, Any], message: str, make_draft: Callable[..., SavedDraft]
 ) -> None:

@@ -18,7 +18,8 @@ from slipstream.models.targets.config import ORIGINAL, RopeConfig, TargetSpec, d
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedDraft, Tensors, Values, fused
 from slipstream.tests.naive_eagle3 import NaiveEagle3
-from slipstream.tests.random_targets import LONGROPE, MakeTarget
+from slipstream.tests.random_targets import MakeTarget
+from slipstream.tests.tables import each_case
 
 LENGTH = 23
 FLAGGED: list[dict[str, bool]] = [
@@ -264,19 +265,9 @@ def test_a_norm_in_the_file_shows_its_flag(draft: SavedDraft) -> None:
         draft.load()
 
 
-@pytest.mark.parametrize(
-    ("ids", "sinks", "expected"),
-    [
-        ((0, 5, 9), False, (0, 5, 9)),
-        ((1, 5, 8), False, (1, 5, 8)),  # SpecForge's
-        ((2, 6, 9), False, (1, 5, 8)),  # the same three states by the numbers of vLLM
-        ((1, 5, 8), True, (0, 4, 7)),  # NVIDIA's for gpt-oss
-        ((8, 10, 12), False, (7, 9, 11)),  # no layer has output 12
-        ((3, 6, 9), False, None),
-    ],
-)
+@each_case()
 def test_ids_in_eagle_config_count_outputs_or_inputs(
-    ids: tuple[int, ...], sinks: bool, expected: tuple[int, ...] | None, draft: SavedDraft
+    ids: list[int], sinks: bool, expected: list[int] | None, draft: SavedDraft
 ) -> None:
     (layer,) = draft.target.layers[:1]
     layer = replace(layer, mixer=replace(layer.mixer, sinks=sinks))
@@ -285,7 +276,7 @@ def test_ids_in_eagle_config_count_outputs_or_inputs(
         values={"drafter": None, "target_num_layers": None, AUX_LAYERS: None, "eagle_config": {AUX_LAYERS: ids}}
     )
     if expected is not None:
-        assert draft.load().config.aux_layers == expected
+        assert draft.load().config.aux_layers == tuple(expected)
         return
     with pytest.raises(ValueError, match=r"is \[3, 6, 9\], which .* so that the outputs are \[2, 5, 8\]; name those"):
         draft.load()
@@ -408,48 +399,14 @@ def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bo
         draft.load()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"num_hidden_layers": 2}, r"missing layers\.1\.input_layernorm\.weight"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
-        ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, "must be alike"),
-        ({"rope_scaling": LONGROPE}, "rope_type is 'longrope'; supported"),
-        ({"hidden_size": None, "rms_norm_eps": None}, "draft config lacks hidden_size, rms_norm_eps"),
-        ({"draft_vocab_size": 121}, "draft_vocab_size is 121; the target has 120 tokens"),
-        ({AUX_LAYERS: None, "eagle_config": {AUX_LAYERS: [2, 16, 29]}}, r"aux_layers is \[2, 16, 29\]"),
-        ({AUX_LAYERS: [0, 2, 3], "eagle_config": None}, r"aux_layers is \[-1, 1, 2\]"),
-        (
-            {AUX_LAYERS: [1, 2, 4]},
-            r"eagle_config.* is \[1, 2, 4\], layer outputs, and .* is \[1, 2, 4\], layer inputs: .* delete the wrong",
-        ),
-        (
-            {AUX_LAYERS: [2, 3, 4, 5], "eagle_config": None},
-            "fc.weight has 96 columns, for 3 target states of 32, .* means 4",
-        ),
-        ({"vocab_size": 128}, "vocab_size is 128 in the draft and 120 in the target; serve the target"),
-        ({"target_hidden_size": 64}, "target_hidden_size is 64 in the draft and 32 in the target"),
-        ({"target_num_layers": 8}, "target_num_layers is 8 in the draft and 4 in the target"),
-        ({"draft_vocab_size": 40}, r"lm_head\.weight is \[50, 32\], the config says \[40, 32\]"),
-        ({"intermediate_size": 40}, r"mlp\.down_proj\.weight is \[32, 48\], the config says \[32, 40\]"),
-    ],
-)
+@each_case()
 def test_misfits_name_field_and_values(values: Values, message: str, draft: SavedDraft) -> None:
     draft.change(values=values)
     with pytest.raises(ValueError, match=message):
         draft.load()
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"use_sliding_window": False}, None),
-        ({"layer_types": ["full_attention"], "use_sliding_window": True}, None),
-        ({}, None),
-        ({"use_sliding_window": True}, 4096),
-        ({"layer_types": ["sliding_attention"], "use_sliding_window": True}, 4096),
-    ],
-)
+@each_case()
 def test_a_sliding_window_is_read_where_it_is_used(values: Values, expected: int | None, draft: SavedDraft) -> None:
     draft.change(values={"sliding_window": 4096, **values})
     config = draft.load().config

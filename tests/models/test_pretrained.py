@@ -22,6 +22,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.random_drafts import save_random_eagle
 from slipstream.tests.serve.engine_runs import build_engine
 from slipstream.tests.sources import TINY
+from slipstream.tests.tables import each_case
 
 CODE = """
 from transformers import PreTrainedTokenizerFast, Qwen3Config
@@ -149,17 +150,7 @@ def test_serving_and_data_end_at_the_same_ids(copy: Path) -> None:
     assert build_engine(copy).runner.target.end_ids == {2, 3}
 
 
-@pytest.mark.parametrize(
-    ("rope", "longest"),
-    [
-        ({"rope_type": "default"}, 100),
-        ({"rope_type": "linear", "factor": 4.0}, 100),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
-        ({"rope_type": "yarn", "factor": 4.0}, 400),
-        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 64}, 100),
-        ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}, 100),
-    ],
-)
+@each_case()
 def test_the_most_positions_of_a_target(rope: dict[str, Any], longest: int) -> None:
     assert most_positions(100, rope) == longest
     config = Qwen2Config(max_position_embeddings=100, rope_parameters={"rope_theta": 1e4, **rope})

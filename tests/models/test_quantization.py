@@ -25,7 +25,6 @@ from slipstream.models.targets.config import MoESpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.pairwise import grouped, some_of
 from slipstream.tests.quantized_targets import (
-    BLOCKS,
     CONFIG,
     GPTQ,
     LAYOUTS,
@@ -50,13 +49,9 @@ from slipstream.tests.random_targets import (
     muse_glimmer,
     save_random_target,
 )
+from slipstream.tests.tables import each_case
 
 HEAD = "lm_head"
-
-
-def group(values: Any) -> dict[str, Any]:
-    """A config of compressed-tensors with this group alone."""
-    return compressed("pack-quantized", {}) | {"config_groups": {"group_0": values}}
 
 
 @pytest.fixture(scope="module")
@@ -417,77 +412,14 @@ def test_quantised_weights_need_a_config(plain: Path, tmp_path: Path) -> None:
         load(tmp_path / "fp8")
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
-        (GPTQ | {"bits": 8}, "bits is 8"),
-        (GPTQ | {"checkpoint_format": "gptq_p"}, "checkpoint_format is 'gptq_p'"),
-        (GPTQ | {"group_size": 48}, "group_size is 48"),
-        (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True"),
-        (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic gives"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
-        ({"quant_method": "fp8", **BLOCKS, "weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
-        ({"quant_method": "fp8", **BLOCKS, "scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"),
-        (compressed("marlin-24", w4(128, True)), "format is 'marlin-24' with int weights of 4 bits"),
-        (compressed("int-quantized", w8("channel") | {"type": "int"}, w8("token") | {"type": "int"}), "int-quantized"),
-        (compressed("nvfp4-pack-quantized", w4(16, True) | {"type": "float"}), "nvfp4-pack-quantized"),
-        (compressed("pack-quantized", w4(128, True) | {"num_bits": 8}), "weights of 8 bits"),
-        (compressed("pack-quantized", w4(128, True), w8("token")), "inputs of 8 bits"),
-        (compressed("float-quantized", w8("channel")), "16-bit inputs"),
-        (compressed("mixed-precision", {}), "mixed-precision"),
-        (compressed("dense", {}) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
-    ],
-)
+@each_case()
 def test_other_formats_are_refused_with_the_known_ones(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
     with pytest.raises(ValueError, match=f"{message}.*; known formats: fp8 .*gptq"):
         read_quantization(tmp_path)
 
 
-FP8_BLOCKS = {"quant_method": "fp8", **BLOCKS}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ("fp8", "quantization_config is 'fp8'; it must be an object"),
-        (["fp8"], r"quantization_config is \['fp8'\]; it must be an object"),
-        (FP8_BLOCKS | {"weight_block_size": 128}, r"weight_block_size is 128; it must be \[128, 128\]"),
-        (FP8_BLOCKS | {"weight_block_size": [128, None]}, r"weight_block_size is \[128, None\]; it must be"),
-        (FP8_BLOCKS | {"modules_to_not_convert": 5}, "modules_to_not_convert is 5; it must be a list of strings"),
-        (FP8_BLOCKS | {"ignored_layers": "lm_head"}, "ignored_layers is 'lm_head'; it must be a list of strings"),
-        (FP8_BLOCKS | {"ignore": ["lm_head", "re:("]}, r"ignore has 're:\(', which is no regular expression .*; corr"),
-        ({"quant_method": "modelopt", "quantization": "FP8"}, "quantization is 'FP8'; it must be an object"),
-        (GPTQ | {"dynamic": ["-:.*down.*"]}, r"dynamic is \['-:.*'\]; it must be an object"),
-        (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic has 're:\(', which is no regular expression"),
-        (GPTQ | {"dynamic": {"+:.*down.*": 8}}, r"\+:\.\*down\.\* is 8; it must be an object"),
-        (GPTQ | {"is_marlin_format": 1}, "is_marlin_format is 1; it must be False"),
-        ({"quant_method": "awq"}, "bits is None; it must be 4"),
-        ({"quant_method": "awq", "q_group_size": 128}, "w_bit is None; it must be 4"),
-        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 48}, "q_group_size is 48; it must be 32"),
-        (AWQ | {"zero_point": False}, "zero_point is False; it must be True"),
-        (group(None), "config_groups.group_0 is None; it must be an object with targets and weights"),
-        (group("Linear"), "group_0 is 'Linear'; it must be an object"),
-        (group({"targets": "Linear"}), "targets is 'Linear'; it must be a list of strings"),
-        (group({"targets": ["re:*"]}), r"targets has 're:\*', which is no regular expression"),
-        (group({"weights": 8}), "weights is 8; it must be an object"),
-        (group({"weights": w4(32, True), "input_activations": "int8"}), "input_activations is 'int8'; it must be"),
-        (
-            compressed("float-quantized", w8("block", block_structure="128 by 128"), w8("group", dynamic=True)),
-            r"block_structure is '128 by 128'; it must be \[128, 128\]",
-        ),
-        (
-            compressed("float-quantized", w8("block", block_structure="128x128"), w8("group", dynamic=False)),
-            "dynamic is False; inputs of weights in blocks must be dynamic",
-        ),
-        (group({}) | {"sparsity_config": "dense"}, "sparsity_config is 'dense'; it must be an object"),
-        (group({}) | {"transform_config": "none"}, "transform_config is 'none'; it must be an object"),
-        (group({}) | {"config_groups": ["group_0"]}, r"config_groups is \['group_0'\]; it must be an object"),
-    ],
-)  # fmt: skip
+@each_case()
 def test_malformed_fields_are_named_with_their_value_and_the_remedy(values: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
     with pytest.raises(ValueError, match=f"{tmp_path} cannot be read: {message}"):

@@ -80,6 +80,7 @@ from slipstream.tests.random_targets import (
     roughen,
 )
 from slipstream.tests.sources import ROOT
+from slipstream.tests.tables import each_case
 
 NEW_FIELDS = ("rope_parameters", "layer_types")  # of configs that older transformers did not write
 
@@ -372,28 +373,7 @@ def test_what_is_not_served_by_design_is_refused_with_the_reason(
     assert (NOT_SERVED in str(error.value)) == is_family
 
 
-CODE = {"auto_map": {"AutoConfig": "configuration.Config"}}
-HUB_PHI4MM = {"img_processor": None, "vision_lora": {"r": 256}, "embd_layer": {"image_embd_layer": {}}}
-
-
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm", **HUB_PHI4MM, **CODE}, ": it reads images"),
-        ({"architectures": ["Unknown"], "model_type": "unknown", **CODE}, "; supported: ArceeForCausal"),
-        ({"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing", **CODE}, ": it needs its makers' code"),
-        (
-            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "llama"}},
-            ": its text part is a llama",
-        ),
-        ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, r": its layers are recurrent \(RWKV\)"),
-        ({"architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", **CODE}, ": its layers are recurrent"),
-        (
-            {"architectures": ["RecurrentGemmaForCausalLM"], "block_types": ["recurrent", "recurrent", "attention"]},
-            ": it has recurrent layers",
-        ),
-    ],
-)
+@each_case()
 def test_a_config_is_refused_before_transformers_or_its_code_reads_it(
     values: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,27 @@
+"""Tables of cases, in a YAML file beside a test's module and of its name: the test's columns, then its rows."""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+Test = Callable[..., None]
+
+
+def each_case(*rows: Any) -> Callable[[Test], Test]:
+    """Runs a test for each row of its table, and for these, which YAML cannot say."""
+
+    def decorate(test: Test) -> Test:
+        columns, *table = tables(Path(inspect.getfile(inspect.unwrap(test))).with_suffix(".yaml"))[test.__name__]
+        return pytest.mark.parametrize(columns, [*table, *rows])(test)
+
+    return decorate
+
+
+@cache
+def tables(file: Path) -> dict[str, list[Any]]:
+    return yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
