@@ -93,16 +93,21 @@ def published_spec(name: str) -> TargetSpec:
         return load_config(path)
 
 
-def published_target(name: str, dtype: torch.dtype, device: torch.device, quantization: str | None = None) -> Target:
-    """A target of CONFIGS with random weights; `quantization` "fp8" quantises 16-bit weights on the fly."""
-    with _folder(name) as path:
+def published_target(
+    name: str, dtype: torch.dtype, device: torch.device, quantization: str | None = None, **fields: Any
+) -> Target:
+    """A target of CONFIGS with random weights; `quantization` "fp8" quantises 16-bit weights on the fly, `fields` take
+    the place of those of its config.json."""
+    with _folder(name, **fields) as path:
         return make_target(path, load_config(path), dtype, device, quantization=quantization)
 
 
 @contextmanager
-def _folder(name: str) -> Iterator[Path]:
+def _folder(name: str, **fields: Any) -> Iterator[Path]:
+    values = CONFIGS[name] | fields
+    values |= {key: values[key][: values["num_hidden_layers"]] for key in set(BY_LAYER) & values.keys()}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[name]))
+        (Path(folder) / "config.json").write_text(json.dumps(values))
         yield Path(folder)
 
 
