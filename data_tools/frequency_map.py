@@ -150,8 +150,8 @@ def count_dataset(path: Path, config: FrequencyMapConfig) -> Counted:
     """Counts a prepared dataset; a target supplies vocabulary size and special tokens."""
     report = read_report(path)
     vocab_size = report["vocab_size"]
-    special_ids = report.get("special_ids")
-    end_ids = report.get("end_ids")
+    special_ids = report["special_ids"]
+    end_ids = report["end_ids"]
     if config.target:
         target = load_target_tokenizer(config)
         if target.hash != report["tokenizer_hash"]:
@@ -159,8 +159,6 @@ def count_dataset(path: Path, config: FrequencyMapConfig) -> Counted:
         vocab_size = target.vocab_size
         special_ids = target.special_ids
         end_ids = target.end_ids
-    if special_ids is None or end_ids is None:
-        raise ValueError(f"{path} was prepared by an earlier version, which did not tell end tokens; add --target")
     counts = count_tokens(path, config.split, vocab_size, config.num_proc)
     return Counted(
         counts=counts,

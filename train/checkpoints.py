@@ -24,7 +24,6 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from slipstream.config import complete, flatten
-from slipstream.models.drafts.interchange import NORMS
 from slipstream.models.files.atomic import (
     FolderLock,
     InUseError,
@@ -36,30 +35,24 @@ from slipstream.models.files.atomic import (
 )
 from slipstream.models.files.checkpoint import disk_errors
 from slipstream.models.files.outputs import CHECKPOINT, STEP, step_folders
-from slipstream.train.blocks import default_gamma
 from slipstream.train.trackers import is_metrics
 
 Options = Mapping[str, Any]  # flat, by dotted name
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Options], None]  # state_dict, folder, contents of run.json
-# Options that may change when a run continues, some of earlier versions among them.
+# Options that may change when a run continues.
 FREE_OPTIONS = (
-    *("output", "resume", "dry_run", "target_sharding", "target_compile", "data.batch_size", "data.long_documents"),
+    *("output", "dry_run", "target_sharding", "target_compile", "data.batch_size", "data.long_documents"),
     "draft.interchange",  # the options that it chooses are compared
-    *("optim.accumulation", "tracker.", "checkpoint.", "evaluation.every", "evaluation.samples"),
+    *("optim.accumulation", "tracker.", "checkpoint.", "evaluation.every"),
     *("evaluation.patience", "draft.init_from_target"),
 )
 # Inputs that may have moved since, and the hash that identifies them.
 BY_CONTENT = {"target": "target_fingerprint", "data.path": "data_hash", "draft.vocabulary": "vocabulary_hash"}
 BY_CONTENT |= {"evaluation.costs": "costs_hash"}
-# Options that earlier versions had, and what they are today.
-DROPPED = {"optim.betas": [0.9, 0.95], "optim.clip": 0.5, "optim.decay_ratio": 0.2, "optim.warmup_ratio": 0.03}
-DROPPED |= {"optim.weight_decay": 0.0, "draft.state_weight": 1.0}
-DROPPED |= {"draft.feature_weight": 1.0, "draft.token_weight": 0.1, "draft.noise": 0.2, "draft.loss": "soft_ce"}
-DROPPED |= {"draft.selector_top_k": 16, "draft.markov_head_type": "vanilla"}
 LENGTHS = ("optim.epochs", "optim.steps")  # options that may grow when a run continues
 # Remedies for hashes and lengths. For every other option: pass the saved value.
 REMEDIES = {hash: f"pass the original {option}" for option, hash in BY_CONTENT.items()}
-REMEDIES["split_documents"] = "pass the original data.long_documents (cut, if it began before there was this option)"
+REMEDIES["split_documents"] = "pass the original data.long_documents"
 REMEDIES |= dict.fromkeys(LENGTHS, "pass the saved value, or one above it,")
 OWN_NAMES = re.compile(r"best|step-\d+|metrics\.jsonl|report\.html")  # names that a run or its report writes
 SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -160,8 +153,8 @@ class Checkpoints:
 
     def check_identity(self, saved: Options, folder: Path) -> None:
         """Raises ValueError if the run in `folder` has other options or inputs. An option that its version did not have
-        counts as its default, one that this version does not have as left out if it is as today."""
-        earlier = complete(in_todays_terms(saved, self.defaults), self.defaults)
+        counts as its default."""
+        earlier = complete(saved, self.defaults)
         for name in sorted(self.identity.keys() | earlier.keys()):
             is_elsewhere = content_hash_of(name) in saved or (name in BY_CONTENT.values() and name not in saved)
             value = self.identity.get(name)
@@ -254,24 +247,6 @@ class Checkpoints:
 def _as_read(options: Options) -> dict[str, Any]:
     """Flat options as they read back from progress.json."""
     return dict(json.loads(json.dumps(flatten(options))))
-
-
-def in_todays_terms(saved: Options, defaults: Options) -> dict[str, Any]:
-    """The options of a run without dropped ones that are as today. Norms once were options, one for each."""
-    best = "speed" if saved.get("evaluation.costs") else "accept_length"
-    is_windowed = saved.get("draft.sliding_window") is not None
-    gamma = default_gamma(saved.get("draft.block_size", 1) + saved.get("draft.sample_from_anchor", False))
-    dropped = DROPPED | {
-        "evaluation.best": best,
-        "draft.sliding_window_non_causal": is_windowed,
-        "draft.gamma": gamma,
-    }
-    options = {name: value for name, value in saved.items() if name not in dropped or value != dropped[name]}
-    flags = {norm: options.pop(f"draft.{norm}") for norm in NORMS if f"draft.{norm}" in options}
-    if flags:
-        usual = defaults["draft.norms"]
-        options["draft.norms"] = [norm for norm in NORMS if flags.get(norm, norm in usual)]
-    return options
 
 
 def is_extension(name: str, saved: Options, options: Options) -> bool:

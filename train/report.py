@@ -132,8 +132,7 @@ class Run:
     @property
     def best_by(self) -> str:
         """The metric that chooses `best`."""
-        chooser = "speed" if self.options.get("evaluation.costs") else "accept_length"
-        return SPEED if self.options.get("evaluation.best", chooser) == "speed" else ACCEPT_LENGTH  # once an option
+        return SPEED if self.options.get("evaluation.costs") else ACCEPT_LENGTH
 
     def points(self, name: str) -> Points:
         return [(record["step"], record[name]) for record in self.records if name in record]

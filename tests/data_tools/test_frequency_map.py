@@ -1,11 +1,9 @@
 """`slipstream frequency-map` against collections.Counter."""
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -147,17 +145,6 @@ def test_ids_outside_the_vocabulary_are_an_error(tmp_path: Path, capsys: pytest.
 def test_special_tokens_of_answers_are_kept(tmp_path: Path) -> None:
     write_tokens(tmp_path / "data", [10, 10, 11, 11, 6])
     assert run(tmp_path, "--data", tmp_path / "data", "--size", 3).ids.tolist() == [END, 6, 10]
-
-
-def test_a_dataset_of_an_earlier_version_needs_the_target(
-    tmp_path: Path, data: Path, target: Path, capsys: Any
-) -> None:
-    old = shutil.copytree(data / "prepared", tmp_path / "old")
-    report = json.loads((old / "report.json").read_text())
-    del report["end_ids"]
-    (old / "report.json").write_text(json.dumps(report))
-    assert "was prepared by an earlier version" in error(capsys, tmp_path, "--data", old)
-    assert run(tmp_path, "--data", old, "--target", target).ids.tolist()
 
 
 def test_other_tokenizers_are_refused(

@@ -22,7 +22,7 @@ from slipstream.models.files.outputs import step_folders
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import Arguments, assert_same_run, refusal
 from slipstream.train import checkpoints, dflash, eagle, eagle3
-from slipstream.train.checkpoints import DROPPED, provenance
+from slipstream.train.checkpoints import provenance
 from slipstream.train.loop import Loop
 from slipstream.train.trackers import read_metrics
 
@@ -84,24 +84,14 @@ def test_what_a_run_reads_may_lie_elsewhere(
     assert (run / "step-6" / weights).read_bytes() == (finished / "step-6" / weights).read_bytes()
 
 
-WITHOUT_OUTPUT = "[fc_norm, norm_before_residual, qk_norm]"
-
-
 @pytest.mark.parametrize(
     ("saved", "changes", "message"),
     [
         ({"optim.momentum": ..., "draft.norms": ..., "init_from": ...}, {}, None),
         ({"vocabulary_hash": ..., "draft.dropped": None, "tracker.dropped": 5}, {}, None),
         ({"draft.norms": ...}, {"draft__norms": "[]"}, r"draft.norms is \[\], but the run in .* has \['fc_norm', "),
-        # From when each norm was an option; a missing one counts as its default.
-        ({"draft.norms": ..., "draft.fc_norm": True, "draft.norm_before_fc": False}, {}, None),
-        ({"draft.norms": ..., "draft.norm_output": False}, {"draft__norms": WITHOUT_OUTPUT}, None),
-        ({"draft.norms": ..., "draft.norm_output": False}, {}, "has .*'fc_norm', 'norm_before_residual', 'qk_norm'"),
         ({"optim.lr": ...}, {}, "optim.lr is 0.01, but the run in .* has None; pass the saved value"),
         ({"draft.dropped": 5}, {}, "step-6 has draft.dropped 5, an option that this version does not have; "),
-        ({**DROPPED, "resume": "never", "evaluation.samples": 0, "evaluation.best": "accept_length"}, {}, None),
-        ({"optim.betas": [0.9, 0.98]}, {}, r"has optim.betas \[0.9, 0.98\], an option that this version does not"),
-        ({"evaluation.best": "speed"}, {}, "has evaluation.best 'speed', an option that this version does not have"),
     ],
 )
 def test_a_run_of_another_version_continues_if_its_options_mean_the_same(
