@@ -1,14 +1,16 @@
-"""How models write calls of tools and their reasoning: one table of forms, which a parser reads and grammars enforce.
+"""How models write calls of tools and their reasoning: a table, forms.yaml, which a parser reads and grammars enforce.
 
 A form is what the model writes, with placeholders: $name, $arguments, $key, $type and $value. Reading, white space may
 differ from the form's, also around the punctuation of JSON. Where a form has alternatives, grammars use the first.
 Sources: the chat templates of the models, and for harmony OpenAI's description of the format.
 """
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+import yaml
 
 AUTO = "auto"
 NONE = "none"
@@ -47,140 +49,22 @@ class ReasoningForm:
     is_rendered: bool = True  # by the chat template, in the last answer of a conversation
 
 
-HARMONY_START = "<|start|>assistant"
-HARMONY_JSON = (" <|constrain|>json", " json", "")
-HARMONY_CALLS = (
-    *(f"<|channel|>commentary to=functions.$name{kind}<|message|>$arguments<|call|>" for kind in HARMONY_JSON),
-    *(f" to=functions.$name<|channel|>commentary{kind}<|message|>$arguments<|call|>" for kind in HARMONY_JSON),
-)
-
-TOOL_FORMS: Mapping[str, ToolForm] = {
-    "harmony": ToolForm(  # gpt-oss
-        call=HARMONY_CALLS,
-        first=("", HARMONY_START),
-        between=HARMONY_START,
-        last=("<|end|>",),
-        ends_answer=True,
-        signs=(("<|channel|>", "<|message|>"),),
-    ),
-    "qwen3_coder": ToolForm(  # and Qwen3.5
-        call=("<tool_call>\n<function=$name>\n$arguments</function>\n</tool_call>",),
-        between="\n",
-        arguments="parameters",
-        parameter="<parameter=$key>\n$value\n</parameter>\n",
-        signs=(("<tool_call>", "<function=", "<parameter="),),
-    ),
-    "glm": ToolForm(  # GLM-4.5 and later, Laguna
-        call=("<tool_call>$name\n$arguments</tool_call>",),
-        between="\n",
-        arguments="parameters",
-        parameter="<arg_key>$key</arg_key>\n<arg_value>$value</arg_value>\n",
-        signs=(("<tool_call>", "<arg_key>", "<arg_value>"),),
-    ),
-    "minimax_m2": ToolForm(
-        call=('<invoke name="$name">\n$arguments</invoke>',),
-        first=("<minimax:tool_call>\n",),
-        between="\n",
-        last=("\n</minimax:tool_call>",),
-        arguments="parameters",
-        parameter='<parameter name="$key">$value</parameter>\n',
-        signs=(("<minimax:tool_call>", "<invoke name="),),
-    ),
-    "gemma4": ToolForm(
-        call=("<|tool_call>call:$name{$arguments}<tool_call|>",),
-        arguments="quoted",
-        quote='<|"|>',
-        signs=(("<|tool_call>call:",),),
-    ),
-    "hermes": ToolForm(  # Qwen2.5, Qwen3
-        call=('<tool_call>\n{"name": "$name", "arguments": $arguments}\n</tool_call>',),
-        between="\n",
-        signs=(("<tool_call>", '"arguments"'),),
-    ),
-    "deepseek_v3_2": ToolForm(
-        call=('<｜DSML｜invoke name="$name">\n$arguments</｜DSML｜invoke>',),
-        first=("<｜DSML｜function_calls>\n", "<｜DSML｜tool_calls>\n"),
-        between="\n",
-        last=("\n</｜DSML｜function_calls>", "\n</｜DSML｜tool_calls>"),
-        arguments="parameters",
-        parameter='<｜DSML｜parameter name="$key" string="$type">$value</｜DSML｜parameter>\n',
-        signs=(("｜DSML｜",),),
-    ),
-    "deepseek_v3": ToolForm(  # and R1
-        call=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>$name\n```json\n$arguments\n```<｜tool▁call▁end｜>",),
-        first=("<｜tool▁calls▁begin｜>", ""),
-        between="\n",
-        last=("<｜tool▁calls▁end｜>",),
-        signs=(("<｜tool▁call▁begin｜>", "```json"),),
-    ),
-    "deepseek_v3_1": ToolForm(
-        call=("<｜tool▁call▁begin｜>$name<｜tool▁sep｜>$arguments<｜tool▁call▁end｜>",),
-        first=("<｜tool▁calls▁begin｜>", ""),
-        last=("<｜tool▁calls▁end｜>",),
-        signs=(("<｜tool▁call▁begin｜>",),),
-    ),
-    "mistral_v11": ToolForm(  # and v13
-        call=("[TOOL_CALLS]$name[ARGS]$arguments", "[TOOL_CALLS]$name[CALL_ID]$id[ARGS]$arguments"),
-        id_len=9,
-        signs=(("[TOOL_CALLS]", "[ARGS]"),),
-    ),
-    "mistral": ToolForm(  # v3 to v7
-        call=('{"name": "$name", "arguments": $arguments}', '{"name": "$name", "arguments": $arguments, "id": "$id"}'),
-        first=("[TOOL_CALLS][",),
-        between=", ",
-        last=("]",),
-        id_len=9,
-        signs=(("[TOOL_CALLS]",),),
-    ),
-    "llama_pythonic": ToolForm(  # Llama 3.2 of 1B and 3B, Llama 4
-        call=("$name($arguments)",),
-        first=("[", "<|python_start|>["),
-        between=", ",
-        last=("]", "<|python_end|>"),
-        arguments="python",
-        at_start=True,
-        signs=(("func_name1(",),),
-    ),
-    "llama_json": ToolForm(  # Llama 3
-        call=(
-            '{"name": "$name", "parameters": $arguments}',
-            '{"type": "function", "name": "$name", "parameters": $arguments}',
-            '{"name": "$name", "arguments": $arguments}',
-        ),
-        first=("", "<|python_tag|>"),
-        between="; ",
-        at_start=True,
-        signs=(('"parameters"', "ipython"),),
-    ),
-}
-
-REASONING_FORMS: Mapping[str, ReasoningForm] = {
-    "harmony": ReasoningForm(
-        begin=("<|channel|>analysis<|message|>", f"{HARMONY_START}<|channel|>analysis<|message|>"),
-        end=("<|end|>",),
-        content=tuple(
-            f"{start}<|channel|>{name}<|message|>"
-            for name, start in itertools.product(("final", "commentary"), ("", HARMONY_START))
-        ),
-        content_end=("<|end|>", "<|return|>"),
-        next_message=HARMONY_START,
-        is_first=False,
-        message_field="thinking",
-        signs=(("<|channel|>", "<|message|>"),),
-    ),
-    "gemma4": ReasoningForm(
-        begin=("<|channel>thought\n",),
-        end=("<channel|>",),
-        is_rendered=False,
-        signs=(("<|channel>thought", "<channel|>"),),
-    ),
-    "think": ReasoningForm(  # Qwen3, GLM, MiniMax, DeepSeek
-        begin=("<think>\n",), end=("\n</think>\n\n",), signs=(("</think>",), ("<think>",))
-    ),
-    "mistral": ReasoningForm(begin=("[THINK]",), end=("[/THINK]",), signs=(("[THINK]",),)),  # Magistral
-}
-
 Form = TypeVar("Form", ToolForm, ReasoningForm)
+
+
+def read_forms(kind: type[Form], values: Mapping[str, dict[str, Any]]) -> Mapping[str, Form]:
+    """Forms by name. Lists become tuples."""
+    forms = {}
+    for name, fields in values.items():
+        signs = tuple(tuple(signs) for signs in fields["signs"])
+        tuples = {field: tuple(value) for field, value in fields.items() if isinstance(value, list)}
+        forms[name] = kind(**fields | tuples | {"signs": signs})
+    return forms
+
+
+FORMS = yaml.safe_load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"))
+TOOL_FORMS = read_forms(ToolForm, FORMS["tools"])
+REASONING_FORMS = read_forms(ReasoningForm, FORMS["reasoning"])
 
 
 def find_form(forms: Mapping[str, Form], name: str, source: str) -> Form | None:
