@@ -13,96 +13,12 @@ from torch import Tensor
 
 from slipstream.models.layers.formats.table import FORMATS
 from slipstream.models.targets.config import AttentionSpec, DeltaNetSpec, LayerSpec, TargetSpec
-from slipstream.models.targets.families import DELTA_NETS, INTERLEAVED, MTP
+from slipstream.models.targets.families import DELTA_NETS, INTERLEAVED, MTP, TABLES
 
 NORM = "norm.weight"  # the final one
 SCALES = {name for format in FORMATS for name in format.scale_tensors}
 ACROSS_OUTPUTS = {name for format in FORMATS for name in format.across_outputs}
-EXAONE = {  # 3 and 3.5
-    "transformer.wte": "embed_tokens",
-    "transformer.h": "layers",
-    "transformer.ln_f": "norm",
-    "attn.attention": "self_attn",
-    "out_proj": "o_proj",
-    "ln_1": "input_layernorm",
-    "ln_2": "post_attention_layernorm",
-    "c_fc_0": "gate_proj",
-    "c_fc_1": "up_proj",
-    "c_proj": "down_proj",
-}
-HYPERCLOVAX = {  # with norms of outputs
-    "post_norm1": "post_attention_layernorm",
-    "post_attention_layernorm": "pre_feedforward_layernorm",
-    "post_norm2": "post_feedforward_layernorm",
-}
-GRANITE_MOE = {
-    "mlp.input_linear.weight": "mlp.experts.gate_up_proj",
-    "mlp.output_linear.weight": "mlp.experts.down_proj",
-    "mlp.router.layer": "mlp.gate",
-    "mlp.router": "mlp.gate",
-    "shared_mlp.input_linear": "mlp.shared_expert.gate_up_proj",
-    "shared_mlp.output_linear": "mlp.shared_expert.down_proj",
-}
-HUNYUAN = {
-    "query_layernorm": "q_norm",
-    "key_layernorm": "k_norm",
-    "gate.wg": "gate",
-    "shared_mlp": "shared_expert",
-}
-DEEPSEEK_MOE = {
-    "mlp.gate.e_score_correction_bias": "mlp.gate.correction",
-    "mlp.e_score_correction_bias": "mlp.gate.correction",
-    "mlp.shared_experts": "mlp.shared_expert",
-}
-# Architecture -> parts of its files' names and what they are here.
-NAMES: dict[str, dict[str, str]] = {
-    "Dots1ForCausalLM": DEEPSEEK_MOE,
-    "Ernie4_5_MoeForCausalLM": {
-        "mlp.moe_statics.e_score_correction_bias": "mlp.gate.correction",
-        "mlp.gate.moe_statics.e_score_correction_bias": "mlp.gate.correction",
-        "mlp.shared_experts": "mlp.shared_expert",
-    },
-    "ExaoneForCausalLM": EXAONE,
-    "ExaoneMoeForCausalLM": DEEPSEEK_MOE,
-    "Gemma4ForCausalLM": {
-        "embed_tokens_per_layer": "per_layer_inputs.embed_tokens",
-        "per_layer_model_projection": "per_layer_inputs.model_projection",
-        "per_layer_projection_norm": "per_layer_inputs.projection_norm",
-        "router.per_expert_scale": "router.expert_scale",
-        "router.proj": "router",
-        "router.scale": "router.norm.weight",
-    },
-    "FlintForCausalLM": {"self_attn.softmax_offset": "self_attn.sinks"},
-    "Glm4ForCausalLM": {  # those of a Gemma layer
-        "post_self_attn_layernorm": "post_attention_layernorm",
-        "post_attention_layernorm": "pre_feedforward_layernorm",
-        "post_mlp_layernorm": "post_feedforward_layernorm",
-    },
-    "Glm4MoeForCausalLM": DEEPSEEK_MOE,
-    "GraniteMoeForCausalLM": GRANITE_MOE,
-    "GraniteMoeSWAForCausalLM": GRANITE_MOE,
-    "GraniteMoeSharedForCausalLM": GRANITE_MOE,
-    "HYV3ForCausalLM": {
-        "mlp.e_score_correction_bias": "mlp.gate.correction",
-        "mlp.expert_bias": "mlp.gate.correction",
-        "mlp.gate.gate": "mlp.gate",
-        "mlp.shared_mlp": "mlp.shared_expert",
-        "mlp.shared_experts": "mlp.shared_expert",
-    },
-    "HunYuanDenseV1ForCausalLM": HUNYUAN,
-    "HunYuanMoEV1ForCausalLM": HUNYUAN,
-    "HyperCLOVAXForCausalLM": HYPERCLOVAX,
-    "LagunaForCausalLM": {
-        "mlp.experts.e_score_correction_bias": "mlp.gate.correction",
-        "mlp.gate.e_score_correction_bias": "mlp.gate.correction",
-        "mlp.shared_experts": "mlp.shared_expert",
-        "self_attn.g_proj": "self_attn.gate_proj",
-    },
-    "LlamaForCausalLM": EXAONE,  # of files that transformers wrote
-    "MiniMaxM2ForCausalLM": DEEPSEEK_MOE,
-    "SolarOpenForCausalLM": DEEPSEEK_MOE,
-    "VaultGemmaForCausalLM": {"pre_feedforward_layernorm": "post_attention_layernorm"},
-}
+NAMES: dict[str, dict[str, str]] = TABLES["tensor_names"]  # of architectures
 # Families that are not in MTP, in whose files modules that predict more tokens are layers after the last.
 LATER_LAYERS = frozenset({"Dots1ForCausalLM", "MiniMaxM2ForCausalLM", "SolarOpenForCausalLM"})
 FUSED_EXPERTS = re.compile(r"\.experts\.down_proj(?=_scale_inv$|$)")
@@ -221,7 +137,8 @@ def named(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, Tensor
     if config.architecture in DELTA_NETS:
         tensors = delta_net_tensors(tensors, config)
     names = NAMES.get(config.architecture)
-    if names is not None and (names is not HYPERCLOVAX or config.layers[0].norms == "sandwich"):
+    is_plain = config.architecture == "HyperCLOVAXForCausalLM" and config.layers[0].norms == "pre"
+    if names is not None and not is_plain:
         tensors = {key: flat(key, tensor) for key, tensor in renamed(tensors, names).items()}
     return tensors
 

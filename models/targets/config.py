@@ -13,26 +13,8 @@ if TYPE_CHECKING:
     from slipstream.models.targets.families import MLPActivation
 
 ARCHITECTURES = frozenset(families.FAMILIES)
-# Fields whose defaults differ by family: a config.json that names them all says what transformers would make of it.
-NEEDED = frozenset(
-    ("hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads")
-    + ("num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "vocab_size")
-)
-NEEDED_TOO: dict[str, frozenset[str]] = {
-    "LlamaForCausalLM": frozenset(),
-    "MistralForCausalLM": frozenset({"sliding_window"}),
-    "Qwen2ForCausalLM": frozenset({"use_sliding_window"}),
-    "Qwen3ForCausalLM": frozenset({"use_sliding_window", "head_dim"}),
-    "MixtralForCausalLM": frozenset({"num_experts_per_tok", "sliding_window"}),
-    "Qwen2MoeForCausalLM": frozenset(
-        ("use_sliding_window", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-        + ("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "qkv_bias")
-    ),
-    "Qwen3MoeForCausalLM": frozenset(
-        ("use_sliding_window", "head_dim", "num_experts_per_tok", "moe_intermediate_size")
-        + ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-    ),
-}
+NEEDED = frozenset(families.TABLES["needed"])
+NEEDED_TOO: dict[str, list[str]] = families.TABLES["needed_too"]
 TAPS = 4  # of the convolution that there are kernels for
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 # Rotary embeddings -> the numbers, and the lists of numbers, that each must have.
@@ -866,7 +848,7 @@ def is_complete(values: Values) -> bool:
     if architecture in families.MIXTURES and not values.keys() & {"num_experts", "num_local_experts"}:
         return False
     has_base = values.get("rope_theta") is not None or "rope_theta" in rope_fields(values)
-    return values.keys() >= NEEDED | needed and has_base
+    return values.keys() >= NEEDED.union(needed) and has_base
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:

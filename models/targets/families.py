@@ -8,9 +8,10 @@ architectures' code in transformers; Gemma 2 (arXiv 2408.00118), Gemma 3 (2503.1
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
-from slipstream.models.targets.unserved import NEEDS
+import yaml
 
 if TYPE_CHECKING:
     from slipstream.kernels.gemm.activation import Activation
@@ -22,19 +23,9 @@ GateActivation = Literal["sigmoid", "softplus"]
 Hidden = Literal["after_norm", "before_norm"]
 Norms = Literal["pre", "post", "sandwich"]
 Windows = Literal["none", "alike", "by_layer"]
-# A multimodal checkpoint whose text part is served -> the architecture of that part.
-TEXT_PARTS = {
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
-    "Gemma4UnifiedForConditionalGeneration": "Gemma4UnifiedForCausalLM",
-    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
-    "MuseGlimmerForConditionalGeneration": "MuseGlimmerForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
-    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
-    "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
-}
+TABLES = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
+UNSERVED: dict[str, str] = TABLES["unserved"]
+TEXT_PARTS: dict[str, str] = TABLES["text_parts"]
 # The same for text parts of another kind, which their `model_type` tells.
 TEXT_TYPES = {("Mistral3ForConditionalGeneration", "ministral3"): "Ministral3ForCausalLM"}
 # Fields that their code fixes, whatever the config says: Gemma's caps no logits, Qwen's normalises what it routes.
@@ -266,10 +257,6 @@ def gemma2(values: Values) -> Traits:
     )
 
 
-def vault_gemma(values: Values) -> Traits:
-    return replace(gemma2(values), norms="pre")
-
-
 def gemma3(values: Values) -> Traits:
     """Gemma 2 with norms of queries and keys, and without a cap of scores: its code reads that field in vain."""
     base = gemma2(values)
@@ -450,10 +437,6 @@ def glm(values: Values) -> Traits:
     return Traits(attention=biases, windows="none", partial_rotary=True)
 
 
-def glm4(values: Values) -> Traits:
-    return replace(glm(values), norms="sandwich")
-
-
 def ernie(values: Values) -> Traits:
     """ERNIE 4.5; its pairs of rotated dims stand side by side (INTERLEAVED)."""
     has_bias = bool(values["use_bias"])
@@ -464,7 +447,7 @@ def ernie_moe(values: Values) -> Traits:
     """Raises ValueError for a config with biases, of which its head has one, too."""
     if values["use_bias"]:
         raise ValueError("config.json: use_bias is true, and heads with a bias are not supported in this family")
-    return replace(ernie(values), mlp_bias="")
+    return ernie(values)
 
 
 def exaone4(values: Values) -> Traits:
@@ -508,10 +491,6 @@ def granite_swa(values: Values) -> Traits:
     )
 
 
-def granite_moe_swa(values: Values) -> Traits:
-    return replace(granite_swa(values), mlp_bias="")
-
-
 def hyperclovax(values: Values) -> Traits:
     """Granite with norms of outputs, unless `use_post_norm` is off, and a factor of logits in place of a divisor."""
     return replace(
@@ -521,22 +500,10 @@ def hyperclovax(values: Values) -> Traits:
     )
 
 
-def helium(values: Values) -> Traits:
-    return replace(glm(values), partial_rotary=False, mlp_bias="mlp_bias")
-
-
-def granite_moe(values: Values) -> Traits:
-    return replace(granite(values), mlp_bias="")
-
-
 def glm4_moe(values: Values) -> Traits:
     """GLM-4.5 and 4.6."""
     base = glm(values)
     return replace(base, attention={**base.attention, "qk_norm": bool(values.get("use_qk_norm"))})
-
-
-def exaone_moe(values: Values) -> Traits:
-    return replace(exaone4(values), norms="pre")
 
 
 def flint(values: Values) -> Traits:
@@ -544,6 +511,11 @@ def flint(values: Values) -> Traits:
     kinds = values.get("layer_types") or ()
     unrotated = [index for index, kind in enumerate(kinds) if kind != "sliding_attention"]
     return Traits(attention={"qk_norm": True, "sinks": True}, unrotated=unrotated)
+
+
+def variant(family: Callable[[Values], Traits], **fields: Any) -> Callable[[Values], Traits]:
+    """Returns the function of a family that differs from another in `fields` of its traits."""
+    return lambda values: replace(family(values), **fields)
 
 
 # Traits, or the function that finds them in a config.
@@ -555,7 +527,7 @@ FAMILIES: dict[str, Traits | Callable[[Values], Traits]] = {
     "Ernie4_5_MoeForCausalLM": ernie_moe,
     "Exaone4ForCausalLM": exaone4,
     "ExaoneForCausalLM": LLAMA,
-    "ExaoneMoeForCausalLM": exaone_moe,
+    "ExaoneMoeForCausalLM": variant(exaone4, norms="pre"),
     "FlexOlmoForCausalLM": OLMO2,
     "FlintForCausalLM": flint,
     "Gemma2ForCausalLM": gemma2,
@@ -563,17 +535,17 @@ FAMILIES: dict[str, Traits | Callable[[Values], Traits]] = {
     "Gemma4ForCausalLM": gemma4,
     "Gemma4UnifiedForCausalLM": gemma4,
     "GemmaForCausalLM": gemma,
-    "Glm4ForCausalLM": glm4,
+    "Glm4ForCausalLM": variant(glm, norms="sandwich"),
     "Glm4MoeForCausalLM": glm4_moe,
     "GlmForCausalLM": glm,
     "GptOssForCausalLM": Traits(attention={"sinks": True}),
     "GraniteForCausalLM": granite,
-    "GraniteMoeForCausalLM": granite_moe,
-    "GraniteMoeSWAForCausalLM": granite_moe_swa,
-    "GraniteMoeSharedForCausalLM": granite_moe,
+    "GraniteMoeForCausalLM": granite,
+    "GraniteMoeSWAForCausalLM": granite_swa,
+    "GraniteMoeSharedForCausalLM": granite,
     "GraniteSWAForCausalLM": granite_swa,
     "HYV3ForCausalLM": replace(LLAMA, attention={"qk_norm": True}),
-    "HeliumForCausalLM": helium,
+    "HeliumForCausalLM": variant(glm, partial_rotary=False, mlp_bias="mlp_bias"),
     "HunYuanDenseV1ForCausalLM": hunyuan,
     "HunYuanMoEV1ForCausalLM": hunyuan,
     "HyperCLOVAXForCausalLM": hyperclovax,
@@ -604,124 +576,14 @@ FAMILIES: dict[str, Traits | Callable[[Values], Traits]] = {
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
     "SolarOpenForCausalLM": glm,
-    "VaultGemmaForCausalLM": vault_gemma,
+    "VaultGemmaForCausalLM": variant(gemma2, norms="pre"),
 }
 # Families that rotate dims 2 i and 2 i + 1 of a head together, and not i and i + half.
 INTERLEAVED = frozenset(
     {"Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM", "HeliumForCausalLM"}
 )
-QWEN2_MOE = Mixture(
-    size="moe_intermediate_size",
-    normalise="norm_topk_prob",
-    shared="shared_expert_intermediate_size",
-    shared_gate=True,
-    layers="by_step",
-)
-GRANITE_MOE_SHARED = Mixture(shared="shared_intermediate_size")
-DEEPSEEK_MOE = Mixture(  # that of DeepSeek-V3 (arXiv 2412.19437)
-    size="moe_intermediate_size",
-    count="n_routed_experts",
-    normalise="norm_topk_prob",
-    shared_experts="n_shared_experts",
-    scores="sigmoid",
-    correction=True,
-    grouped=True,
-    scale="routed_scaling_factor",
-    layers="after_first",
-)
-# The families that have experts.
-MIXTURES: dict[str, Mixture] = {
-    "Dots1ForCausalLM": DEEPSEEK_MOE,
-    "Ernie4_5_MoeForCausalLM": Mixture(
-        size="moe_intermediate_size",
-        top_k="moe_k",
-        count="moe_num_experts",
-        shared_experts="moe_num_shared_experts",
-        correction=True,
-        wide_router=True,
-        layers="between",
-    ),
-    "ExaoneMoeForCausalLM": replace(
-        DEEPSEEK_MOE, count="num_experts", shared_experts="num_shared_experts", layers="by_type"
-    ),
-    "FlexOlmoForCausalLM": Mixture(normalise="norm_topk_prob"),
-    "FlintForCausalLM": replace(QWEN2_MOE, shared_gate=False, scores="sigmoid"),
-    "Gemma4ForCausalLM": Mixture(switch="enable_moe_block", top_k="top_k_experts", size="moe_intermediate_size"),
-    "Glm4MoeForCausalLM": DEEPSEEK_MOE,
-    "GptOssForCausalLM": Mixture(),
-    "GraniteMoeForCausalLM": Mixture(),
-    "GraniteMoeSWAForCausalLM": GRANITE_MOE_SHARED,
-    "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
-    "HYV3ForCausalLM": Mixture(
-        size="moe_intermediate_size",
-        shared_experts="num_shared_experts",
-        scores="sigmoid",
-        correction=True,
-        wide_router=True,
-        scale="router_scaling_factor",
-        layers="by_type",
-    ),
-    "HunYuanMoEV1ForCausalLM": Mixture(top_k="moe_topk", shared="intermediate_size"),
-    "LagunaForCausalLM": Mixture(
-        size="moe_intermediate_size",
-        shared="shared_expert_intermediate_size",
-        scores="sigmoid",
-        correction=True,
-        logit_softcap="moe_router_logit_softcapping",
-        scale="moe_routed_scaling_factor",
-        layers="by_type",
-    ),
-    "MellumForCausalLM": Mixture(size="moe_intermediate_size", normalise="norm_topk_prob", layers="by_type"),
-    "MiniMaxM2ForCausalLM": Mixture(scores="sigmoid", correction=True),
-    "MixtralForCausalLM": Mixture(),
-    "OlmoeForCausalLM": Mixture(normalise="norm_topk_prob"),
-    "Qwen2MoeForCausalLM": QWEN2_MOE,
-    "Qwen3MoeForCausalLM": Mixture(size="moe_intermediate_size", normalise="norm_topk_prob", layers="by_step"),
-    "Qwen3NextForCausalLM": QWEN2_MOE,
-    "Qwen3_5MoeForCausalLM": replace(QWEN2_MOE, normalise="", layers="all"),
-    "SolarOpenForCausalLM": replace(DEEPSEEK_MOE, layers="all"),
-}
-
-LATER_LAYER = {  # as in files of DeepSeek-V3
-    "layers.{last}.enorm.": "enorm.",
-    "layers.{last}.hnorm.": "hnorm.",
-    "layers.{last}.eh_proj.": "eh_proj.",
-    "layers.{last}.shared_head.norm.": "norm.",
-    "layers.{last}.shared_head.head.": "lm_head.",
-    "layers.{last}.embed_tokens.": "embed_tokens.",
-    "layers.{last}.": "layers.{last}.",
-}
-BESIDE_LAYERS = {  # as in files of Qwen3-Next
-    "mtp.pre_fc_norm_embedding.": "enorm.",
-    "mtp.pre_fc_norm_hidden.": "hnorm.",
-    "mtp.fc.": "eh_proj.",
-    "mtp.norm.": "norm.",
-    "mtp.layers.0.": "layers.{last}.",
-}
-# The families with heads that `--draft mtp` serves.
-MTP: dict[str, MTPForm] = {
-    "Ernie4_5_MoeForCausalLM": MTPForm(
-        names={
-            "mtp_emb_norm.{index}.": "enorm.",
-            "mtp_hidden_norm.{index}.": "hnorm.",
-            "mtp_linear_proj.{index}.": "eh_proj.",
-            "mtp_block.{index}.": "layers.{last}.",
-        },
-        experts=False,
-        hidden=None,
-        has_norm=False,
-    ),
-    "ExaoneMoeForCausalLM": MTPForm(names=BESIDE_LAYERS, experts=False, kind="sliding_attention"),
-    "Glm4MoeForCausalLM": MTPForm(names=LATER_LAYER),
-    "HYV3ForCausalLM": MTPForm(
-        names={"layers.{last}.final_layernorm.": "norm.", "layers.{last}.shared_head.": "", **LATER_LAYER},
-        zero_first=True,
-    ),
-    "MellumForCausalLM": MTPForm(names=BESIDE_LAYERS, kind="sliding_attention"),
-    "Qwen3NextForCausalLM": MTPForm(names=BESIDE_LAYERS, hidden=None),
-    "Qwen3_5ForCausalLM": MTPForm(names=BESIDE_LAYERS, count="mtp_num_hidden_layers", hidden=None),
-    "Qwen3_5MoeForCausalLM": MTPForm(names=BESIDE_LAYERS, count="mtp_num_hidden_layers", hidden=None),
-}
+MIXTURES = {name: Mixture(**fields) for name, fields in TABLES["experts"].items()}
+MTP = {name: MTPForm(**fields) for name, fields in TABLES["mtp"].items()}
 
 
 def architecture_of(values: Values) -> str:
@@ -826,4 +688,4 @@ def _reason(values: Values) -> str:
         return f"it reads images; of multimodal checkpoints the text part of {', '.join(TEXT_PARTS)} is served"
     if fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # the latter: only within an image
         return "its attention is bidirectional (use_bidirectional_attention), so it does not continue text"
-    return f"it needs {NEEDS[name]}" if name in NEEDS else ""
+    return f"it needs {UNSERVED[name]}" if name in UNSERVED else ""

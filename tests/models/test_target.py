@@ -60,9 +60,8 @@ from slipstream.models.targets.config import (
     default_aux_layers,
 )
 from slipstream.models.targets.decoder import load_config, load_target
-from slipstream.models.targets.families import NOT_SERVED, TEXT_PARTS
+from slipstream.models.targets.families import NOT_SERVED, TEXT_PARTS, UNSERVED
 from slipstream.models.targets.packed_attention import PackedAttention
-from slipstream.models.targets.unserved import NEEDS
 from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_targets import (
@@ -392,8 +391,8 @@ def table_of(title: str) -> dict[str, str]:
 
 def test_a_page_lists_families_that_are_served_and_what_others_need() -> None:
     assert table_of("Served").keys() == ARCHITECTURES | TEXT_PARTS.keys()
-    assert table_of("Refused") == NEEDS
-    assert not ARCHITECTURES & NEEDS.keys()
+    assert table_of("Refused") == UNSERVED
+    assert not ARCHITECTURES & UNSERVED.keys()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/families.md"])
