@@ -14,11 +14,13 @@ Letters: T tokens, H hidden, E experts, k experts of a token, I intermediate, P 
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+import yaml
 from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -93,36 +95,9 @@ class Tiling:
 
 LARGE = Tiling(outputs=256, depth=64, stages=3, warps=8)
 TILINGS: dict[Format, dict[int, Tiling]] = {
-    "plain": {
-        16: Tiling(outputs=64, depth=128, stages=5),
-        32: Tiling(outputs=64, depth=128, stages=4),
-        64: Tiling(outputs=128, depth=64, stages=4),
-        128: Tiling(outputs=128, depth=64, stages=3, warps=8),  # two programs of a multiprocessor
-    },
-    "fp8": {
-        16: Tiling(outputs=64, depth=128, stages=6),
-        32: Tiling(outputs=64, depth=128, stages=5),
-        64: Tiling(outputs=128, depth=128, stages=4, warps=8),
-        128: Tiling(outputs=128, depth=128, stages=4, warps=8),
-    },
-    "mxfp4": {
-        1: Tiling(outputs=64, depth=256, stages=3),
-        8: Tiling(outputs=64, depth=256, stages=3, warps=2),
-        16: Tiling(outputs=64, depth=256, stages=3, warps=2),
-        32: Tiling(outputs=64, depth=128, stages=4),
-        64: Tiling(outputs=128, depth=128, stages=4, warps=8),
-        128: Tiling(outputs=128, depth=128, stages=2, warps=8),
-    },
-    "int4": {
-        16: Tiling(outputs=64, depth=256, stages=4),
-        32: Tiling(outputs=64, depth=256, stages=3),
-        64: Tiling(outputs=64, depth=256, stages=3),
-        128: Tiling(outputs=128, depth=256, stages=2, warps=8),
-    },
+    format: {rows: Tiling(**sizes) for rows, sizes in tilings.items()}
+    for format, tilings in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
 }
-# Scaling each block's products takes registers.
-TILINGS["fp8 blocks"] = TILINGS["fp8"] | dict.fromkeys((64, 128), Tiling(outputs=64, depth=128, stages=4))
-
 # FP8 weights of so few inputs that a program has few steps, most of whose time is starting and ending.
 SHORT_INPUTS = 1024
 SHORT_ROW = Tiling(outputs=64, depth=128, stages=4)
