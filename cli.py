@@ -97,7 +97,7 @@ VERBS = {
     ),
     "report": Verb(
         "train.options:ReportConfig",
-        "train.report:draw_report",
+        "train.report:write_report",
         "draw a training run as an HTML page",
     ),
 }

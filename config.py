@@ -122,7 +122,9 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
     return instantiate(parser, config_class, parse_or_exit(parser, words))
 
 
-def run(program: Callable[[ConfigT], None], config_class: type[ConfigT], argv: Sequence[str] | None, prog: str) -> None:
+def run(
+    program: Callable[[ConfigT], object], config_class: type[ConfigT], argv: Sequence[str] | None, prog: str
+) -> None:
     """Reads the options by `read` and calls `program` with them."""
     config = read(config_class, argv, prog)
     with errors_reported(config, prog):

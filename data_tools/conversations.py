@@ -128,14 +128,11 @@ def _conversation(forms: Columns) -> Conversation | None:
     if not conversations:
         return None
     name, longest = max(conversations.items(), key=lambda item: len(item[1][0]))
+    questions = [message for message in longest[0] if message["role"] != "assistant"]
     for another, (messages, _) in conversations.items():
-        if messages != longest[0] and messages != _without_answers(longest[0]):
+        if messages not in (longest[0], questions):
             raise ValueError(f"{name} and {another} hold different conversations; leave the columns of one out")
     return longest
-
-
-def _without_answers(messages: Sequence[Message]) -> list[Message]:
-    return [message for message in messages if message["role"] != "assistant"]
 
 
 def _answered_forms(columns: Columns, present: set[str], has_template: bool) -> Forms:

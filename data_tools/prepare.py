@@ -104,7 +104,10 @@ def prepare(config: PrepareConfig) -> None:
     target = load_target_tokenizer(config)
     tokenizer = CategoryTokenizer(target, config)
     tally = Tally()
-    print(template_note(tokenizer))
+    if tokenizer.chat is None:
+        print("The target has no chat template: conversations are refused, plain text is taken as it is.")
+    else:
+        print(f"Conversations are rendered with the chat template{tokenizer.chat.date_note}.")
     rows = tally.kept(tqdm(tokenize_rows(read_rows(config), tokenizer), unit=" rows", desc="prepare"))
     heldout_rows = tally.kept(tokenize_rows(read_rows(heldout), tokenizer)) if heldout is not None else None
     report = write_dataset(
@@ -118,13 +121,6 @@ def prepare(config: PrepareConfig) -> None:
     show_report(report, output)
     assert tally.first is not None
     print(f"\nOne row, its supervised tokens in brackets:\n{marked(target.tokenizer, *tally.first)}")
-
-
-def template_note(tokenizer: RowTokenizer) -> str:
-    """One line: what makes a text of conversations."""
-    if tokenizer.chat is None:
-        return "The target has no chat template: conversations are refused, plain text is taken as it is."
-    return f"Conversations are rendered with the chat template{tokenizer.chat.date_note}."
 
 
 def describe(tokenizer: RowTokenizer, tally: Tally) -> dict[str, Any]:

@@ -142,9 +142,10 @@ def regenerate(config: RegenerateConfig) -> None:
     source = Source.find(config)
     options = config.answer_options | {"model": source.model, "target_hash": source.target_hash}
     continues = output.exists() and not config.overwrite
+    failed = set[str]()  # ids of rows in earlier runs
     if continues:
         check_options(options, output, dropped_path, report_path)
-    failed = read_failed(report_path) if continues else set()
+        failed = set(read_json(report_path).get("failed_ids", ())) if report_path.exists() else failed
     reader = DialogueReader(config, config.samples)
     total = sum(1 for _ in tqdm(reader, unit=" rows", desc="read", leave=False))
     if not total and not reader.dropped:
@@ -303,11 +304,6 @@ def check_options(options: Mapping[str, Any], output: Path, dropped_path: Path, 
                 f"{name} is {value!r}, but {output} was started with {earlier.get(name)!r}; use that, name "
                 "another output or add --overwrite"
             )
-
-
-def read_failed(report_path: Path) -> set[str]:
-    """Ids of the rows that failed in earlier runs."""
-    return set(read_json(report_path).get("failed_ids", ())) if report_path.exists() else set()
 
 
 def summary(

@@ -106,16 +106,13 @@ def _read_folder(path: Path, split: str) -> Iterator[Row]:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         yield from _read_dataset(load_from_disk(path), str(path), split)
         return
-    files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and not _is_hidden(file, path))
+    all_files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES))
+    # Another program may be writing what is hidden, itself or its folder.
+    files = [file for file in all_files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not files:
         raise ValueError(f"data: folder {path} holds no file that ends in {', '.join(SUFFIXES)}")
     for file in files:
         yield from _read_file(file)
-
-
-def _is_hidden(file: Path, folder: Path) -> bool:
-    """Hidden, or in a hidden folder below `folder`, such as one that another program is writing."""
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _read_hub(name: str, options: ConversationOptions) -> Iterator[Row]:

@@ -46,7 +46,6 @@ from slipstream.models.files.checkpoint import (
     weights_fingerprint,
 )
 from slipstream.models.files.text import read_key
-from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.options import EngineConfig, find_target
@@ -77,7 +76,9 @@ def examine(config: DoctorConfig) -> Examination:
     source = source_of(config.draft, config.target)
     path = folder if source.is_in_target else resolve(config.draft)
     if source.is_in_target:
-        check_head(load_config(folder, config.trust_remote_code), folder)
+        spec = load_config(folder, config.trust_remote_code)
+        MTPConfig.of(spec, folder)  # raises ValueError for a target without a head
+        check_files(spec, folder)
     config = replace(config, target=str(folder), data=config.data or (str(QUESTIONS),))
     if config.data == (str(QUESTIONS),):
         config = replace(config, where=(*config.where, "split=heldout"))
@@ -90,8 +91,10 @@ def examine(config: DoctorConfig) -> Examination:
     if source.is_in_target:
         check_shared(load_mtp(target))
 
+    depth = 63 if family == "dflash" else config.depth  # a block draft's depth is that of its block
+
     def replay(answered: Sequence[Answered]) -> Replay:
-        return Replay(target, path, batches_of(answered, LONGEST), depth_of(config, family))
+        return Replay(target, path, batches_of(answered, LONGEST), depth)
 
     files = DraftFiles({}, {})
     if not source.is_in_target:
@@ -118,12 +121,6 @@ def examine(config: DoctorConfig) -> Examination:
     )
     data_answers = usable([answer for answer in map(renderer.given, conversations) if answer is not None])
     return compare_texts(examination, texts.variants, data_answers, replay)
-
-
-def check_head(spec: TargetSpec, folder: Path) -> None:
-    """Raises ValueError for a target without an MTP head."""
-    MTPConfig.of(spec, folder)
-    check_files(spec, folder)
 
 
 def check_shared(module: MTP) -> None:
@@ -210,11 +207,6 @@ def compare_texts(
     notes += other_prompts(pairs) if not loops(answered) else ()
     lengths = tuple((name, variant_score.accept_length) for name, variant_score in scores.items())
     return replace(examination, notes=tuple(notes), data_score=data_score, variants=lengths)
-
-
-def depth_of(config: DoctorConfig, family: str) -> int:
-    """Most tokens of a round; a block draft's are those of its block."""
-    return 63 if family == "dflash" else config.depth
 
 
 def family_of(draft: str, path: Path) -> str:

@@ -88,12 +88,13 @@ def head_readings(case: Case) -> Iterator[Reading]:
         replace(subject, edits=(*subject.edits, move_norms)),
     )
     if module.config.num_modules > 1:
+        count = FORMS[module.config.form].count if case.subject.in_target else "num_hidden_layers"
         yield Reading(
             "later steps",
             "the first module for all tokens",
             f"the files have {module.config.num_modules} modules, which draft in turn, but the first alone drafts "
             "better: the later ones were hardly trained, or for another order",
-            f"write 1 as {count_field(case, module)} in config.json",
+            f"write 1 as {count} in config.json",
             replace(subject, edits=(*subject.edits, keep_first)),
         )
 
@@ -120,10 +121,6 @@ def name_of(case: Case, public: str) -> str:
         assert case.target.path is not None
         names = tensor_names(case.target.path)
     return file_keys(names, case.target.config).get(public, public)
-
-
-def count_field(case: Case, module: MTP) -> str:
-    return FORMS[module.config.form].count if case.subject.in_target else "num_hidden_layers"
 
 
 def facts(module: MTP, target: Target, *, in_target: bool) -> Iterator[tuple[str, str]]:

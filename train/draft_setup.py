@@ -91,18 +91,19 @@ def train_draft(
         accelerator.print(line)
     if accelerator.is_main_process:
         training.samples = SampleAnswers(files.tokenizer)
+    costs = options.evaluation.costs
     identity = {
         "target_fingerprint": draft.config.target_fingerprint,
         "data_hash": mixture.data_hash,
         # None also for runs of versions that cut, so that they continue where no document is long.
         "split_documents": (train_rows.num_split_documents + heldout_rows.num_split_documents) or None,
         "vocabulary_hash": vocabulary_hash(draft.target_ids),
-        "costs_hash": file_hash(options.evaluation.costs),
+        "costs_hash": None if costs is None else hashlib.sha256(Path(costs).read_bytes()).hexdigest(),
     }
     run = {**provenance(mixture.data_hash), "data_folders": mixture.provenance(), **files.place()}
     progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, run, lock)
     figure = f"accept length {progress.best_accept_length:.3f}"
-    if options.evaluation.costs is not None:
+    if costs is not None:
         figure = f"expected speed {progress.best_speed:,.1f} tokens/s, {figure}"
     accelerator.print(f"best {figure} at step {progress.best_step}: {options.output}/best")
 
@@ -143,10 +144,6 @@ def check_output(options: DraftRunOptions) -> None:
 def vocabulary_hash(target_ids: Tensor | None) -> str | None:
     """sha256 of the target ids that a draft can propose; notices a replaced draft.vocabulary file."""
     return None if target_ids is None else hashlib.sha256(target_ids.cpu().numpy().tobytes()).hexdigest()
-
-
-def file_hash(path: str | None) -> str | None:
-    return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: PackedRows, draft: nn.Module) -> None:

@@ -134,7 +134,7 @@ def fit(
                 if progress.best_step == progress.step:
                     folders.append(checkpoints.save_best(progress))
             if trackers is not None:
-                trackers.log(progress.step, record, training.take_samples())
+                trackers.log(progress.step, record, [] if training.samples is None else training.samples.take())
             if loop.is_done or stopped or progress.step % options.checkpoint.every == 0:
                 folders.append(checkpoints.save_step(progress))
             if trackers is not None:
@@ -170,7 +170,8 @@ class Loop:
         num_processes = self.accelerator.num_processes
         schedule = Schedule.of(self.options, len(self.train), num_processes)
         tokens = schedule.rows_per_step * self.train.row_tokens
-        self.schedule = schedule.with_lr(self.training.peak_lr(self.options.optim, tokens))
+        rate = self.training.peak_lr(self.options.optim, tokens)
+        self.schedule = replace(schedule, optim=replace(self.options.optim, lr=rate))
         self.num_steps = self.schedule.num_steps(self.progress)
         batches = training_batches(
             self.train,

@@ -43,10 +43,6 @@ class Schedule:
             )
         return cls(options.optim, num_rows, needed * options.optim.accumulation)
 
-    def with_lr(self, lr: float) -> "Schedule":
-        """The same with this peak learning rate."""
-        return replace(self, optim=replace(self.optim, lr=lr))
-
     @property
     def last_row(self) -> int | None:
         """Where epochs end the run, counted as `Progress.rows`; None if `optim.steps` does."""
@@ -69,7 +65,7 @@ class Schedule:
         length = self.optim.steps or self.optim.epochs
         done = float(progress.step) if self.optim.steps else progress.rows / self.rows_per_step
         warmup = math.ceil(WARMUP * self._steps_of(progress.first_length or length))
-        assert self.optim.lr is not None, "with_lr sets it"
+        assert self.optim.lr is not None, "the loop sets it"
         return self.optim.lr * lr_factor(done, self._steps_of(length), warmup, self.optim)
 
     def extension(self, progress: Progress, before: Mapping[str, Any]) -> str:
@@ -153,11 +149,6 @@ def orthogonalise(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_
     return x.T if is_tall else x
 
 
-def has_bf16_products() -> bool:
-    """Whether this CPU multiplies matrices in bf16 as fast as in fp32."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.optim.Optimizer]:
     """AdamW for all trainable parameters, or with `muon` Muon for the hidden matrices and AdamW for the rest.
 
@@ -170,7 +161,7 @@ def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.opti
     rest = [parameter for _, parameter in trainable if id(parameter) not in matrix_ids]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=0.0, betas=BETAS, weight_decay=0.0)]
     if matrices:
-        on_slow_cpu = matrices[0].device.type == "cpu" and not has_bf16_products()
+        on_slow_cpu = matrices[0].device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
         muon = FullPrecisionMuon if on_slow_cpu else torch.optim.Muon
         optimizers.append(
             muon(

@@ -139,20 +139,17 @@ class Run:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run(draw_report, ReportConfig, argv, "slipstream report")
-
-
-def draw_report(config: ReportConfig) -> None:
-    print(write_report(config))
+    run(write_report, ReportConfig, argv, "slipstream report")
 
 
 def write_report(config: ReportConfig) -> Path:
-    """Writes the page and returns its path. Raises ValueError for a folder without a training run."""
+    """Writes the page, prints its path and returns it. Raises ValueError for a folder without a training run."""
     path = Path(config.output) if config.output else Path(config.run) / "report.html"
     check_output_file(str(path), is_report, "a report of a training run", {}, overwrite=True)
     page = render(load_run(Path(config.run)))
     with atomic_file(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
+    print(path)
     return path
 
 

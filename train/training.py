@@ -17,7 +17,7 @@ from slipstream.train.batches import Batch
 from slipstream.train.losses import TargetHead
 from slipstream.train.optim import default_lr
 from slipstream.train.options import EvaluationOptions, OptimOptions
-from slipstream.train.samples import Sample, SampleAnswers
+from slipstream.train.samples import SampleAnswers
 from slipstream.train.speed import StepTimes
 from slipstream.train.target_files import TargetFiles
 from slipstream.train.text_noise import noise_behind
@@ -135,10 +135,6 @@ class DraftTraining(nn.Module, ABC):
         logits = TargetHead(self.target, self.all_ids).teach(final[rows]).float() / self.temperature
         ids = self.target_ids.to(rows.device)
         return self.temperature * noise_behind(tokens, logits, numbers[rows // width], rows % width, ids)
-
-    def take_samples(self) -> list[Sample]:
-        """Answers collected since the last call."""
-        return [] if self.samples is None else self.samples.take()
 
     def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
         """Writes a servable checkpoint of this module's full `state` into an existing folder; `run` is its run.json."""
