@@ -202,18 +202,38 @@ def test_a_dry_run_of_trees_reads_states_that_exist(make_mtp: MakeMTP, monkeypat
         engine.runner.drafts.run_all()
 
 
+CAPTURED: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "float32",
+    "attention": "prefill=sdpa,verify=triton,draft=triton",
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafted", ["chain", "tree"])
 @pytest.mark.parametrize("kind", ["ernie", "glm4-moe", "hy-v3"])
-def test_captured_steps_propose_what_transformers_does(kind: str, drafted: str, make_mtp: MakeMTP) -> None:
-    target = make_mtp(kind, 3)
-    options = TreeOptions(**DRAFTED[drafted])
-    attention = "prefill=sdpa,verify=triton,draft=triton"
-    shape: dict[str, Any] = {"drafter": DRAFTED[drafted], "width": options.verified_nodes, "prefill_budget": 16}
-    engine = build_engine(target.folder, "mtp", device="cuda", dtype="float32", attention=attention, **shape)
+def test_captured_steps_change_no_token(kind: str, drafted: str, make_mtp: MakeMTP) -> None:
+    folder = make_mtp(kind, 3).folder
+    width = TreeOptions(**DRAFTED[drafted]).verified_nodes
+    engine = build_engine(folder, "mtp", drafter=DRAFTED[drafted], width=width, prefill_budget=16, **CAPTURED)
     requests = sized_requests((1, 9, 33), temperature=0.8)
-    answers = run_checked(engine, Oracle(target, options), requests)
-    assert tokens_of(answers) == plain_answers(target.folder, requests)
+    assert tokens_of(run(engine, requests)) == plain_answers(folder, requests)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafted", ["chain", "tree"])
+def test_captured_steps_accept_what_eager_ones_do(drafted: str, make_mtp: MakeMTP, tmp_path: Path) -> None:
+    """The proposals of captured steps are seen in what is accepted alone."""
+    save_almost_copying(make_mtp("glm4-moe", 3).folder, tmp_path / "target", 3)
+    width = TreeOptions(**DRAFTED[drafted]).verified_nodes
+    shape: dict[str, Any] = {"drafter": DRAFTED[drafted], "width": width, "prefill_budget": 16}
+    requests = sized_requests((1, 9, 50), max_tokens=21, ignore_eos=True, temperature=0.3)
+    captured, eager = (
+        run(build_engine(tmp_path / "target", "mtp", **shape, **options), requests) for options in (CAPTURED, {})
+    )
+    assert tokens_of(captured) == tokens_of(eager)
+    assert [answer.counts.rounds for answer in captured.values()] == [answer.counts.rounds for answer in eager.values()]
+    assert min(answer.counts.rounds for answer in eager.values()) < 10
 
 
 def test_their_memory_is_counted(make_mtp: MakeMTP) -> None:
