@@ -11,8 +11,8 @@ Letters: B requests, N nodes of a proposal, root included; V vocabulary. A mask 
 """
 
 import itertools
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
-from slipstream.serve.engine.plan import FORCED, Edits, HostProposal, NodeMasks, Refusal
+from slipstream.serve.engine.plan import FORCED, Edits, HostProposal, NodeMasks, Refusal, Restart
 from slipstream.serve.grammar.grammars import MOST_SECONDS
 from slipstream.serve.request import Request
 
@@ -33,6 +33,8 @@ TOO_SLOW = Refusal(
     f"the grammar takes more than {MOST_SECONDS:g} s of CPU time for a token of this answer, for which all requests "
     "wait: repeat nothing that repeats itself, and leave fewer readings of a text"
 )
+MOST_PREEMPTED = 256  # requests whose states are kept; some may be aborted before they resume
+GIVEN_UP = Restart("the masks of its drafted tokens take too long")
 TOKEN_REFUSED = (
     "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
 )
@@ -41,7 +43,11 @@ TOKEN_REFUSED = (
 class Matcher(Protocol):
     """The state of one answer in its grammar: the interface of the matchers in serve/grammar/grammars.py."""
 
-    is_slow: bool  # it takes too long for a token
+    is_slow: bool  # it takes too long for a token of the answer
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether masks take so little time lately that drafting pays."""
 
     @property
     def is_over(self) -> bool:
@@ -52,7 +58,7 @@ class Matcher(Protocol):
 
     def forced(self, last: int, limit: int) -> tuple[list[int], NDArray[np.uint32]]:
         """Returns up to `limit` tokens after the token `last` that spell the only text that the grammar leaves, and the
-        masks before and after each."""
+        masks before and after each. No tokens where masks take long."""
 
 
 class Grammars(Protocol):
@@ -64,8 +70,8 @@ class Grammars(Protocol):
     def allowed(
         self, matchers: Sequence[Any], trees: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> list[NDArray[np.uint32]]:
-        """Returns for each matcher the masks (N, ceil(V / 32)) after the nodes of its tree: tokens, and parents, which
-        come first."""
+        """Returns for each matcher the masks (M, ceil(V / 32)) after the first M nodes of its tree: tokens, and
+        parents, which come first. M < N where these take too long."""
 
     def close(self) -> None: ...
 
@@ -110,7 +116,7 @@ class BadWords:
 
 @dataclass(slots=True)
 class ConstrainedRequest:
-    """The answer of a running request so far, and rules for the tokens after it."""
+    """The answer of a request so far, and rules for the tokens after it."""
 
     answer: list[int]
     max_tokens: int
@@ -119,6 +125,7 @@ class ConstrainedRequest:
     bad_words: BadWords
     matcher: Matcher | None = None
     wants_drafts: bool = True
+    request_id: str = ""
 
     @property
     def is_done(self) -> bool:
@@ -156,6 +163,7 @@ class Constraints(HostStage):
         self._end_ids = frozenset(end_ids)
         self._num_words = -(-vocab_size // WORD_BITS)
         self._states: dict[int, ConstrainedRequest] = {}  # by slot
+        self._preempted = OrderedDict[str, ConstrainedRequest]()  # by request id, those with a grammar
         self.slots = self._states.keys()
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
@@ -168,41 +176,73 @@ class Constraints(HostStage):
             ends=TokenSet.of(ends if params.min_tokens else ()),
             bad_words=BadWords.of(params.bad_words),
             wants_drafts=params.wants_drafts,
+            request_id=request.id,
         )
-        if params.grammar is not None:
+        answer = tokens[len(request.prompt) :]
+        preempted = self._preempted.pop(request.id, None)
+        if preempted is not None and answer[: len(preempted.answer)] == preempted.answer:
+            state = preempted
+        elif params.grammar is not None:
             assert self.grammars is not None
             state.matcher = self.grammars.matcher(request.compiled_grammar, ends)
-        state.push(tokens[len(request.prompt) :])
+        state.push(answer[len(state.answer) :])
         if not state.is_done:
             self._states[slot] = state
 
-    def release(self, slot: int, tokens: list[int]) -> None:
-        self._states.pop(slot, None)
+    def release(self, slot: int, tokens: list[int], *, resumes: bool = False) -> None:
+        state = self._states.pop(slot, None)
+        if resumes and state is not None:
+            self._keep(state)
+
+    def _keep(self, state: ConstrainedRequest) -> None:
+        """Keeps the state of a preempted request, for a grammar may take long to follow its text again."""
+        if state.matcher is not None:
+            self._preempted[state.request_id] = state
+        if len(self._preempted) > MOST_PREEMPTED:
+            self._preempted.popitem(last=False)
+
+    @property
+    def undrafted(self) -> Set[int]:
+        """Slots of requests whose masks take long, so that masks after drafted tokens would hold up others."""
+        return {
+            slot for slot, state in self._states.items() if state.matcher is not None and not state.matcher.is_cheap
+        }
 
     def run(self, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
         assert isinstance(inputs, Proposed)
         errors = dict[int, str]()
-        forced = dict[int, list[int]]()  # by slot: the root, and the tokens that a grammar forces after it
+        chains = dict[int, list[int]]()  # by slot: the root, and the tokens that a grammar forces after it
         indices = self._take_emitted(inputs, errors)
         width = min(width, *self.widths[1:])
-        masks = self._masks(indices, inputs)
+        masks = self._masks(indices, inputs, late=late)
         for slot, index in indices.items():
             state = self._states[slot]
             node_masks = masks.get(slot)
-            if state.matcher is not None and node_masks is not None:
-                if not node_masks.allowed[0].any():
-                    errors[slot] = NO_TOKEN_ALLOWED
-                tokens, forced_masks = self._forced(slot, state, inputs.nodes[:, index], node_masks, width)
-                if state.matcher.is_slow:  # by its masks, or by forced ones
-                    errors[slot] = TOO_SLOW
-                elif tokens:
-                    forced[slot] = [int(inputs.nodes[0, index, 0]), *tokens]
+            if state.matcher is None or node_masks is None:
+                continue
+            nodes = inputs.nodes[:, index]
+            is_cut = len(node_masks.nodes) < 1 + np.count_nonzero(nodes[0, 1:] >= 0)
+            if state.matcher.is_slow:
+                errors[slot] = TOO_SLOW
+            elif not node_masks.allowed[0].any():
+                errors[slot] = NO_TOKEN_ALLOWED
+            elif is_cut and late:
+                errors[slot] = GIVEN_UP
+            elif is_cut:
+                chains[slot] = [int(nodes[0, 0])]
+                masks[slot] = NodeMasks(slot, [0], node_masks.allowed[:1])
+            else:
+                tokens, forced_masks = self._forced(slot, state, nodes, node_masks, width)
+                if tokens:
+                    chains[slot] = [int(nodes[0, 0]), *tokens]
                     # Late, the pass already verifies the old nodes: the forced ones only tell the policy of a chance.
                     masks[slot] = node_masks if late else forced_masks
         for slot in [slot for slot in inputs.slots if slot in self._states]:
             if slot in errors or self._states[slot].is_done:
-                del self._states[slot]
-        return Edits(chains_of(forced), tuple(masks.values()), errors)
+                state = self._states.pop(slot)
+                if errors.get(slot) is GIVEN_UP:
+                    self._keep(state)
+        return Edits(chains_of(chains), tuple(masks.values()), errors)
 
     def _take_emitted(self, proposed: Proposed, errors: dict[int, str]) -> dict[int, int]:
         """Adds the tokens that the step emitted to the answers. Returns the index of each slot that has constraints. A
@@ -224,9 +264,10 @@ class Constraints(HostStage):
         if self.grammars is not None:
             self.grammars.close()
 
-    def _masks(self, indices: dict[int, int], proposed: Proposed) -> dict[int, NodeMasks]:
+    def _masks(self, indices: dict[int, int], proposed: Proposed, *, late: bool) -> dict[int, NodeMasks]:
         """Returns the masks of slots for which tokens are forbidden. `indices`: their places in `proposed`. One call
-        fills the masks of all grammars."""
+        fills the masks of all grammars. Of nodes whose masks take too long there are none. `late`: a pass verifies the
+        nodes already."""
         masks = dict[int, NodeMasks]()
         slots = list[int]()
         node_lists = list[list[int]]()
@@ -241,14 +282,15 @@ class Constraints(HostStage):
             elif not matcher.is_over:
                 slots.append(slot)
                 matchers.append(matcher)
-                node_lists.append([0, *(np.flatnonzero(nodes[0, 1:] >= 0) + 1).tolist()])
+                drafted = np.flatnonzero(nodes[0, 1:] >= 0) + 1 if late or matcher.is_cheap else np.empty(0, np.intp)
+                node_lists.append([0, *drafted.tolist()])
                 place = {node: order for order, node in enumerate(node_lists[-1])}  # unused nodes are left out
                 parents = [-1, *(place[parent] for parent in nodes[1, node_lists[-1][1:]].tolist())]
                 trees.append((nodes[0, node_lists[-1]].tolist(), parents))
         if matchers:
             assert self.grammars is not None
             for slot, node_list, allowed in zip(slots, node_lists, self.grammars.allowed(matchers, trees), strict=True):
-                masks[slot] = NodeMasks(slot, node_list, allowed)
+                masks[slot] = NodeMasks(slot, node_list[: len(allowed)], allowed)
         return masks
 
     def _forced(
@@ -259,7 +301,7 @@ class Constraints(HostStage):
         where `nodes` have them and more, or as many that it allows."""
         nothing: tuple[list[int], NodeMasks] = [], NodeMasks(slot, [], np.empty((0, self._num_words), np.uint32))
         limit = min(width, state.max_tokens - len(state.answer)) - 1
-        if state.matcher is None or state.matcher.is_slow or not state.wants_drafts or limit < 1:
+        if state.matcher is None or not state.wants_drafts or limit < 1:
             return nothing
         if np.count_nonzero(masks.allowed[0]) > MAX_FORCED_WORDS:
             return nothing
@@ -294,11 +336,12 @@ def chains_of(tokens: dict[int, list[int]]) -> tuple[HostProposal, ...]:
     if not tokens:
         return ()
     counts = [len(chain) for chain in tokens.values()]
+    kinds = [FORCED if count > 1 else 0 for count in counts]
     nodes = np.full((4, len(tokens), max(counts)), -1, np.int32)
     for row, chain in enumerate(tokens.values()):
         nodes[0, row, : len(chain)] = chain
         nodes[1, row, : len(chain)] = range(-1, len(chain) - 1)
-    return (HostProposal(list(tokens), nodes, counts, [FORCED] * len(tokens), source="grammar"),)
+    return (HostProposal(list(tokens), nodes, counts, kinds, source="grammar"),)
 
 
 def allowed_depth(nodes: NDArray[np.int32], masks: NodeMasks) -> int:

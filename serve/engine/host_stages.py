@@ -62,6 +62,11 @@ class HostStage(ABC):
     widths: tuple[int, ...] = (1,)  # numbers of nodes that its proposals may have
     slots: Set[int]  # of the requests that it has work for now
 
+    @property
+    def undrafted(self) -> Set[int]:
+        """Slots of requests whose drafts would hold up others, so that they should get none for now."""
+        return frozenset()
+
     def attach(self, num_slots: int, *, pinned: bool) -> None:
         """Prepares slots 0..num_slots - 1; called once, before all other methods. `pinned`: proposals go to a GPU, so
         they should lie in pinned memory."""
@@ -76,8 +81,9 @@ class HostStage(ABC):
         error. `late`: the pass has begun, so masks are for the present nodes, and proposals only show whether waiting
         would have paid."""
 
-    def release(self, slot: int, tokens: list[int]) -> None:
-        """Drops the request in `slot`, which ended or was preempted; `tokens`: all its tokens, none after a fault."""
+    def release(self, slot: int, tokens: list[int], *, resumes: bool = False) -> None:
+        """Drops the request in `slot`, which ended, or was preempted and `resumes`; `tokens`: all its tokens, none
+        after a fault."""
 
     def metrics(self) -> dict[str, int]:
         """Returns gauges by name, for /metrics."""

@@ -77,13 +77,17 @@ class HostWork:
                 self._edits += edits
 
     def edit(self, plan: StepPlan) -> StepPlan:
-        """Adds the edits for the plan's requests, keeps the others, and asks for the proposals that a stage reads."""
+        """Adds the edits for the plan's requests, keeps the others, and asks for the proposals that a stage reads.
+        Requests whose drafts would hold up others get none."""
         edits = plan.edits
         if self._edits is not NO_EDITS:
             present, self._edits = self._edits.of(plan.segments)
             edits += present
         returns_proposals = plan.returns_proposals or self._reads_proposals(plan.segments)
-        return replace(plan, edits=edits, returns_proposals=returns_proposals)
+        drafting = plan.drafting
+        if undrafted := set[int]().union(*(stage.undrafted for stage in self.stages)):
+            drafting = tuple([slot for slot in drafting if slot not in undrafted])
+        return replace(plan, edits=edits, returns_proposals=returns_proposals, drafting=drafting)
 
     def admit(self, sequence: Sequence) -> None:
         self._isolated.admit(sequence)
@@ -127,7 +131,7 @@ class IsolatedStages:
         request = sequence.request
         for stage in self.stages:
             try:
-                stage.release(slot, sequence.tokens)
+                stage.release(slot, sequence.tokens, resumes=sequence.resumes)
                 self._admitted.discard((stage, slot))
             except Exception as error:
                 if slot not in self._failed:

@@ -78,7 +78,7 @@ class HostProposal:
     # fp32 probabilities that nodes are accepted.
     nodes: NDArray[np.int32]
     counts: list[int]  # nodes in use, root included; 0: the request keeps its stored proposal
-    kinds: list[int]  # from 1 up, higher where surer; serve/engine/budget.py counts acceptance by kind
+    kinds: list[int]  # from 1 up, higher where surer, 0 of roots alone; acceptance is counted by kind
     source: str  # the stage's name
     foreign: NDArray[np.bool_] | None = None  # (B, N) nodes drawn from other requests' texts, which no trace shows
 
@@ -98,11 +98,17 @@ class Refusal(str):
     __slots__ = ()
 
 
+class Restart(str):
+    """The reason why a step does not count for a request, which goes on as after a preemption."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Edits:
     """Changes of host stages to a step: proposals, stored before its pass, and masks for its sampling.
 
-    `errors`, by slot: requests for which a stage failed.
+    `errors`, by slot: requests for which a stage failed, or that restart.
     """
 
     proposals: tuple[HostProposal, ...] = ()

@@ -20,6 +20,7 @@ from slipstream.serve.engine.plan import (
     HostProposal,
     PromptChunk,
     PromptPhase,
+    Restart,
     SamplingMode,
     StepOutput,
     StepPlan,
@@ -182,13 +183,18 @@ class Planner:
             self._offers.update(offered)
             self._offered.update(offered)
         mode = "all" if plan.edits.masks or will_be_masked else plan.mode
-        offers = None
-        if self.host_drafts and (has_waited or not self._offered.isdisjoint(plan.slots)):
-            drafting = frozenset(plan.drafting)
-            offers = [self._offers[slot] if slot in drafting else (1, 0) for slot in plan.slots]
         launched = self._launched[plan.number]
         launched.filtered |= mode == "all"
-        choice = self.policy.choose(**launched.traits.sizes, filtered=launched.filtered, offers=offers)
+        sizes = launched.traits.sizes
+        num_drafted = sizes["num_drafted"]
+        if len(plan.drafting) < len(launched.traits.drafting):
+            num_drafted = len(frozenset(plan.drafting).intersection(plan.slots))
+        offers = None
+        if self.host_drafts and (has_waited or not self._offered.isdisjoint(plan.slots)):
+            offers = [self._offers[slot] for slot in plan.slots]
+            num_drafted = max(num_drafted, sum(count > 1 for count, _ in offers))  # forced text needs no drafts
+        sizes = sizes | {"num_drafted": num_drafted}
+        choice = self.policy.choose(**sizes, filtered=launched.filtered, offers=offers)
         launched.expected_ms = choice.ms
         acceptance_table = None
         acceptance = self.policy.acceptance
@@ -247,7 +253,7 @@ class Planner:
         outputs: list[Output] = []
         if errors:
             owners = zip(launched.traits.everyone, plan.segments, strict=True)
-            failed = [self.scheduler.fail(sequence, errors[slot]) for sequence, slot in owners if slot in errors]
+            failed = [self._end(sequence, errors[slot]) for sequence, slot in owners if slot in errors]
             outputs = [ending for ending in failed if ending is not None]
         else:
             self._learn(plan, output, ms)
@@ -268,6 +274,12 @@ class Planner:
             rounds = {name: launched.traits.everyone[place].num_rounds for name, place in traced.items()}
             outputs = self._tracer.add_traces(outputs, plan, output, traced, rounds)
         return outputs
+
+    def _end(self, sequence: Sequence, error: str) -> Output | None:
+        if not isinstance(error, Restart):
+            return self.scheduler.fail(sequence, error)
+        self.scheduler.restart(sequence)
+        return None
 
     def _count(
         self,

@@ -1,7 +1,7 @@
 """Decides what the engine computes next: admission, chunked prefill, decoding, preemption, the end of requests.
 
 Imports no torch. Invariant: every running sequence arrived before every waiting one, and the running ones are in order
-of arrival. A step is
+of arrival; one that restarts arrives anew. A step is
     sequences = scheduler.next_decodes(reserve)
     chunks = scheduler.next_chunks(num_tokens, admission_limit)
     ... launch ...                                scheduler.mark_launched(chunks)
@@ -43,6 +43,7 @@ class Sequence:
     decoding: bool = False  # its prefill is launched
     in_flight: deque[int] = field(default_factory=deque)  # by unread pass: KV tokens that it may commit
     num_preemptions: int = 0
+    resumes: bool = False  # it was preempted: another object continues it
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # by chunk, so far
     num_rounds: int = 0  # steps that verified a proposal; stats.rounds has them only if drafts are wanted
 
@@ -208,6 +209,12 @@ class Scheduler:
         if sequence.slot < 0:
             return None
         return replace(self._end(sequence, [], "error"), error=error, is_refusal=isinstance(error, Refusal))
+
+    def restart(self, sequence: Sequence) -> None:
+        """Preempts a running request whose last step does not count. Nothing happens if it has ended or was preempted.
+        It resumes after those that run now, as the newest of them."""
+        if sequence.slot >= 0:
+            self._preempt(sequence)
 
     def next_chunks(self, num_tokens: int, admission_limit: int | None = None) -> list[Chunk]:
         """Returns the next prompt tokens to compute, first come first served, at most `num_tokens` in all. After
@@ -380,10 +387,13 @@ class Scheduler:
         return sequence.slot >= 0 and sequence.decoding and not sequence.is_ending
 
     def _preempt_newest(self) -> None:
-        """Puts the newest running sequence back to the front of the queue, as a new object."""
         assert len(self._running) > 1, "one sequence alone outgrew the cache, which add() rules out"
-        sequence = self._running[-1]
+        self._preempt(self._running[-1])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Puts a running sequence back to the front of the queue, as a new object."""
         resumed = sequence.resumed()
+        sequence.resumes = True
         self._release(sequence)
         self._sequences[sequence.request.id] = resumed
         self._waiting.appendleft(resumed)

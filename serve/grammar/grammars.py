@@ -38,9 +38,13 @@ NUM_THREADS = 2  # grammars that are compiled at a time
 NICENESS = 10  # of threads and processes that compile
 WORTH_SHARING_S = 5e-4  # work that pays for threads, which take about .1 ms to start
 NUM_CORES = min(8, os.cpu_count() or 1)  # that compile a grammar
-# CPU time that a step may take for each token of one request, since all wait. Drafted ones count alike, so that a draft
-# ends no answer that goes on without one. Grammars of common use take a tenth.
+MOST_CHANGE = 4.0  # of the time of masks on threads, whose parts are not measured
+# CPU time that a token of an answer may take, and the mask after it: all requests wait for it. Grammars of common use
+# take a tenth. Drafted tokens end no answer, which may go on without a draft: they are only given up.
 MOST_SECONDS = 0.25
+DRAFT_SECONDS = 0.1  # CPU time after which a step looks at no further drafted token of a request
+CHEAP_SECONDS = 0.002  # mean time of masks up to which drafting pays for all
+MASK_DECAY = 0.9  # weight of the masks before, in that mean, after one more
 MOST_PREFIXES = 64  # tokens that may be beginnings of one forced text
 LOOKAHEAD = 4  # further tokens to read, since the spelling of a word depends on its end
 WORD_BITS = 32
@@ -275,7 +279,10 @@ class Matcher:
         self, matcher: Any, ends: Collection[int], vocab_size: int, size: int, spelling: Spelling | None = None
     ) -> None:
         self.library = matcher
-        self.is_slow = False  # a step's work on it has taken more than MOST_SECONDS a token: its request should end
+        self.is_slow = False  # a token of the answer has taken more than MOST_SECONDS: its request should end
+        self.mask_seconds = 0.0  # CPU time of a mask, a decayed mean
+        self.last_seconds = 0.0  # of the last mask
+        self.root_seconds = 0.0  # of the last mask after the answer so far
         self._ends = frozenset(ends)
         self._spelling = spelling
         self._size = size
@@ -286,20 +293,31 @@ class Matcher:
         """Whether the answer has ended."""
         return bool(self.library.is_terminated())
 
+    @property
+    def is_cheap(self) -> bool:
+        """Whether masks take so little time lately that drafting pays."""
+        return self.mask_seconds <= CHEAP_SECONDS
+
+    def count_mask(self, seconds: float) -> None:
+        self.last_seconds = seconds
+        self.mask_seconds += (1 - MASK_DECAY) * (seconds - self.mask_seconds)
+
     def push(self, tokens: Sequence[int]) -> bool:
-        """Advances by tokens and returns whether the grammar takes them. Tokens after an end are ignored."""
-        start = time.thread_time()
+        """Advances by tokens and returns whether the grammar takes them. Tokens after an end are ignored, as are those
+        after a slow one."""
         for token in tokens:
-            if self.is_over:
+            if self.is_over or self.is_slow:
                 return True
-            if not self.library.accept_token(token):
+            is_taken, seconds = timed(self.library.accept_token, token)
+            if not is_taken:
                 return False
-        self.is_slow |= time.thread_time() - start > MOST_SECONDS * (1 + len(tokens) // 64)  # many as it resumes
+            self.is_slow = seconds > MOST_SECONDS
         return True
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> Masks:
-        """Returns (N, ceil(V / 32)) bits of the tokens that may follow each node of a tree, whose parents come first.
-        All bits are set after nodes that the grammar refuses and after an end, since these are never accepted."""
+        """Returns (M, ceil(V / 32)) bits of the tokens that may follow the first M nodes of a tree, whose parents come
+        first: all nodes, unless they take too long. All bits are set after nodes that the grammar refuses and after an
+        end, since these are never accepted."""
         return allowed_after([self], [(tokens, parents)], Filler())[0]
 
     def widened(self, masks: Masks) -> Masks:
@@ -323,16 +341,16 @@ class Matcher:
 
         Leaves out the last tokens of a forced text if longer tokens, which go beyond the text, may replace them. Treats
         a text as forced as long as all tokens that may come next are beginnings of the longest of them. In rare cases
-        it is not, for instance if "sale", "sales" and "saleable" are allowed. The library's own search for forced text
-        does not end if the text has no end.
+        it is not, for instance if "sale", "sales" and "saleable" are allowed. Where masks take long, no text does. The
+        library's own search for forced text does not end if the text has no end.
         """
-        longest = self._longest(limit + LOOKAHEAD)
+        longest = self._longest(limit + LOOKAHEAD) if self.root_seconds <= CHEAP_SECONDS else []
         if not longest or self._spelling is None:
             return [], np.empty((0, self._num_words), np.uint32)
         spelled = self._spelling.respell(last, longest)[:limit]
         masks = self.allowed([last, *spelled], range(-1, len(spelled)))
         count = 0
-        while count < len(spelled) and self._is_sure(masks[count], spelled[count:]):
+        while count < len(masks) - 1 and self._is_sure(masks[count], spelled[count:]):
             count += 1
         return spelled[:count], masks[: 1 + count]
 
@@ -343,16 +361,21 @@ class Matcher:
         tokens = list[int]()
         mask = torch.empty((1, self.own_words), dtype=torch.int32)
         row = mask.numpy().view(np.uint32)[0]
+        total = 0.0
         while len(tokens) < limit and not self.is_over:
             mask.fill_(-1)
-            self.library.fill_next_token_bitmask(mask)
+            _, seconds = timed(self.library.fill_next_token_bitmask, mask)
+            self.count_mask(seconds)
             token = self._only(row)
             if token is None:
                 break
-            self.library.accept_token(token)
+            _, more_seconds = timed(self.library.accept_token, token)
             tokens.append(token)
+            total += seconds + more_seconds
+            if total > DRAFT_SECONDS:
+                break
         self.library.rollback(len(tokens))
-        return tokens
+        return tokens if total <= DRAFT_SECONDS else []
 
     def _only(self, mask: Masks) -> int | None:
         """Returns the only token that may come next, or the longest if the others are its beginnings."""
@@ -377,53 +400,71 @@ class Matcher:
 
 
 class Walk:
-    """Moves a matcher, which has taken the root of a tree, from node to node and back, as long as it is not slow."""
+    """Moves a matcher, which has taken the root of a tree, from node to node and back. Gives up nodes where these take
+    too long, and all that come after them."""
 
     def __init__(self, matcher: Matcher, tokens: Sequence[int], parents: Sequence[int]) -> None:
         self.matcher = matcher
+        self.num_nodes = len(tokens)  # up to the one that was given up
         self._tokens = tokens
         self._parents = parents
         self._path = [0]
         self._reached = {0}
-        self._num_filled = 0
-        self._seconds = 0.0
-
-    def __len__(self) -> int:
-        return len(self._tokens)
+        self._node = 0
+        self._seconds = 0.0  # of the present node
+        self._total = 0.0  # of drafted nodes
 
     def fill(self, masks: Any, row: int) -> None:
         """Fills a row of masks with the tokens after the present node."""
-        self._num_filled += 1
-        self._timed(self.matcher.library.fill_next_token_bitmask, masks, row)
+        _, seconds = timed(self.matcher.library.fill_next_token_bitmask, masks, row)
+        self.count_mask(seconds)
 
-    def _timed(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        start = time.thread_time()
-        result = work(*arguments)
-        self._seconds += time.thread_time() - start
-        self.matcher.is_slow |= self._seconds > MOST_SECONDS * max(1, self._num_filled)
-        return result
+    def count_mask(self, seconds: float) -> None:
+        """Counts the CPU time of the mask after the present node."""
+        self.matcher.count_mask(seconds)
+        if self._node == 0:
+            self.matcher.root_seconds = seconds
+            self.matcher.is_slow |= seconds > MOST_SECONDS
+            self.num_nodes = 1 if self.matcher.is_slow else self.num_nodes
+        else:
+            self._count(seconds)
+
+    def _count(self, seconds: float) -> None:
+        """Counts time for the present node, which was drafted. One that would end an answer is given up, so that it
+        ends if it comes to that token, and only then."""
+        self._seconds += seconds
+        self._total += seconds
+        if self._seconds > MOST_SECONDS:
+            self.num_nodes = self._node
+        elif self._total > DRAFT_SECONDS:
+            self.num_nodes = self._node + 1
 
     def go_to(self, node: int) -> bool:
         """Moves to a node, after a call for each node before it. Returns whether the grammar takes the path."""
-        if self.matcher.is_slow:
-            return False
+        self._node = node
+        self._seconds = 0.0
         if node == 0:
             return True
         parent = self._parents[node]
         token = self._tokens[node]
         if parent not in self._reached or not self.matcher.may_follow(token):
             return False
+        is_taken, seconds = timed(self._follow, parent, token)
+        if is_taken:
+            self._path.append(node)
+            self._reached.add(node)
+        self._count(seconds)
+        return is_taken and node < self.num_nodes
+
+    def _follow(self, parent: int, token: int) -> bool:
+        """Moves to a node, and on by a token. Returns whether the grammar takes it there."""
         path = self._path_to(parent)
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(self._path, path, strict=False))
         self._go_back(len(list(shared)) - 1)
         for ancestor in path[len(self._path) :]:
             self.matcher.library.accept_token(self._tokens[ancestor])
         self._path = path
-        if not self._timed(self.matcher.library.accept_token, token):
-            return False
-        self._path.append(node)
-        self._reached.add(node)
-        return True
+        return bool(self.matcher.library.accept_token(token))
 
     def end(self) -> None:
         self._go_back(0)
@@ -448,10 +489,11 @@ def allowed_after(
     import torch
 
     walks = [Walk(matcher, *tree) for matcher, tree in zip(matchers, trees, strict=True)]
-    starts = [0, *accumulate(map(len, walks))]
+    sizes = [walk.num_nodes for walk in walks]
+    starts = [0, *accumulate(sizes)]
     masks = torch.full((starts[-1], matchers[0].own_words), -1, dtype=torch.int32)
-    for node in range(max(map(len, walks))):
-        rows = [(walk, start + node) for walk, start in zip(walks, starts, strict=False) if node < len(walk)]
+    for node in range(max(sizes)):
+        rows = [(walk, start + node) for walk, start in zip(walks, starts, strict=False) if node < walk.num_nodes]
         filler.fill(masks, [(walk, row) for walk, row in rows if walk.go_to(node)])
     for walk in walks:
         walk.end()
@@ -459,31 +501,43 @@ def allowed_after(
     for start, end in pairwise(starts):
         allow_any(bits[start + 1 : end])
     bits = matchers[0].widened(bits)
-    return [bits[start:end] for start, end in pairwise(starts)]
+    return [bits[start : start + walk.num_nodes] for start, walk in zip(starts, walks, strict=False)]
+
+
+def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    """Returns the result of some work, and the seconds of CPU time that it took."""
+    start = time.thread_time()
+    result = work(*arguments)
+    return result, time.thread_time() - start
 
 
 class Filler:
-    """Writes masks one after the other, or on several threads if the last masks took long enough."""
+    """Writes masks one after the other, or on several threads if their last ones took long enough."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0  # of work per mask in the last call, at most
+        self._is_certain = True  # how long masks take
 
     def fill(self, masks: Any, entries: Sequence[tuple[Walk, int]]) -> None:
-        """Fills masks (N, words) int32. `entries`: walks and their rows. If several threads take too long together, the
-        next masks come one after the other, which tells whose are slow."""
-        if not entries:
+        """Fills masks (N, words) int32. `entries`: walks and their rows. If several threads take much longer than the
+        masks before, the next masks come one after the other, which tells whose are slow."""
+        shared = [entry for entry in entries if self._is_certain and entry[0].matcher.last_seconds > 0]
+        costs = [walk.matcher.last_seconds for walk, _ in shared]
+        if len(shared) < 2 or sum(costs) <= WORTH_SHARING_S:
+            shared = []
+        self._is_certain = True
+        for walk, row in entries:
+            if (walk, row) not in shared:
+                walk.fill(masks, row)
+        if not shared:
             return
         start = time.perf_counter()
-        is_shared = len(entries) > 1 and self._seconds * len(entries) > WORTH_SHARING_S
-        if is_shared:
-            handles = [walk.matcher.library for walk, _ in entries]
-            _batch().batch_fill_next_token_bitmask(handles, masks, [row for _, row in entries])
-        else:
-            for walk, row in entries:
-                walk.fill(masks, row)
-        at_once = min(NUM_CORES, len(entries)) if is_shared else 1
+        handles = [walk.matcher.library for walk, _ in shared]
+        _batch().batch_fill_next_token_bitmask(handles, masks, [row for _, row in shared])
         seconds = time.perf_counter() - start
-        self._seconds = 0.0 if seconds > MOST_SECONDS else seconds / len(entries) * at_once
+        ratio = seconds / max(*costs, sum(costs) / NUM_CORES)
+        self._is_certain = ratio < MOST_CHANGE or seconds <= WORTH_SHARING_S
+        for (walk, _), cost in zip(shared, costs, strict=True):
+            walk.count_mask(cost * min(ratio, MOST_CHANGE))
 
 
 @cache

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from slipstream.serve.engine.constraints import TOO_SLOW, BadWords, ConstrainedRequest, Constraints, TokenSet
+from slipstream.serve.engine.constraints import GIVEN_UP, TOO_SLOW, BadWords, ConstrainedRequest, Constraints, TokenSet
 from slipstream.serve.engine.host_stages import Proposed
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request, SamplingParams
@@ -139,32 +139,75 @@ class SlowGrammars:
     """Grammars that allow all, whose name says what takes too long. They force token 9."""
 
     def matcher(self, compiled: str, _: Any) -> Any:
-        matcher = SimpleNamespace(name=compiled, is_over=False, is_slow=compiled == "push", push=lambda _: True)
-
         def forced(last: int, limit: int) -> Any:  # noqa: ARG001
-            matcher.is_slow |= matcher.name == "forced"
-            return [9], np.full((2, 3), 2**32 - 1, np.uint32)
+            return ([], np.empty((0, 3), np.uint32)) if compiled == "text" else ([9], full_masks(2))
 
-        matcher.forced = forced
-        return matcher
+        return SimpleNamespace(
+            name=compiled,
+            is_over=False,
+            is_slow=compiled == "push",
+            is_cheap=compiled != "average",
+            push=lambda _: True,
+            forced=forced,
+        )
 
     def allowed(self, matchers: Any, trees: Any) -> Any:
-        for matcher in matchers:
-            matcher.is_slow |= matcher.name == "masks"
-        return [np.full((len(tree[0]), 3), 2**32 - 1, np.uint32) for tree in trees]
+        sizes = []
+        for matcher, (tokens, _) in zip(matchers, trees, strict=True):
+            matcher.is_slow |= matcher.name == "root"
+            sizes.append(1 if matcher.name in ("root", "nodes") else len(tokens))
+        return list(map(full_masks, sizes))
 
 
-def test_a_grammar_that_takes_long_ends_its_request_alone() -> None:
+def test_a_grammar_reads_a_text_once_though_its_request_is_preempted() -> None:
+    read = []
     stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "x"))
-    names = ("push", "masks", "forced", "quick")
-    for slot, name in enumerate(names):
+    request = Request(id="a", prompt=[4], params=params, compiled_grammar="quick")
+    stage.admit(3, request, [4])
+    matcher = stage._states[3].matcher
+    assert matcher is not None
+    matcher.push = lambda tokens: read.append(tokens) or True  # type: ignore[method-assign, func-returns-value]
+    stage.run(Proposed([3], np.array([[[6]], [[-1]]], np.int32), np.array([[2, 5, 6]], np.int32)), 1)
+    stage.release(3, [4, 5, 6], resumes=True)
+    stage.admit(1, request, [4, 5, 6, 7])
+    assert stage._states[1].matcher is matcher
+    assert read == [[5, 6], [7]]
+    for tokens, resumes in (([4, 5, 6, 7], False), ([4, 5, 8], True)):  # ended; or another text
+        stage.release(1, [4, 5, 6, 7], resumes=resumes)
+        stage.admit(1, request, tokens)
+        assert stage._states[1].matcher is not matcher
+
+
+def full_masks(count: int) -> Any:
+    return np.full((count, 3), 2**32 - 1, np.uint32)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_takes_long_ends_its_request_or_its_drafts_alone(late: bool) -> None:
+    stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "x"))
+    push, root, nodes, average, text, quick = range(6)
+    for slot, name in enumerate(("push", "root", "nodes", "average", "text", "quick")):
         stage.admit(slot, Request(id="", prompt=[4], params=params, compiled_grammar=name), [4])
-    nodes = np.array([[[7]] * 4, [[-1]] * 4], np.int32)
-    edits = stage.run(Proposed([0, 1, 2, 3], nodes, np.array([[1, 5]] * 4, np.int32)), 4)
-    assert edits.errors == dict.fromkeys(range(3), TOO_SLOW)
-    assert stage.slots == {3}
-    assert [proposal.slots for proposal in edits.proposals] == [[3]]
+    assert stage.undrafted == {average}
+    proposed = np.array([[[7, 8]] * 6, [[-1, 0]] * 6], np.int32)
+    edits = stage.run(Proposed([*range(6)], proposed, np.array([[1, 5]] * 6, np.int32)), 4, late=late)
+    masked = {mask.slot: mask.nodes for mask in edits.masks}
+    chains = {}
+    for proposal in edits.proposals:
+        for slot, tokens, count in zip(proposal.slots, proposal.nodes[0].tolist(), proposal.counts, strict=True):
+            chains[slot] = tokens[:count]
+    if late:
+        assert edits.errors == {push: TOO_SLOW, root: TOO_SLOW, nodes: GIVEN_UP}
+        assert chains == {average: [7, 9], quick: [7, 9]}, "for the policy alone"
+        assert [masked[slot] for slot in (average, text, quick)] == [[0, 1]] * 3
+        assert stage.undrafted == {average}
+        return
+    assert edits.errors == {push: TOO_SLOW, root: TOO_SLOW}
+    assert chains == {nodes: [7], average: [7], quick: [7, 9]}
+    assert [masked[slot] for slot in (nodes, average, text, quick)] == [[0], [0], [0, 1], [0, 1]]
+    assert stage.slots == {nodes, average, text, quick}
 
 
 def test_masks_are_those_of_each_node() -> None:

@@ -616,19 +616,68 @@ def test_masks_of_a_tree_are_those_of_its_paths(grammars: Grammars) -> None:
                 assert (masks[node] == 2**32 - 1).all(), "never accepted, so anything"
 
 
-@pytest.mark.parametrize(("seconds", "is_slow"), [(0.1, False), (0.2, True)])
-def test_no_further_node_is_looked_at_where_a_grammar_takes_too_long(
-    seconds: float, is_slow: bool, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+Times = Callable[[str], float]  # seconds of a call, by the name of the function
+
+
+def stub_times(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
+    """Lets the library's work take `times`."""
+
+    def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+        return work(*arguments), times(work.__name__)
+
+    monkeypatch.setattr("slipstream.serve.grammar.grammars.timed", timed)
+
+
+@pytest.mark.parametrize(
+    ("mask_times", "num_masks", "is_slow", "is_cheap"),
+    [
+        ([0.001], 8, False, True),
+        ([0.012], 8, False, False),
+        ([0.03], 5, False, False),
+        ([0.001, 0.2], 2, False, False),
+        ([0.001, 0.001, 0.001, 0.3], 3, False, False),
+        ([0.3], 1, True, False),
+    ],
+)
+def test_nodes_are_given_up_where_masks_take_too_long(
+    mask_times: list[float],
+    num_masks: int,
+    is_slow: bool,
+    is_cheap: bool,
+    grammars: Grammars,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A drafted token takes two turns of the clock, the root one. No number of drafted tokens ends a request."""
-    monkeypatch.setattr("slipstream.serve.grammar.grammars.time.thread_time", itertools.count(0, seconds).__next__)
+    """Only the mask after the answer ends it. The last of `mask_times` lasts for all further masks."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    matcher = grammars.matcher(grammars.compile(Grammar("regex", "[a-z ]*")).result(), [tokenizer.eos_token_id])
-    tokens = tokenizer(" the quick brown fox jumps over the dog" * 4, add_special_tokens=False).input_ids
-    masks = matcher.allowed(tokens, range(-1, len(tokens) - 1))
-    assert matcher.is_slow == is_slow
-    assert (masks[0] != 2**32 - 1).any()
-    assert (masks[-1] == 2**32 - 1).all() == is_slow, "its request ends"
+    compiled = grammars.compile(Grammar("regex", "[a-z ]*")).result()
+    tokens = tokenizer(" the quick brown fox jumps over the dog", add_special_tokens=False).input_ids
+    parents = range(-1, len(tokens) - 1)
+    right = grammars.matcher(compiled, [tokenizer.eos_token_id]).allowed(tokens, parents)
+    times = itertools.chain(mask_times, itertools.repeat(mask_times[-1]))
+    stub_times(monkeypatch, lambda name: 0.0 if name == "_follow" else next(times))
+    matcher = grammars.matcher(compiled, [tokenizer.eos_token_id])
+    masks = matcher.allowed(tokens, parents)
+    assert (len(masks), matcher.is_slow, matcher.is_cheap) == (num_masks, is_slow, is_cheap)
+    assert np.array_equal(masks, right[:num_masks])
+    assert matcher.push(tokens[:1]), "the walk has gone back"
+    stub_times(monkeypatch, lambda _: 0.001)
+    for _ in range(60):
+        matcher.allowed(tokens[:1], [-1])
+    assert matcher.is_cheap, "drafts come again"
+
+
+def test_a_slow_token_ends_an_answer(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many come at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    compiled = grammars.compile(Grammar("regex", "[a-z ]*")).result()
+    tokens = tokenizer(" the quick brown fox", add_special_tokens=False).input_ids
+    stub_times(monkeypatch, lambda _: 0.2)
+    matcher = grammars.matcher(compiled, [tokenizer.eos_token_id])
+    assert matcher.push(tokens)
+    assert not matcher.is_slow
+    stub_times(monkeypatch, lambda _: 0.3)
+    assert matcher.push(tokens)
+    assert matcher.is_slow
 
 
 def test_ids_without_text_are_forbidden_and_may_be_drafted(grammars: Grammars) -> None:
@@ -828,6 +877,52 @@ def test_passes_begin_before_their_masks_are_there(
     assert len(started.intersection(masked)) > 20
     assert set(masked) - started
     assert answers["late"].counts.accepted_tokens > 6, "the second text was waited for"
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3", "ngram"])
+def test_slow_masks_change_no_answer(
+    drafter: str, build: Build, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests get drafts at some times, and none at others."""
+    rng = random.Random(0)
+    stub_times(monkeypatch, lambda _: rng.choice([0.0, 0.0, 0.0, 0.0, 0.001, 0.04, 0.2]))
+    names = ["schema", "object", "choice"]
+    answers = run(build(drafter), requests_of(names, 1.0))
+    assert tokens_of(answers) == expected(1.0, *names)
+    for answer in answers.values():
+        assert answer.counts.rounds >= len(answer.tokens) - 1 - answer.counts.accepted_tokens
+
+
+def test_requests_restart_where_a_pass_has_begun_with_slow_nodes(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
+    engine = play(EngineConfig(target=str(TINY), draft=draft, attention=ATTENTION, **sizes))
+    requests = [
+        make_request(regex, [5, 6, 7], max_tokens=90, temperature=1.0, grammar=Grammar("regex", regex))
+        for regex in (r"[\s\S]*", "[a-z]*", "[0-9a-z ]{70,}")
+    ]
+    free = make_request("free", [5, 6, 7], max_tokens=50, temperature=1.0, ignore_eos=True)
+    expected = plain_answers(TINY, [*requests, free])
+    stub_times(monkeypatch, lambda _: rng.choice([0.0] * 40 + [0.2]))
+    answers = run(engine, [*requests, free])
+    assert tokens_of(answers) == expected
+    assert engine.scheduler.num_preemptions > 0
+    assert not engine.has_work
+
+
+def test_a_request_with_slow_masks_gets_no_drafts_and_others_do(
+    build: Build, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build("eagle3")
+    free = make_request("free", [5, 6, 7], max_tokens=50, temperature=0.0, ignore_eos=True)
+    stub_times(monkeypatch, lambda _: 0.03)
+    answers = run(engine, [free, *requests_of(["object"], 1.0)])
+    assert answers["free"].counts.drafted_tokens > 0
+    assert {name: answer.tokens for name, answer in answers.items() if name != "free"} == expected(1.0, "object")
+    for name, answer in answers.items():
+        if name != "free":
+            assert answer.counts.drafted_tokens == 0
+            assert answer.counts.rounds == len(answer.tokens) - 1, "all count, though none has a draft"
 
 
 @pytest.mark.gpu

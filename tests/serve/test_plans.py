@@ -95,7 +95,7 @@ class Watching(HostStage):
         if request.id in self.names:
             self.slots.add(slot)
 
-    def release(self, slot: int, tokens: list[int]) -> None:
+    def release(self, slot: int, tokens: list[int], *, resumes: bool = False) -> None:
         self.slots.discard(slot)
 
     def run(self, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:

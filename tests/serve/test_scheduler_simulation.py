@@ -475,7 +475,7 @@ def test_random_operations(
     number = 0
     num_steps = 2_000 if (windows or grid) and page_size == 16 else 700  # they make hits on such pages rare
     for _ in range(num_steps):
-        kind = rng.choices(["add", "step", "abort"], weights=[6, 11, 0.3])[0]
+        kind = rng.choices(["add", "step", "abort", "restart"], weights=[6, 11, 0.3, 0.3])[0]
         if kind == "add":
             number += 1
             request = random_request(rng, number, stems)
@@ -486,6 +486,8 @@ def test_random_operations(
             chunk = rng.choice([0, prefill_budget, rng.randrange(prefill_budget + 1)])
             chunk = max(chunk, setting.grid) if chunk else 0
             simulation.step(decodes=decodes, prompt_tokens=chunk, abort=rng.random() < 0.03)
+        elif kind == "restart" and scheduler.running:
+            scheduler.restart(rng.choice(scheduler.running))
         else:
             simulation.abort_one()
         scheduler.check()

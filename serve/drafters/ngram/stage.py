@@ -74,7 +74,7 @@ class NgramStage(HostStage):
         foreign = arrays.outputs["foreign"]
         return Edits((HostProposal(inputs.slots, arrays.nodes, counts, kinds, source="ngram", foreign=foreign),))
 
-    def release(self, slot: int, tokens: list[int]) -> None:
+    def release(self, slot: int, tokens: list[int], *, resumes: bool = False) -> None:
         if slot in self.slots:
             self.slots.remove(slot)
             self.core.release(slot, len(tokens))
