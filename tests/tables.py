@@ -16,12 +16,17 @@ def each_case(*rows: Any) -> Callable[[Test], Test]:
     """Runs a test for each row of its table, and for these, which YAML cannot say."""
 
     def decorate(test: Test) -> Test:
-        columns, *table = tables(Path(inspect.getfile(inspect.unwrap(test))).with_suffix(".yaml"))[test.__name__]
+        columns, *table = table_of(inspect.getfile(inspect.unwrap(test)), test.__name__)
         return pytest.mark.parametrize(columns, [*table, *rows])(test)
 
     return decorate
 
 
+def table_of(module: str, name: str) -> Any:
+    """module: path of a test's file."""
+    return _tables(Path(module).with_suffix(".yaml"))[name]
+
+
 @cache
-def tables(file: Path) -> dict[str, list[Any]]:
+def _tables(file: Path) -> dict[str, Any]:
     return yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))

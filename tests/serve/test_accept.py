@@ -28,6 +28,7 @@ from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.tests.serve.fake_engine import VOCABULARY
 from slipstream.tests.serve.fake_server import MODEL, write_target
 from slipstream.tests.serve.paced_server import length_of, paced, rounds_of
+from slipstream.tests.tables import each_case
 
 TURNS = [
     {"question_id": 1, "category": "writing", "turns": ["Write a line.", "Now a shorter one, please."]},
@@ -65,16 +66,7 @@ ROUNDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dialect", "level", "source", "rates"),
-    [
-        ("vllm-detailed", 3, "server", True),
-        ("vllm", 1, "counters", True),
-        ("vllm", 3, "pieces", False),
-        ("sglang", 3, "server", True),
-        ("plain", 3, "pieces", False),
-    ],
-)
+@each_case()
 def test_accept_lengths_of_other_servers(
     questions: str,
     tmp_path: Path,
@@ -128,15 +120,7 @@ def test_a_speed_up_against_another_server(questions: str, tmp_path: Path) -> No
     assert (tmp_path / "accept.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("thinking", "expected"),
-    [
-        ("on", {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}),
-        ("off", {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}),
-        ("low", {"reasoning_effort": "low"}),
-        ("default", {}),
-    ],
-)
+@each_case()
 def test_thinking_is_asked_for(questions: str, tmp_path: Path, thinking: str, expected: dict[str, Any]) -> None:
     with paced("vllm-detailed") as server:
         accept(AcceptConfig(url=server.url, questions=[questions], thinking=thinking, output=str(tmp_path)))
@@ -250,19 +234,7 @@ def test_a_server_without_usage_has_no_accept_length(
     assert "tell neither their rounds nor their tokens" in printed.out + printed.err
 
 
-@pytest.mark.parametrize(
-    ("models", "metrics", "expected"),
-    [
-        (None, None, None),
-        ({"id": "other", "draft_fingerprint": "f"}, None, None),
-        ({"id": "m", "created": 7}, "process_start_time_seconds 1.5e+09\n", {"model": "m", "process_start": 1.5e9}),
-        (
-            {"id": "m", "system_fingerprint": "s", "draft_fingerprint": "d"},
-            "process_start_time_seconds 2\n",
-            {"model": "m", "system_fingerprint": "s", "draft_fingerprint": "d"},
-        ),
-    ],
-)
+@each_case()
 def test_identities(models: dict[str, Any] | None, metrics: str | None, expected: dict[str, Any] | None) -> None:
     assert read_identity(models and json.dumps({"data": [models]}), metrics, "m") == expected
 
@@ -321,18 +293,7 @@ def test_it_fails_below_a_length_and_where_requests_fail(
             main(flags)
 
 
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        ([], "give one of them"),
-        (["--url", "x", "--draft", "y"], "give one of them"),
-        (["--url", "x", "--concurrency", "1,two"], "concurrency"),
-        (["--url", "x", "--temperature", "0,hot"], "temperature"),
-        (["--url", "x", "--thinking", "deep"], "thinking"),
-        (["--url", "x", "--num-questions", "0"], "num_questions"),
-        (["--url", "x", "--target", "y"], "leave them out"),
-    ],
-)
+@each_case()
 def test_bad_options(flags: list[str], word: str, exits: Any) -> None:
     with exits(word, 2):
         main(flags)

@@ -12,6 +12,7 @@ from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
 from slipstream.tests.attention_layers import asking_layer, find_backends
 from slipstream.tests.serve import fake_flashinfer
+from slipstream.tests.tables import each_case
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -63,26 +64,7 @@ def test_a_name_may_carry_a_variant() -> None:
 
 
 @pytest.mark.usefixtures("flashinfer")
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("flashinfer:fa4", "'flashinfer' has no variant 'fa4'; valid: flashinfer:fa2, flashinfer:fa3$"),
-        ("flashinfer:", "'flashinfer' has no variant ''; valid: flashinfer:fa2, flashinfer:fa3$"),
-        ("prefill=sdpa,verify=triton:x,draft=sdpa", r"'triton' has no variant 'x'; valid: \(none\)$"),
-        ("prefill=sdpa,verify=auto,draft=sdpa", "'auto' does not exist; found: flashinfer, sdpa, triton$"),
-        ("base", "'base' does not exist; found: flashinfer, sdpa, triton$"),
-        ("", "'' does not exist"),
-        *(
-            (option, f"is '{option}'; write one name or prefill=NAME,verify=NAME,draft=NAME$")
-            for option in (
-                "prefill=sdpa,verify=sdpa",
-                "prefill=sdpa,verify=sdpa,decode=sdpa",
-                "sdpa,prefill=sdpa,verify=sdpa,draft=sdpa",
-                "prefill=sdpa,prefill=sdpa,verify=sdpa,draft=sdpa",
-            )
-        ),
-    ],
-)
+@each_case()
 def test_wrong_options_name_the_fault(option: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^attention (backend )?{message}"):
         find_backends(option, formats())

@@ -15,6 +15,7 @@ from slipstream.serve.drafters.registry import build_options, find_drafter
 from slipstream.tests.random_drafts import save_random_draft, save_random_eagle
 from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve.engine_runs import build_engine
+from slipstream.tests.tables import each_case
 
 
 def test_drafters_are_found_by_name_and_by_checkpoint(make_target: MakeTarget, tmp_path: Path) -> None:
@@ -26,47 +27,13 @@ def test_drafters_are_found_by_name_and_by_checkpoint(make_target: MakeTarget, t
     assert find_drafter(source_of(str(tmp_path / "eagle"))) is EagleDrafter
 
 
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
-        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "eagle3"),
-        ({"architectures": ["LlamaForCausalLMEagle"]}, "eagle"),
-        ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
-        ({"architectures": ["Qwen2ForCausalLMEagle"]}, "eagle"),
-        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, "eagle"),
-        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": 32000}, "eagle3"),
-        ({"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}, "eagle3"),
-        ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, "eagle3"),
-        ({"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}, "dflash"),
-        ({"drafter": "dflash", "speculators_model_type": "eagle3"}, "eagle3"),
-    ],
-)
+@each_case()
 def test_published_drafts_are_told_apart(config: dict[str, Any], name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert source_of(str(tmp_path)).drafter == name
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32},
-            "architecture LlamaForCausalLM; known drafts",
-        ),
-        ({"architectures": ["MedusaModel"]}, "architecture MedusaModel; known drafts: LlamaForCausalLMEagle3"),
-        ({}, r"architecture \(none\); known drafts"),
-        (
-            {"drafter": "medusa"},
-            "drafter 'medusa' does not exist; name a checkpoint folder or one of: .*eagle3, .*none",
-        ),
-        ({"drafter": "base"}, "drafter 'base' does not exist"),
-        (
-            {"drafter": "eagle3", "speculators_model_type": "peagle"},
-            "speculators_model_type is 'peagle' .*; supported: dflash, dflash2, dspark, eagle3",
-        ),
-    ],
-)
+@each_case()
 def test_unknown_checkpoints_are_refused_with_the_known_ones(
     config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -85,19 +52,7 @@ def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
         find_drafter(source_of(str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"depth": 0}, "drafter.depth is 0; it must be between 1 and 63"),
-        ({"topk": 17}, "drafter.topk is 17; it must be between 1 and 16"),
-        ({"topk": 10, "depth": 8}, r"topk \* \(depth - 1\) is 70 and must be at most 64"),
-        ({"nodes": 5}, "drafter.nodes is 5; with topk 1 and depth 3 it must be between 2 and 4"),
-        ({"nodes": 1}, "drafter.nodes is 1"),
-        ({"topk": 2, "depth": 2, "nodes": 8}, "it must be between 2 and 7"),
-        ({"topk": 4, "depth": 9, "nodes": 65}, "it must be between 2 and 64"),
-        ({"width": 2}, "drafter option 'width' does not exist; valid: depth, topk, nodes"),
-    ],
-)
+@each_case()
 def test_options_are_checked(options: dict[str, int], message: str) -> None:
     for drafter in ("eagle", "eagle3"):
         with pytest.raises(ValueError, match=message):

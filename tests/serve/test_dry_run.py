@@ -24,16 +24,14 @@ from slipstream.serve.engine.build import build_engine
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.tests.quantized_targets import (
     CONFIG,
-    GPTQ,
     LAYOUTS,
     MOE_CONFIG,
-    compressed,
     save_gpt_oss,
     save_quantized,
-    w4,
 )
 from slipstream.tests.random_targets import change_json, save_random_target
 from slipstream.tests.sources import HYBRID
+from slipstream.tests.tables import each_case
 
 
 def bytes_of(module: torch.nn.Module) -> int:
@@ -117,31 +115,7 @@ def test_quantised_weights_are_counted_as_they_are_kept(name: str, plain: Path, 
     assert network.read == (plain_bytes if quantization else network.size)
 
 
-@pytest.mark.parametrize(
-    ("config", "plain_names"),
-    [
-        ({"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn"]}, "qkv o"),
-        ({"quant_method": "fp8", "ignored_layers": ["down_proj"]}, "down"),
-        (
-            {"quant_method": "fp8"} | {"modules_to_not_convert": ["model.language_model.layers.0.mlp", "model.visual"]},
-            "gate_up down",
-        ),
-        (
-            {"quant_method": "fp8"}
-            | {"modules_to_not_convert": ["language_model.model.layers.0.mlp.down_proj", "visual.blocks.0"]},
-            "down",
-        ),
-        (
-            {"quant_method": "fp8"}
-            | {"modules_to_not_convert": ["model.language_model.layers.1", "mlp.gate", "lm_head"]},
-            "",
-        ),
-        ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["*.mlp*", "lm_head"]}, "gate_up down"),
-        (compressed("pack-quantized", w4(32, True)) | {"ignore": ["re:.*self_attn.*", "lm_head"]}, "qkv o"),
-        (GPTQ | {"group_size": 32, "dynamic": {"-:.*o_proj": {}}}, "o"),
-        ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, "qkv o gate_up down"),
-    ],
-)
+@each_case()
 def test_layers_that_a_config_excludes_keep_16_bits(
     config: dict[str, Any], plain_names: str, plain: Path, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
     watch_outputs,
 )
+from slipstream.tests.tables import table_of
 
 MakeDraft = Callable[[str, str], Path]
 FLAGS: dict[str, tuple[str, ...]] = {  # of EAGLE3 drafts
@@ -106,27 +107,7 @@ def make_draft(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory
     return make
 
 
-DRAFTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # drafter, its options, the engine's
-    "eagle chain": ("eagle", {}, {"page_size": 16}),
-    "eagle chain of 5": ("eagle", {"depth": 5}, {"page_size": 1, "prefill_budget": 7}),
-    "eagle tree, few tokens": ("reduced eagle", {"depth": 3, "topk": 3, "nodes": 9}, {"page_size": 16}),
-    "eagle tree": ("eagle", {"depth": 4, "topk": 2, "nodes": 9}, {"page_size": 1, "prefill_budget": 7}),
-    "eagle3 chain": ("eagle3", {}, {"page_size": 16}),
-    "eagle3 chain of 6": ("eagle3", {"depth": 6}, {"page_size": 1, "prefill_budget": 7}),
-    "eagle3 chain of 1": ("eagle3", {"depth": 1}, {"page_size": 16}),
-    "eagle3 tree": ("eagle3", {"depth": 3, "topk": 4, "nodes": 16}, {"page_size": 32}),
-    "eagle3 tree, flat": ("eagle3", {"depth": 2, "topk": 5, "nodes": 5}, {"page_size": 1}),
-    "eagle3.1 chain of 5": ("eagle3.1", {"depth": 5}, {"page_size": 1, "prefill_budget": 7}),
-    "eagle3.1 tree": ("eagle3.1", {"depth": 3, "topk": 4, "nodes": 16}, {"page_size": 32}),
-    "eagle3 chain, qk_norm": ("eagle3 qk_norm", {"depth": 4}, {"page_size": 16, "prefill_budget": 9}),
-    "eagle3 chain, window": ("eagle3 window", {"depth": 5}, {"page_size": 1, "prefill_budget": 7}),
-    "eagle3 tree, window": ("eagle3 window", {"depth": 3, "topk": 4, "nodes": 16}, {"page_size": 16}),
-    "eagle3 tree, small window": ("eagle3 window within trees", {"depth": 4, "topk": 2, "nodes": 9}, {"page_size": 1}),
-    "eagle3.1 tree, fc_norm": ("eagle3.1 fc_norm", {"depth": 4, "topk": 2, "nodes": 9}, {"page_size": 16}),
-    "eagle3.1 chain, deep": ("eagle3.1 deep", {"depth": 4}, {"page_size": 16, "prefill_budget": 7}),
-    "eagle3.1 tree, deep": ("eagle3.1 deep", {"depth": 3, "topk": 4, "nodes": 16}, {"page_size": 1}),
-    "eagle3 chain, deep window": ("eagle3 deep window", {"depth": 3}, {"page_size": 1, "prefill_budget": 9}),
-}
+DRAFTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = table_of(__file__, "drafts")
 CASES = [("llama", 0.0), ("qwen3", 0.8), ("qwen3", 0.0), ("llama", 0.8)]
 GATE = (
     *("eagle chain", "eagle tree, few tokens", "eagle3 chain of 1", "eagle3 tree, flat", "eagle3.1 tree"),

@@ -39,6 +39,7 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.sources import TINY
+from slipstream.tests.tables import each_case
 
 MakeTarget = Callable[[str], Path]
 
@@ -94,17 +95,7 @@ def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplo
     assert "was trained for other weights" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_model_len": 257}, "max_model_len is 257; lower it to 256, the most positions of this target"),
-        ({"attention": "nope"}, "attention backend 'nope' does not exist"),
-        ({"drafter": {"width": 3}}, "drafter option 'width' does not exist; valid: depth"),
-        ({"target": "/no/such/target"}, "checkpoint /no/such/target does not exist"),
-        ({"draft": "/no/such/draft"}, "checkpoint /no/such/draft does not exist"),
-        ({"draft": "medusa"}, "drafter 'medusa' does not exist"),
-    ],
-)
+@each_case()
 def test_wrong_options_are_refused(options: dict[str, Any], message: str, target: Path, draft: Path) -> None:
     with pytest.raises(ValueError, match=message):
         build_engine(**{"target": target, "draft": draft} | options)

@@ -36,6 +36,7 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.serve.played_graphs import build_played
+from slipstream.tests.tables import each_case
 
 pytestmark = pytest.mark.skipif(
     "gemma4" not in RELATIVES or not hasattr(transformers, "Gemma4AssistantConfig"), reason="an older transformers"
@@ -232,20 +233,7 @@ def test_it_takes_no_memory_for_kv(make_target: MakeTarget, make_assistant: Make
     assert plans[0].groups == plans[1].groups
 
 
-@pytest.mark.parametrize(
-    ("values", "text", "message"),
-    [
-        (CLUSTERS | {"num_centroids": 7}, {}, "num_centroids is 7 and centroid_intermediate_top_k 6; the former must"),
-        (CLUSTERS, {}, "missing masked_embedding.centroids.weight; missing masked_embedding.token_ordering"),
-        ({"tie_word_embeddings": False}, {}, "tie_word_embeddings is false; an assistant's head is its embedding"),
-        ({"backbone_hidden_size": 48}, {}, "backbone_hidden_size is 48 in the draft and 32 in the target"),
-        ({}, {"vocab_size": 130}, "vocab_size is 130 in the draft and 120 in the target"),
-        ({}, {"sliding_window": 5}, "window of sliding_attention is 5 in the draft and 9 in the target"),
-        ({}, {"head_dim": 16}, "head_dim of sliding_attention is 16 in the draft and 8 in the target"),
-        ({}, {"intermediate_size": 48}, "layers.0.mlp.gate_proj.weight is .*, the config says"),
-        ({"text_config": None}, {}, "text_config is None; it must be an object"),
-    ],
-)
+@each_case()
 def test_what_does_not_fit_is_refused(
     values: dict[str, Any],
     text: dict[str, Any],

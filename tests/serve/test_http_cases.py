@@ -16,6 +16,7 @@ from slipstream.serve.request import Request
 from slipstream.tests.serve.check_server import FOLDER, Case, cases_of, differences, faults_of, main
 from slipstream.tests.serve.fake_server import ECHO, MARKERS, MODEL, SHOWN, serving, write_target
 from slipstream.tests.serve.joined_streams import CHAT, join, read_events
+from slipstream.tests.tables import each_case
 
 CASES = [case for file in sorted(FOLDER.glob("*.yaml")) for case in cases_of(file)]
 GENERATION = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "eos_token_id": [0, 3]}
@@ -90,21 +91,7 @@ def test_another_server_can_be_asked(
     assert "passed tokens: tokens of a text\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("expected", "actual"),
-    [
-        (1, 2),
-        (1, True),
-        ([1], [1, 1]),
-        ({"a": 1}, {}),
-        ({"a": {"b": None}}, {"a": {"b": 0}}),
-        ({"a": 1}, None),
-        ({"$has": ["x", "y"]}, "xz"),
-        ({"$json": {"a": 1}}, '{"a": 2}'),
-        ({"$schema": {"minItems": 2}}, [1]),
-        ({"$schema": {"type": "object"}, "a": 1}, {"a": 2}),
-    ],
-)
+@each_case()
 def test_a_difference_is_found(expected: Any, actual: Any) -> None:
     assert len([*differences(expected, actual)]) == 1
 

@@ -31,6 +31,7 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.serve.played_graphs import build_played, replays_of
+from slipstream.tests.tables import each_case
 
 TOLERANCE = 1e-4
 
@@ -234,17 +235,7 @@ def test_they_teach_what_drafts_are_accepted(build: Build, monkeypatch: pytest.M
     assert max(counted) == 2
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"logprobs": 21}, "logprobs is 21; it must be between 0 and 20"),
-        ({"logprobs": -1}, "logprobs is -1; it must be between 0 and 20"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be between 0 and 20"),
-        ({"logprobs": 1.5}, "logprobs is 1.5; it must be an integer"),
-        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
-        ({"max_tokens": -1, "prompt_logprobs": 1}, "max_tokens is -1; it must be at least 0"),
-    ],
-)
+@each_case()
 def test_wrong_values_are_named(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**{"max_tokens": 9} | params)

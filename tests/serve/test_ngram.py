@@ -27,6 +27,7 @@ from slipstream.tests.serve.engine_runs import (
     watch_outputs,
 )
 from slipstream.tests.serve.test_overlap import SlowSteps
+from slipstream.tests.tables import each_case
 
 
 def requests_of(namespace: str = "", temperature: float = 0.0, client: str = "") -> list[Request]:
@@ -215,20 +216,7 @@ def test_a_broken_corpus_is_named(line: str, message: str, target: Path, tmp_pat
         build_engine(target, "ngram", drafter={"corpus": str(tmp_path / "texts.jsonl")})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nodes": 1}, "drafter.nodes is 1; it must be between 2 and 64"),
-        ({"nodes": 65}, "drafter.nodes is 65"),
-        ({"breadth": 0}, "drafter.breadth is 0"),
-        ({"min_match": 5, "max_match": 4}, "drafter.*m.._match"),
-        ({"capacity": 3}, "drafter.capacity is 3"),
-        ({"load": "/no/such/file"}, "drafter.load /no/such/file is not a file"),
-        ({"corpus": "/no/such/file"}, "drafter.corpus /no/such/file does not exist"),
-        ({"corpus": "/"}, "drafter.corpus / is not a prepared dataset"),
-        ({"depth": 3}, "drafter option 'depth' does not exist; valid: nodes, min_match"),
-    ],
-)
+@each_case()
 def test_bad_options_are_sentences(options: dict[str, Any], message: str, target: Path) -> None:
     with pytest.raises(ValueError, match=message):
         build_engine(target, "ngram", drafter=options)

@@ -23,6 +23,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, refuse_to_start
 from slipstream.tests.serve.fake_server import read_banner, start, wait_until, write_target
 from slipstream.tests.sources import ROOT
+from slipstream.tests.tables import each_case
 
 # Frozen, at most 39: a new one is a decision.
 OPTIONS = (
@@ -109,16 +110,7 @@ def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> No
     assert (config.draft, config.max_running, config.drafter["depth"]) == (draft, 3, 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("draft: [", ["not valid YAML", "line 1"]),
-        ("- port", ["['port']", "name: value"]),
-        ("# nothing", ["None", "name: value"]),
-        ("draft: 5", ["draft", "5", "must be"]),
-        ("max-model-len: 64", ["max-model-len", "did you mean --max-model-len?"]),
-    ],
-)
+@each_case()
 def test_bad_files_end_with_a_sentence(
     tmp_path: Path, text: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,33 +176,7 @@ def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "depth: 3" in capsys.readouterr().out
 
 
-def unknown(flag: str, *words: str) -> tuple[list[str], list[str]]:
-    return ["--draft", "eagle3", flag, "3"], ["unrecognized arguments", *words]
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--port", "many"], ["port", "many"]),
-        (["--port", "70000"], ["port", "70000", "65535"]),
-        (["--drafter.depth", "3"], ["--drafter.depth", "--draft"]),
-        (["--max-waiting", "-1"], ["max_waiting", "-1", "at least 0"]),
-        (["--page-size", "16"], ["unrecognized arguments", "--page"]),
-        (["--width", "4"], ["unrecognized arguments", "--width", "the options are --api-key-file"]),
-        (["--kv-cache-dtype", "fp8:"], ["kv_cache_dtype is 'fp8:'", "fp8:FILE with a file of text"]),
-        (["--draft", "nonsense"], ["nonsense", "eagle3", "none"]),
-        (["--draft", "/no/such/folder"], ["/no/such/folder", "does not exist"]),
-        (["--draft", "eagle3", "--drafter.depth", "99"], ["drafter.depth", "99", "63"]),
-        (["--config", "/no/such/file.yaml"], ["/no/such/file.yaml"]),
-        # An abbreviation would turn a typing error into another option.
-        unknown("--drafter.dept", "did you mean --drafter.depth?"),
-        unknown("--por", "did you mean --port?"),
-        unknown("--max-model", "did you mean --max-model-len?"),
-        unknown("--prot", "did you mean --port?"),
-        unknown("--xyzzy", "the options are --api-key-file, --attention, --"),
-        (["--dtype", "bf16"], ["dtype", "bf16", "bfloat16"]),
-    ],
-)
+@each_case()
 def test_bad_options_end_with_a_sentence(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal(argv, capsys)
     assert all(word in error for word in words), error

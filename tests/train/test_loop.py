@@ -21,6 +21,7 @@ from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.targets.config import TargetSpec
 from slipstream.tests.sources import ROOT
+from slipstream.tests.tables import each_case
 from slipstream.tests.train import recorded_run
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import (
@@ -150,19 +151,7 @@ def test_unfinished_writes_are_cleaned_up(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"optim__lr": 0.5}, r"optim.lr is 0.5, but the run in .*step-6 has 0.01; pass the saved value"),
-        ({"draft__ttt_steps": 4}, r"draft.ttt_steps is 4, but"),
-        (
-            {"optim__steps": 5},
-            r"optim.steps is 5, but the run in .*step-6 has 6; pass the saved value, or one above it,",
-        ),
-        ({"optim__steps": "null", "optim__epochs": 9}, r"optim.steps is None, but the run in .*step-6 has 6; pass"),
-        ({"optim__schedule": "wsd"}, r"optim.schedule is 'wsd', but the run in .*step-6 has 'linear'; pass"),
-    ],
-)
+@each_case()
 def test_another_run_is_not_continued(
     finished: Path, arguments: Arguments, changes: dict[str, object], message: str
 ) -> None:
@@ -219,16 +208,7 @@ def test_what_does_not_change_the_run_may_change(tmp_path: Path, finished: Path,
     assert records(run) == records(finished)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"draft__aux_layers": "[1, 9]"}, "aux_layers is [1, 9]; name distinct states 0..3"),
-        ({"data__path": "{/nowhere: 2}"}, "data.path /nowhere does not exist; name a prepared dataset"),
-        ({"data__path": "/nowhere"}, "data.path /nowhere does not exist; name a prepared dataset"),
-        ({"target": "/nowhere"}, "/nowhere"),
-        ({"optim__lr": 1e30, "optim__steps": 20}, "lower optim.lr"),
-    ],
-)
+@each_case()
 def test_bad_options_end_in_a_sentence(
     tmp_path: Path, arguments: Arguments, changes: dict[str, object], message: str
 ) -> None:
