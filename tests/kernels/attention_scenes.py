@@ -4,9 +4,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from slipstream.tests.tables import objects_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,69 +29,7 @@ class Case:
     sinks: bool = False
 
 
-CASES = {
-    "nothing committed": Case(lengths=(0, 0), N=1),
-    "nothing committed, a tree": Case(lengths=(0, 0), N=40, mask="tree"),
-    "decode": Case(lengths=(0, 1, 15, 16, 17, 300), N=1),
-    "chain": Case(lengths=(0, 9, 31, 260), N=5),
-    "block": Case(lengths=(12, 0, 130), N=8, mask="block"),
-    "tree": Case(lengths=(0, 7, 48, 200), N=9, mask="tree"),
-    "32 nodes": Case(lengths=(64, 33), N=32, mask="tree"),
-    "33 nodes": Case(lengths=(64, 33), N=33, mask="tree"),
-    "64 nodes of a chain": Case(lengths=(100, 0), N=64),
-    "64 nodes of a tree": Case(lengths=(100, 0), N=64, mask="tree", Q=8),
-    "64 nodes of a block": Case(lengths=(100, 0), N=64, mask="block"),
-    "parts of a long context": Case(lengths=(1200, 513, 128, 127, 0), N=3, G=1),
-    "parts whose last holds nodes only": Case(lengths=(128, 256, 384), N=7, mask="tree"),
-    "pages of one token": Case(lengths=(70, 3), N=6, mask="tree", page_size=1),
-    "pages of 32 tokens": Case(lengths=(140, 3), N=6, mask="tree", page_size=32),
-    "pages of 64 tokens": Case(lengths=(140, 64, 63), N=6, mask="tree", page_size=64),
-    "pages of 128 tokens": Case(lengths=(140, 300), N=2, page_size=128),
-    "D 128, eight heads share": Case(lengths=(150, 20), N=4, Q=8, G=1, D=128),
-    "D 128, rows of two tiles": Case(lengths=(150, 20), N=20, Q=8, G=1, D=128, mask="tree"),
-    "D 256": Case(lengths=(150, 20), N=4, Q=8, D=256),
-    "D 512": Case(lengths=(150, 20), N=4, Q=8, G=1, D=512),
-    "D 8": Case(lengths=(40, 3), N=3, D=8),
-    "D 96": Case(lengths=(40, 3), N=3, D=96, mask="tree"),
-    "seven heads share": Case(lengths=(40, 3), N=3, Q=14, mask="tree"),
-    "no sharing": Case(lengths=(140, 3), N=3, Q=3, G=3),
-    "window": Case(lengths=(0, 9, 31, 260), N=5, window=33),
-    "window of one": Case(lengths=(0, 64, 129), N=3, window=1),
-    "window, decode": Case(lengths=(0, 63, 64, 65, 300), N=1, window=64),
-    "window within the nodes": Case(lengths=(70, 0), N=40, window=9, Q=8),
-    "window wider than all": Case(lengths=(70, 3), N=6, window=1000),
-    "window, parts of a long context": Case(lengths=(1200, 700, 513, 128, 0), N=3, G=1, window=600),
-    "window, pages of one token": Case(lengths=(300, 70, 3), N=6, window=50, page_size=1),
-    "window, pages of 64 tokens": Case(lengths=(300, 140, 63), N=20, window=70, page_size=64, D=128, G=1, Q=8),
-    "window, new nodes only": Case(lengths=(140, 0), N=20, window=6, prefix=False),
-    "window, a tree": Case(lengths=(0, 9, 31, 260), N=9, mask="tree", window=33),
-    "window, a block": Case(lengths=(0, 9, 31, 260), N=8, mask="block", window=33),
-    "window of one, a tree": Case(lengths=(0, 64, 129), N=9, mask="tree", window=1),
-    "window of one, a block": Case(lengths=(0, 64, 129), N=8, mask="block", window=1),
-    "window within 32 nodes of a tree": Case(lengths=(70, 0), N=32, mask="tree", window=4, Q=8),
-    "window within 64 nodes of a tree": Case(lengths=(70, 0), N=64, mask="tree", window=7, page_size=1),
-    "window within a block": Case(lengths=(70, 0), N=40, mask="block", window=9, Q=8),
-    "window of all nodes of a tree": Case(lengths=(140, 0, 5), N=16, mask="tree", window=16),
-    "window wider than all, a tree": Case(lengths=(70, 3), N=6, mask="tree", window=1000),
-    "window wider than all, a block": Case(lengths=(70, 3), N=6, mask="block", window=1000),
-    "window, edges of pages": Case(lengths=(142, 143, 144, 145, 146, 159), N=5, mask="tree", window=16),
-    "window, edges of tiles": Case(lengths=(142, 143, 144, 145, 146, 271), N=5, mask="block", window=16, page_size=32),
-    "window, parts of a tree's context": Case(lengths=(1200, 700, 513, 0), N=5, mask="tree", G=1, window=600),
-    "window, a tree, pages of 64 tokens": Case(lengths=(300, 140, 63), N=20, mask="tree", window=70, page_size=64),
-    "window, a block, pages of 128 tokens": Case(lengths=(400, 140, 63), N=20, mask="block", window=70, page_size=128),
-    "window, new nodes of a tree only": Case(lengths=(140, 0, 65), N=20, mask="tree", window=3, prefix=False),
-    "window, new nodes of a block only": Case(lengths=(140, 0, 65), N=20, mask="block", window=6, prefix=False),
-    "cap": Case(lengths=(0, 9, 31, 260), N=5, softcap=2.0),
-    "cap, a tree": Case(lengths=(0, 7, 48, 200), N=9, mask="tree", softcap=2.0, window=33),
-    "cap, new nodes only": Case(lengths=(140, 0, 65), N=9, mask="tree", prefix=False, softcap=2.0),
-    "sinks": Case(lengths=(0, 9, 31, 260), N=5, sinks=True, Q=8),
-    "sinks, a tree": Case(lengths=(0, 7, 48, 200), N=9, mask="tree", sinks=True, window=33),
-    "sinks, a block": Case(lengths=(12, 0, 130), N=8, mask="block", sinks=True, Q=6),
-    "sinks and a cap, parts of a long context": Case(lengths=(530, 128), N=3, G=1, sinks=True, softcap=2.0),
-    "new nodes only": Case(lengths=(140, 0, 65), N=9, mask="tree", prefix=False),
-    "new nodes only, pages of 64": Case(lengths=(140, 0, 65), N=64, mask="tree", prefix=False, page_size=64),
-    "new nodes only, a chain": Case(lengths=(140, 0, 65), N=20, prefix=False, page_size=1),
-}
+CASES = objects_of(__file__, "cases", Case)
 
 
 def random_case(seed: int) -> Case:
@@ -110,33 +51,15 @@ def random_case(seed: int) -> Case:
 CASES |= {f"random {seed}": random_case(seed) for seed in range(24)}
 REAL = Case(lengths=(700,), N=4, mask="tree", Q=32, G=8, D=128)
 LONG = tuple(random.Random(0).sample(range(6000), 32))
-GPU_CASES = {
-    "batch 1, 700 tokens": REAL,
-    "batch 1, decode": replace(REAL, N=1, mask="causal"),
-    "batch 1, 16 nodes": replace(REAL, N=16, lengths=(8000,)),
-    "batch 1, 64 nodes": replace(REAL, N=64, lengths=(8000,)),
-    "batch 8": replace(REAL, lengths=LONG[:8], page_size=64),
-    "batch 8, 16 nodes, a group of 8": replace(REAL, lengths=LONG[:8], N=16, Q=64),
-    "batch 32": replace(REAL, lengths=LONG),
-    "batch 64, long enough for even parts": replace(REAL, lengths=(*LONG, *(8000 - x for x in LONG))),
-    "batch 32, pages of one token": replace(REAL, lengths=LONG, page_size=1),
-    "batch 32, 64 nodes": replace(REAL, lengths=LONG, N=64),
-    "batch 1, 16 nodes, a window": replace(REAL, N=16, lengths=(8000,), mask="causal", window=2048),
-    "batch 32, 16 nodes, a window": replace(REAL, N=16, lengths=LONG, mask="causal", window=500, page_size=64),
-    "batch 1, 16 nodes of a tree, a window": replace(REAL, N=16, lengths=(8000,), window=2048),
-    "batch 32, 64 nodes, a window": replace(REAL, N=64, lengths=LONG, window=128, page_size=64),
-    "batch 32, 64 nodes, a window within them": replace(REAL, N=64, lengths=LONG, window=5),
-    "batch 32, 16 nodes of a block, a window": replace(REAL, N=16, lengths=LONG, mask="block", window=500),
-    "batch 5, D 256": replace(REAL, lengths=LONG[:5], D=256, Q=16, N=16),
-    "batch 5, D 512": replace(REAL, lengths=LONG[:5], D=512, Q=16, G=2, N=16),
-    "one node, D 512": replace(REAL, lengths=LONG[:2], D=512, Q=16, G=2, N=1),
-    "batch 5, D 64": replace(REAL, lengths=LONG[:5], D=64, Q=64, page_size=32),
-    "batch 1, 16 nodes of a tree, sinks and a window": replace(REAL, N=16, D=64, Q=64, window=128, sinks=True),
-    "batch 32, sinks and a cap": replace(REAL, lengths=LONG, sinks=True, softcap=5.0),
-    "batch 5, 16 nodes of a block, sinks": replace(REAL, lengths=LONG[:5], N=16, mask="block", sinks=True),
-    "batch 5, D 256, a cap": replace(REAL, lengths=LONG[:5], D=256, Q=16, N=16, softcap=5.0),
-    "32k tokens": replace(REAL, lengths=(32768, 5)),
-}
+
+
+def real_case(lengths: int | tuple[int, ...] = REAL.lengths, **changes: Any) -> Case:
+    """lengths: how many of LONG, or the lengths themselves."""
+    return replace(REAL, lengths=LONG[:lengths] if isinstance(lengths, int) else lengths, **changes)
+
+
+GPU_CASES = objects_of(__file__, "gpu_cases", real_case)
+GPU_CASES["batch 64, long enough for even parts"] = replace(REAL, lengths=(*LONG, *(8000 - x for x in LONG)))
 
 
 class Scene:

@@ -4,6 +4,7 @@ those of the same row in another pass."""
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from slipstream.kernels.attention.tree import fit_blocks
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.tests.kernels.triton_runs import NO_INTERPRETER, SLOW, each_device, poisoned
 from slipstream.tests.pairwise import grouped
+from slipstream.tests.tables import objects_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter, masked rows
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the norm
@@ -67,42 +69,7 @@ class Case:
         return max((rows for _, rows in self.nodes), default=1)
 
 
-NODES = ((5, 1), (0, 3), (40, 0), (130, 7), (300, 2), (127, 1), (128, 1), (129, 4))
-CHUNKS = ((0, 20), (33, 50), (10, 0), (200, 17), (127, 2), (130, 1))
-CASES = {
-    "nodes": Case(nodes=NODES),
-    "nodes of trees": Case(nodes=NODES, mask="tree"),
-    "chunks": Case(chunks=CHUNKS),
-    "both": Case(nodes=NODES, chunks=CHUNKS, mask="tree"),
-    "one row": Case(nodes=((12, 1),), unused=0),
-    "nothing": Case(nodes=((12, 0), (3, 0)), chunks=((5, 0),)),
-    "64 nodes of a tree": Case(nodes=((100, 64), (0, 64), (3, 1)), mask="tree"),
-    "33 nodes of a tree": Case(nodes=((64, 33), (33, 2)), mask="tree"),
-    "64 nodes of a chain": Case(nodes=((100, 64), (0, 64), (3, 1))),
-    "pages of one token": Case(nodes=NODES[:4], chunks=CHUNKS[:2], mask="tree", page_size=1),
-    "pages of 64 tokens": Case(nodes=NODES, chunks=CHUNKS, mask="tree", page_size=64),
-    "window": Case(nodes=NODES, chunks=CHUNKS, window=33),
-    "window of trees": Case(nodes=NODES, chunks=CHUNKS, mask="tree", window=33),
-    "window of one": Case(nodes=NODES, chunks=CHUNKS, mask="tree", window=1),
-    "window within the nodes": Case(nodes=((70, 40), (0, 40)), mask="tree", window=7, page_size=1),
-    "window within the rows": Case(nodes=((70, 40),), chunks=((0, 60), (70, 40)), window=9),
-    "window, pages of 64 tokens": Case(nodes=NODES, chunks=CHUNKS, mask="tree", window=70, page_size=64),
-    "window wider than all": Case(nodes=NODES[:4], chunks=CHUNKS[:2], mask="tree", window=1000),
-    "parts of more tokens": Case(nodes=((3071, 1), (3072, 3), (3060, 20)), chunks=((3050, 40),), G=1, Q=2),
-    "window, parts of more tokens": Case(nodes=((4000, 3),), chunks=((3050, 40),), G=1, Q=2, window=3100),
-    "cap": Case(nodes=NODES, chunks=CHUNKS, mask="tree", softcap=2.0),
-    "sinks": Case(nodes=NODES, chunks=CHUNKS, mask="tree", sinks=True, Q=6),
-    "sinks and a cap, window": Case(
-        nodes=NODES[:5], chunks=CHUNKS[:2], mask="tree", sinks=True, softcap=2.0, window=33
-    ),
-    "seven heads share": Case(nodes=NODES, chunks=CHUNKS, Q=14, mask="tree"),
-    "32 heads share": Case(nodes=NODES[:3], chunks=((3, 5),), Q=32, G=1, mask="tree"),
-    "no sharing": Case(nodes=NODES[:4], chunks=((33, 50),), Q=3, G=3),
-    "D 96": Case(nodes=NODES[:4], chunks=((33, 50),), D=96, mask="tree"),
-    "D 128": Case(nodes=NODES[:4], chunks=((33, 50),), D=128, mask="tree"),
-    "D 256": Case(nodes=NODES[:4], chunks=((33, 50),), D=256, mask="tree"),
-    "D 512": Case(nodes=NODES[:4], chunks=((33, 20),), Q=8, G=1, D=512, mask="tree"),
-}
+CASES = objects_of(__file__, "cases", Case)
 IN_GATE = (
     "both",
     "window of trees",
@@ -121,22 +88,7 @@ REAL = Case(
     G=8,
     D=128,
 )
-GPU_CASES = {
-    "busy": REAL,
-    "one request": replace(REAL, nodes=((700, 1),), chunks=()),
-    "one long request": replace(REAL, nodes=((30000, 4),), chunks=()),
-    "nodes alone": replace(REAL, chunks=()),
-    "chunks alone": replace(REAL, nodes=()),
-    "64 nodes": replace(REAL, nodes=((8000, 64), (5, 64), (300, 1)), page_size=64),
-    "window": replace(REAL, window=500),
-    "pages of one token": replace(REAL, page_size=1),
-    "D 256": replace(REAL, D=256, Q=16),
-    "D 512": replace(REAL, D=512, Q=16, G=2),
-    "D 64": replace(REAL, D=64, Q=64, page_size=64),
-    "sinks, window": replace(REAL, D=64, Q=64, window=128, sinks=True),
-    "sinks and a cap": replace(REAL, sinks=True, softcap=5.0),
-    "cap, D 256": replace(REAL, D=256, Q=16, softcap=5.0),
-}
+GPU_CASES = objects_of(__file__, "gpu_cases", partial(replace, REAL))
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.serve.runner.kv import LayerCache, NetworkKV
 from slipstream.serve.runner.request_state import KVSlots, RequestState
 from slipstream.tests.attention_layers import asking_layer
+from slipstream.tests.tables import objects_of
 
 NUM_LAYERS = 2
 LAYER = 1
@@ -49,61 +50,8 @@ class Pass:
         return self.mask if self.num_decoding is None or request < self.num_decoding else "causal"
 
 
-PASSES = {
-    "decode": Pass(mask="causal", lengths=(0, 1, 15, 16, 300), query_lens=(1,) * 5),
-    "decode of one": Pass(mask="causal", lengths=(47,), query_lens=(1,)),
-    "decode, two heads share": Pass(mask="causal", lengths=(0, 90, 16), query_lens=(1,) * 3, num_heads=4),
-    "chain": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5,) * 4),
-    "window": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5,) * 4, window=33),
-    "window, decode": Pass(mask="causal", lengths=(0, 1, 15, 16, 300), query_lens=(1,) * 5, window=20),
-    "window, prompts": Pass(mask="causal", lengths=(16, 5, 130, 0), query_lens=(3, 90, 1, 16), prompt=True, window=12),
-    "scaled": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5,) * 4, scale=0.07),
-    "scaled tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, scale=0.07),
-    "cap": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5,) * 4, softcap=1.5),
-    "cap, prompts": Pass(mask="causal", lengths=(16, 5, 0), query_lens=(3, 90, 16), prompt=True, softcap=1.5),
-    "cap, tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, softcap=1.5),
-    "sinks, decode": Pass(mask="causal", lengths=(0, 1, 15, 16, 300), query_lens=(1,) * 5, sinks=True),
-    "sinks, window, prompts": Pass(
-        mask="causal", lengths=(16, 5, 130, 0), query_lens=(3, 90, 1, 16), prompt=True, window=12, sinks=True
-    ),
-    "sinks, tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, sinks=True),
-    "sinks, window, tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, window=21, sinks=True),
-    "sinks, block": Pass(mask="block", lengths=(12, 0, 130), query_lens=(8,) * 3, sinks=True),
-    "window, block": Pass(mask="block", lengths=(12, 0, 130), query_lens=(8,) * 3, window=20),
-    "window, tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, window=21),
-    "window within a tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, window=3),
-    "block": Pass(mask="block", lengths=(12, 0, 130), query_lens=(8,) * 3),
-    "tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4),
-    "wide tree": Pass(mask="tree", lengths=(64, 33), query_lens=(64,) * 2),
-    "tree of one node": Pass(mask="tree", lengths=(5, 64), query_lens=(1,) * 2),
-    "prompts": Pass(mask="causal", lengths=(0, 0, 0), query_lens=(1, 17, 200), prompt=True),
-    "prompts with prefix": Pass(mask="causal", lengths=(16, 5, 130, 0), query_lens=(3, 90, 1, 16), prompt=True),
-    "prompts of one token": Pass(mask="causal", lengths=(32, 64), query_lens=(1, 1), prompt=True),
-}
-RAGGED = {
-    "ragged chains": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5, 1, 3, 8), num_decoding=4),
-    "ragged trees": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9, 1, 5, 2), num_decoding=4),
-    "chunks": Pass(mask="causal", lengths=(16, 5, 130, 0), query_lens=(3, 90, 1, 16), num_decoding=0),
-    "trees and chunks": Pass(mask="tree", lengths=(7, 48, 0, 33), query_lens=(9, 2, 17, 40), num_decoding=2),
-    "trees and chunks, window": Pass(
-        mask="tree", lengths=(7, 48, 0, 33), query_lens=(9, 2, 17, 40), num_decoding=2, window=6
-    ),
-    "sinks and caps, trees and chunks": Pass(
-        mask="tree",
-        lengths=(7, 48, 0, 33),
-        query_lens=(9, 2, 17, 40),
-        num_decoding=2,
-        window=6,
-        softcap=1.5,
-        sinks=True,
-    ),
-    "chains and chunks, pages of 1": Pass(
-        mask="causal", lengths=(7, 48, 0, 33), query_lens=(4, 2, 7, 20), num_decoding=2, page_size=1
-    ),
-    "chains and chunks, window, pages of 64": Pass(
-        mask="causal", lengths=(7, 148, 0, 33), query_lens=(4, 2, 7, 20), num_decoding=2, page_size=64, window=20
-    ),
-}
+PASSES = objects_of(__file__, "passes", Pass)
+RAGGED = objects_of(__file__, "ragged", Pass)
 PASSES |= {
     f"{name}, pages of {size}": replace(PASSES[name], page_size=size)
     for name in ("decode", "chain", "window", "window, tree", "block", "tree", "prompts with prefix")

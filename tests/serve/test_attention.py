@@ -22,6 +22,7 @@ from slipstream.serve.runner.request_state import KVSlots
 from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.serve.attention_passes import LAYER, RAGGED, Pass, Scene
 from slipstream.tests.sources import ROOT
+from slipstream.tests.tables import objects_of
 
 HEAD_DIM = 8
 BACKENDS = {"sdpa": SDPABackend, "triton": TritonBackend}
@@ -43,38 +44,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return BACKENDS[request.param]
 
 
-CASES = {
-    "ragged prefill": Pass(mask="causal", lengths=(0, 0, 0), query_lens=(1, 17, 40)),
-    "ragged prefill with prefix": Pass(mask="causal", lengths=(16, 5, 33, 0), query_lens=(3, 20, 1, 16)),
-    "one request": Pass(mask="causal", lengths=(31,), query_lens=(4,)),
-    "decode": Pass(mask="causal", lengths=(1, 16, 60, 15), query_lens=(1,) * 4),
-    "chain": Pass(mask="causal", lengths=(0, 9, 14, 47), query_lens=(5,) * 4),
-    "pages of one token": Pass(mask="causal", lengths=(3, 0, 21), query_lens=(4, 7, 2), page_size=1),
-    "chain, pages of one token": Pass(mask="causal", lengths=(3, 30), query_lens=(4, 4), page_size=1),
-    "one KV head": Pass(mask="causal", lengths=(3, 18), query_lens=(6, 6), num_kv_heads=1),
-    "no sharing of heads": Pass(mask="causal", lengths=(3, 18), query_lens=(6, 6), num_heads=4, num_kv_heads=4),
-    "six heads for two": Pass(mask="causal", lengths=(3, 18), query_lens=(6, 2), num_heads=6),
-    "window": Pass(mask="causal", lengths=(0, 9, 14, 47), query_lens=(5,) * 4, window=7),
-    "window of one": Pass(mask="causal", lengths=(0, 33), query_lens=(3,) * 2, window=1),
-    "window, decode": Pass(mask="causal", lengths=(1, 16, 60, 15), query_lens=(1,) * 4, window=16, page_size=1),
-    "window wider than all": Pass(mask="causal", lengths=(3, 30), query_lens=(4, 4), window=90),
-    "window, ragged prefill": Pass(mask="causal", lengths=(16, 5, 33, 0), query_lens=(3, 20, 1, 16), window=9),
-    "block": Pass(mask="block", lengths=(12, 0, 30), query_lens=(5, 5, 5)),
-    "cap": Pass(mask="causal", lengths=(0, 9, 47), query_lens=(5,) * 3, softcap=0.8),
-    "sinks": Pass(mask="causal", lengths=(0, 9, 47), query_lens=(5,) * 3, sinks=True),
-    "sinks and a cap, ragged prefill": Pass(
-        mask="causal", lengths=(16, 5, 33, 0), query_lens=(3, 20, 1, 16), window=9, softcap=0.8, sinks=True
-    ),
-    "sinks, block": Pass(mask="block", lengths=(12, 0, 30), query_lens=(5, 5, 5), sinks=True),
-    "sinks and a cap, tree": Pass(
-        mask="tree", lengths=(7, 15, 0), query_lens=(9,) * 3, window=4, softcap=0.8, sinks=True
-    ),
-    "ragged block": Pass(mask="block", lengths=(12, 4), query_lens=(5, 9), page_size=1),
-    **{
-        f"tree {reach}": Pass(mask="tree", lengths=(7, 15, 0), query_lens=(9,) * 3, reach=reach, page_size=size)
-        for reach, size in ((1, 16), (2, 1), (4, 16), (9, 1))
-    },
-}
+CASES = objects_of(__file__, "cases", Pass)
 
 
 def ancestors_of(node: int, parents: list[int]) -> set[int]:
