@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -19,86 +18,29 @@ from slipstream.serve.request import Request
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_drafts import load_float64
 from slipstream.tests.random_targets import (
-    BY_LAYER,
-    DEEPSEEK_MOE,
-    DELTA_NETS,
-    EXPERTS,
-    MROPE,
-    PARTIAL_ROPE,
     SHAPE,
-    SHARED,
-    TWO_ROPES,
     change_json,
+    new_config,
     roughen,
     save_random_target,
     shared_weights,
     target_states,
 )
 from slipstream.tests.serve.engine_runs import Nodes
-
-LATER = {  # transformers' names -> files': {0} is the number of layers and the index of the module, {1} this index
-    "enorm.": "model.layers.{0}.enorm.",
-    "hnorm.": "model.layers.{0}.hnorm.",
-    "eh_proj.": "model.layers.{0}.eh_proj.",
-    "post_norm.": "model.layers.{0}.shared_head.norm.",
-    "mtp_block.": "model.layers.{0}.",
-}
-BESIDE = {
-    "enorm.": "mtp.pre_fc_norm_embedding.",
-    "hnorm.": "mtp.pre_fc_norm_hidden.",
-    "eh_proj.": "mtp.fc.",
-    "post_norm.": "mtp.norm.",
-    "mtp_block.": "mtp.layers.0.",
-}
-ERNIE = {  # without a norm of its own
-    "enorm.": "model.mtp_emb_norm.{1}.",
-    "hnorm.": "model.mtp_hidden_norm.{1}.",
-    "eh_proj.": "model.mtp_linear_proj.{1}.",
-    "mtp_block.": "model.mtp_block.{1}.",
-}
-MELLUM = {**BY_LAYER, **EXPERTS, "rope_parameters": TWO_ROPES, "head_dim": 16}
-FULL = {"mtp_layer_types": ["full_attention"]}
-SLIDING = {"mtp_layer_types": ["sliding_attention"]}
-DENSE = {"mtp_mlp_layer_types": ["dense"]}
-SPARSE = {"mtp_mlp_layer_types": ["sparse"]}
+from slipstream.tests.tables import table_of
 
 
 class Kind(NamedTuple):
     """A family: its config, names in its files, and what transformers must be told of the module."""
 
-    config: str
-    fields: dict[str, Any]
+    family: str
     names: dict[str, str]
+    changes: dict[str, Any] = {}  # of the config
     module: dict[str, Any] = {}
     zero_first: bool = False
 
 
-KINDS = {
-    "ernie": Kind(
-        "Ernie4_5_MoeConfig",
-        {"moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2},
-        ERNIE,
-        {"moe_layer_start_index": 9, "moe_layer_end_index": 9},  # an MLP
-    ),
-    "glm4-moe": Kind("Glm4MoeConfig", {**DEEPSEEK_MOE, "head_dim": 16, "use_qk_norm": True}, LATER),
-    "glm4-moe-bias": Kind("Glm4MoeConfig", {**DEEPSEEK_MOE, "head_dim": 16, "attention_bias": True}, LATER),
-    "glm4-moe-wide": Kind(  # for groups of 32 inputs
-        "Glm4MoeConfig",
-        {**DEEPSEEK_MOE, "head_dim": 16, "use_qk_norm": True, "intermediate_size": 64, "moe_intermediate_size": 32},
-        LATER,
-    ),
-    "hy-v3": Kind(
-        "HYV3Config",
-        {**EXPERTS, "head_dim": 16},
-        LATER | {"post_norm.": "model.layers.{0}.final_layernorm."},
-        SPARSE,
-        zero_first=True,
-    ),
-    "mellum": Kind("MellumConfig", MELLUM, BESIDE, {**SLIDING, **SPARSE}),
-    "qwen3-next": Kind("Qwen3NextConfig", {**DELTA_NETS, **SHARED, "rope_parameters": PARTIAL_ROPE}, BESIDE, FULL),
-    "qwen3-5": Kind("Qwen3_5TextConfig", {**DELTA_NETS, "rope_parameters": {**MROPE, **PARTIAL_ROPE}}, BESIDE, FULL),
-    "exaone-moe": Kind("ExaoneMoeConfig", {**EXPERTS, **BY_LAYER}, BESIDE, {**SLIDING, **DENSE}),
-}
+KINDS = {name: Kind(**fields) for name, fields in table_of(__file__, "kinds").items()}
 
 
 class MTPTarget(NamedTuple):
@@ -113,7 +55,7 @@ class MakeMTP(Protocol):
 
 
 def config_of(kind: Kind, count: int = 1) -> PretrainedConfig:
-    return getattr(transformers, kind.config)(**SHAPE | kind.fields, num_nextn_predict_layers=count)
+    return new_config(kind.family, **kind.changes, num_nextn_predict_layers=count)
 
 
 def save_mtp_target(name: str, folder: Path, seed: int = 1, count: int = 1) -> MTPTarget:

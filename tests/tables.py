@@ -4,12 +4,13 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import yaml
 
 Test = Callable[..., None]
+Value = TypeVar("Value")
 
 
 def each_case(*rows: Any) -> Callable[[Test], Test]:
@@ -30,3 +31,14 @@ def table_of(module: str, name: str) -> Any:
 @cache
 def _tables(file: Path) -> dict[str, Any]:
     return yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def objects_of(module: str, name: str, kind: Callable[..., Value]) -> dict[str, Value]:
+    """A table's rows by name, each a `kind` of its fields, with tuples for lists."""
+    return {key: kind(**_tuples(fields)) for key, fields in table_of(module, name).items()}
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -22,7 +22,7 @@ from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoint
 from slipstream.tests.models.saved_drafts import fused
 from slipstream.tests.models.test_config_keys import WRAPPER, base_values
 from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
-from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, MakeTarget, change_json, save_random_target
+from slipstream.tests.random_targets import FIELDS, SHAPE, MakeTarget, change_json, save_random_target
 from slipstream.tests.tables import each_case
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -193,7 +193,7 @@ def llama(make_target: MakeTarget, tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.fixture
 def deep_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
     """With a target of 12 layers and scaled rotary embedding."""
-    config = LlamaConfig(**SHAPE | {"num_hidden_layers": 12}, rope_parameters=LLAMA3_ROPE)
+    config = LlamaConfig(**SHAPE | {"num_hidden_layers": 12}, rope_parameters=FIELDS["llama3_rope"])
     save_random_target(config, tmp_path / "target")
     return Runs(tmp_path / "target", tmp_path, capsys)
 

@@ -18,7 +18,7 @@ from slipstream.models.targets.config import default_aux_layers
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import TransformersTarget
 from slipstream.tests.data_tools.conversion import Runs, save_eagle3_draft
-from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, save_random_target
+from slipstream.tests.random_targets import FIELDS, SHAPE, save_random_target
 from slipstream.train.batches import collate
 from slipstream.train.ttt import TTTAttention, find_rows
 
@@ -46,7 +46,7 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureF
     they name num_layers, three layers."""
     num_layers, layers, draft_vocab_size, flags = request.param
     shape = SHAPE | {"num_hidden_layers": num_layers}
-    save_random_target(LlamaConfig(**shape, rope_parameters=LLAMA3_ROPE), tmp_path / "target")
+    save_random_target(LlamaConfig(**shape, rope_parameters=FIELDS["llama3_rope"]), tmp_path / "target")
     round_to_bf16(tmp_path / "target" / "model.safetensors")
     runs = Runs(tmp_path / "target", tmp_path, capsys)
     fields = dict.fromkeys(flags, True) | ({"num_layers": 3} if "num_layers" in flags else {})

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Ernie4_5Config, GraniteConfig
 
 from slipstream.kernels.gemm.choose import Device, choose
 from slipstream.kernels.gemm.fixed_order import FixedOrder
@@ -39,16 +37,7 @@ from slipstream.tests.quantized_targets import (
     w4,
     w8,
 )
-from slipstream.tests.random_targets import (
-    EXPERTS,
-    GRANITE,
-    RELATIVES,
-    SHAPE,
-    change_json,
-    logits,
-    muse_glimmer,
-    save_random_target,
-)
+from slipstream.tests.random_targets import SHAPE, change_json, configs_of, logits, save_random_target
 from slipstream.tests.tables import each_case
 
 HEAD = "lm_head"
@@ -88,50 +77,7 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
 
 
 WIDE = SHAPE | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2, "num_hidden_layers": 2}
-ADAPTED = {
-    "ernie": Ernie4_5Config(**WIDE, head_dim=128),  # rows of queries and keys in another order
-    "ernie, two heads in a block": Ernie4_5Config(**WIDE, head_dim=64),
-    "granite": GraniteConfig(**WIDE, **GRANITE | {"attention_multiplier": 128**-0.5}),  # a factor of outputs
-}
-if "arcee" in RELATIVES:
-    ADAPTED["arcee"] = transformers.ArceeConfig(**WIDE, head_dim=128)  # MLPs without a gate
-if "hyperclovax" in RELATIVES:
-    ADAPTED["hyperclovax"] = transformers.HyperCLOVAXConfig(**WIDE, **GRANITE)  # a factor of the norms of outputs
-if "muse-glimmer" in RELATIVES:
-    ADAPTED["muse-glimmer"] = muse_glimmer(**WIDE, head_dim=128)  # a gate that reads what q, k and v read
-if "laguna" in RELATIVES:
-    ADAPTED["laguna"] = transformers.LagunaConfig(
-        **WIDE | EXPERTS | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
-        head_dim=128,
-        num_attention_heads_per_layer=[2, 4],
-        gating="per-element",
-    )
-if "gemma4" in RELATIVES:
-    sizes = {"head_dim": 128, "global_head_dim": 256, "layer_types": ["sliding_attention", "full_attention"]}
-    sizes |= {"sliding_window": 9, "hidden_size_per_layer_input": 0}
-    # A layer without v_proj; experts beside the MLP.
-    ADAPTED["gemma4"] = transformers.Gemma4TextConfig(**WIDE, **sizes, attention_k_eq_v=True)
-    experts = {"enable_moe_block": True, "num_experts": 3, "top_k_experts": 2, "moe_intermediate_size": 128}
-    ADAPTED["gemma4-experts"] = transformers.Gemma4TextConfig(**WIDE, **sizes, **experts)
-BLOCK_OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
-if "glm4-moe" in RELATIVES:
-    ADAPTED["glm4-moe"] = transformers.Glm4MoeConfig(
-        **WIDE | BLOCK_OF_EXPERTS, head_dim=128, n_routed_experts=4, first_k_dense_replace=1
-    )
-if "minimax-m2" in RELATIVES:
-    ADAPTED["minimax-m2"] = transformers.MiniMaxM2Config(
-        **WIDE | BLOCK_OF_EXPERTS | {"intermediate_size": 128}, head_dim=128, num_local_experts=4
-    )
-HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "head_dim": 128}
-HYBRID = WIDE | HEADS | {"layer_types": ["linear_attention", "full_attention"]}
-SHARED = {**BLOCK_OF_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 128}
-for family, config, fields in (
-    ("qwen3-5", "Qwen3_5TextConfig", {}),
-    ("qwen3-5-moe", "Qwen3_5MoeTextConfig", SHARED),
-    ("qwen3-next", "Qwen3NextConfig", SHARED),
-):
-    if family in RELATIVES:
-        ADAPTED[family] = getattr(transformers, config)(**HYBRID | fields)
+ADAPTED = configs_of(__file__, "adapted", WIDE)
 
 
 @grouped("family")

@@ -24,9 +24,7 @@ from transformers import (
     Lfm2Config,
     Llama4TextConfig,
     LongcatFlashConfig,
-    Ministral3Config,
     Mistral3ForConditionalGeneration,
-    MistralConfig,
     NemotronConfig,
     NemotronHConfig,
     Phi3Config,
@@ -66,10 +64,8 @@ from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_targets import (
     CAPPED,
-    EXPERTS,
     FAMILIES,
-    GROWTH,
-    LONGROPE,
+    FIELDS,
     RELATIVES,
     SHAPE,
     MakeTarget,
@@ -154,17 +150,19 @@ WRAPPERS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig, PretrainedCon
     ),
     "qwen3-vl-moe": (
         Qwen3VLMoeForConditionalGeneration,
-        Qwen3VLMoeTextConfig(**SHAPE, **EXPERTS, head_dim=16, rope_parameters=dict(MROPE), mlp_only_layers=[3]),
+        Qwen3VLMoeTextConfig(
+            **SHAPE, **FIELDS["experts"], head_dim=16, rope_parameters=dict(MROPE), mlp_only_layers=[3]
+        ),
         Qwen3VLMoeVisionConfig(**TOWER, deepstack_visual_indexes=[0]),
     ),
     "ministral3": (
         Mistral3ForConditionalGeneration,
-        Ministral3Config(**SHAPE, head_dim=16, rope_parameters=dict(GROWTH)),
+        RELATIVES["ministral3"],
         PixtralVisionConfig(**VISION, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14),
     ),
     "mistral3": (
         Mistral3ForConditionalGeneration,
-        MistralConfig(**SHAPE, sliding_window=None),
+        FAMILIES["mistral"],
         PixtralVisionConfig(**VISION, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14),
     ),
 }
@@ -301,7 +299,7 @@ def test_norms_of_an_offset_keep_the_bits_of_their_files(make_target: MakeTarget
 
 
 def test_longrope_depends_on_the_context_that_is_served() -> None:
-    hf_config = Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    hf_config = Phi3Config(**SHAPE, rope_parameters=FIELDS["longrope"], original_max_position_embeddings=64)
     hf_config.architectures = ["Phi3ForCausalLM"]
     config = TargetSpec.from_json(hf_config.to_dict())
     positions = torch.arange(64)[None]
