@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Self
 
 import aiohttp
@@ -126,12 +127,8 @@ class LoadResult:
     @property
     def accept_rate_by_position(self) -> list[float]:
         """Share of all rounds in which the draft token at each position was accepted."""
-        depth = max((len(answer.accepted_by_position) for answer in self.completed), default=0)
-        counts = [0] * depth
-        for answer in self.completed:
-            for position, count in enumerate(answer.accepted_by_position):
-                counts[position] += count
-        return [count / self.rounds for count in counts]
+        counts = zip_longest(*(answer.accepted_by_position for answer in self.completed), fillvalue=0)
+        return [sum(column) / self.rounds for column in counts]
 
     def summary(self) -> dict[str, Any]:
         """Returns figures for tables and files; times in seconds, None if not measured."""

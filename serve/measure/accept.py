@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,8 @@ class Record:
         self.bar = bar
         self.questions = questions
         self.failures = Counter[str]()
-        self._texts = {key_of(row): row["answer"] for row in journal.results if "question" in row}
+        key = itemgetter("question", "turn", "drafted", "temperature", "thinking", "concurrency")
+        self._texts = {key(row): row["answer"] for row in journal.results if "question" in row}
 
     @property
     def num_answers(self) -> int:
@@ -189,10 +191,6 @@ class Record:
             }
         )
         self.bar.update()
-
-
-def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("question", "turn", "drafted", "temperature", "thinking", "concurrency"))
 
 
 def accept(config: AcceptConfig) -> None:

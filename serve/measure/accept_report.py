@@ -6,7 +6,8 @@ categories, as SPEED-Bench defines it (arXiv 2604.09557). The first weights long
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -60,7 +61,8 @@ def figures_of(results: Sequence[Row], settings: Sequence[Setting]) -> list[Figu
     answers."""
     entries: list[Figures] = []
     for setting in settings:
-        rows = [row for row in results if setting_of(row) == setting]
+        fields = asdict(setting)
+        rows = [row for row in results if fields.items() <= row.items()]
         answers = [row for row in rows if "question" in row]
         drafted = [row for row in answers if row["drafted"]]
         without = [row for row in answers if not row["drafted"]]
@@ -78,17 +80,15 @@ def figures_of(results: Sequence[Row], settings: Sequence[Setting]) -> list[Figu
     return entries
 
 
-def setting_of(row: Row) -> Setting:
-    return Setting(row["temperature"], row["thinking"], row["concurrency"])
-
-
 def figures(setting: Setting, category: str, drafted: Sequence[Row], without: Sequence[Row], **totals: Any) -> Figures:
     """Returns the figures of one category. `totals`: fields that differ if the rows are of all categories. A speed-up
     compares the questions that were asked both with the draft and without."""
     with_rounds = [row for row in drafted if row["rounds"]]
     rounds, drafted_tokens = (sum(row[name] for row in with_rounds) for name in ("rounds", "drafted_tokens"))
     lengths = [row["decoded_tokens"] / row["rounds"] for row in with_rounds]
-    positions = accepted_by_position([row for row in with_rounds if row["accepted_by_position"]])
+    positions = [
+        sum(counts) for counts in zip_longest(*(row["accepted_by_position"] for row in with_rounds), fillvalue=0)
+    ]
     turns = {turn_of(row) for row in drafted} & {turn_of(row) for row in without}
     drafted_pairs, plain_pairs = ([row for row in rows if turn_of(row) in turns] for rows in (drafted, without))
     slow = speed(plain_pairs) if turns else None
@@ -117,14 +117,6 @@ def turn_of(row: Row) -> tuple[str, int]:
 
 def speed(rows: Sequence[Row]) -> float:
     return sum(row["completion_tokens"] for row in rows) / sum(row["latency_s"] for row in rows)
-
-
-def accepted_by_position(rows: Sequence[Row]) -> list[int]:
-    depth = max((len(row["accepted_by_position"]) for row in rows), default=0)
-    return [
-        sum(row["accepted_by_position"][index] for row in rows if len(row["accepted_by_position"]) > index)
-        for index in range(depth)
-    ]
 
 
 def counted(rows: Sequence[Row], num_answers: int) -> float | None:
@@ -168,19 +160,16 @@ def shown_table(figures: Sequence[Figures]) -> str:
         rates = " ".join(f"{rate:.2f}" for rate in entry.accept_rates) or None
         names = ("category", "answers", "drafted", "tok_s", "tok_s_without", "speed_up", "by_counters")
         lines.append({**setting, **length_texts, "rates": rates, **{name: getattr(entry, name) for name in names}})
-    optional = ("by_counters", "drafted", "tok_s_without", "speed_up", "rates")
-    empty = {name for name in optional if all(line[name] is None for line in lines)}
-    empty |= {"thinking"} if all(line["thinking"] == "default" for line in lines) else set()
-    text = table([column for column in columns if column[1] not in empty], lines)
+    if all(line["thinking"] == "default" for line in lines):
+        columns = [column for column in columns if column[1] != "thinking"]
+    text = table(columns, lines, optional=("by_counters", "drafted", "tok_s_without", "speed_up", "rates"))
     return text + (f"\n~ {ESTIMATED}" if any(entry.is_estimated for entry in figures) else "")
 
 
 def plot(figures: Sequence[Figures], name: str, path: Path) -> None:
     """Plots accept lengths by category, in a color for each setting; accept rates by position; and the speed-up."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     totals = [entry for entry in figures if entry.is_whole]
     has_rates = any(entry.accept_rates for entry in totals)
@@ -188,11 +177,9 @@ def plot(figures: Sequence[Figures], name: str, path: Path) -> None:
     figures = shown_figures(figures)
     categories = list(dict.fromkeys(entry.category for entry in figures))
     widths = [max(1.0, 0.25 * len(categories)), *[1.0] * (has_rates + has_speed)]
-    figure, axes = plt.subplots(
-        1, len(widths), figsize=(3.5 * sum(widths) + 1, 4.2), layout="constrained", width_ratios=widths, squeeze=False
-    )
-    panels = list(axes[0])
-    colors = [plt.get_cmap("tab10")(index % 10) for index in range(len(totals))]
+    figure = Figure(figsize=(3.5 * sum(widths) + 1, 4.2), layout="constrained")
+    panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    colors = [colormaps["tab10"](index % 10) for index in range(len(totals))]
     draw_lengths(panels[0], figures, totals, categories, colors)
     if has_rates:
         draw_rates(panels[1], totals, colors)
@@ -203,7 +190,6 @@ def plot(figures: Sequence[Figures], name: str, path: Path) -> None:
     figure.suptitle(name, fontsize=10)
     figure.legend(loc="outside lower center", ncols=min(4, len(totals)), frameon=False, fontsize=8)
     figure.savefig(path, dpi=120, format="png")
-    plt.close(figure)
 
 
 def draw_lengths(

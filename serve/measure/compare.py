@@ -27,7 +27,7 @@ from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.files.text import read_key
 from slipstream.serve.load import Answer, Client, LoadResult, Prompt, read_levels, send_all
 from slipstream.serve.measure.compare_report import Comparison, compare_passes, plot, shown_table
-from slipstream.serve.measure.conversations import THINKING, MeasureOptions, template_variables
+from slipstream.serve.measure.conversations import THINKING, MeasureOptions, chat_fields
 from slipstream.serve.measure.identity import server_identities
 from slipstream.serve.measure.intervals import LEAST_PAIRS
 from slipstream.serve.measure.journal import Journal
@@ -74,16 +74,10 @@ class CompareConfig(MeasureOptions):
         if self.temperature < 0 or self.seconds < 0:
             raise ValueError(f"temperature is {self.temperature} and seconds {self.seconds}; they must be at least 0")
 
-    def block_len(self, level: int) -> int:
-        return self.requests or max(4, 2 * level)
-
     def request_fields(self, prompt: Prompt) -> dict[str, Any]:
         fields: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature, "stream": True}
-        variables = {**template_variables(self.thinking), **self.template}
-        effort = variables.pop("reasoning_effort", None)
         if prompt and isinstance(prompt[0], dict):
-            fields |= {"chat_template_kwargs": variables} if variables else {}
-            fields |= {} if effort is None else {"reasoning_effort": effort}
+            fields |= chat_fields(self.thinking, self.template)
         return fields | self.fields
 
 
@@ -180,7 +174,7 @@ def blocks_of(
 ) -> Iterator[list[tuple[Prompt, dict[str, Any]]]]:
     """Yields the questions of one turn after another, from turn `first` on, with their fields; after the last question
     comes the first again."""
-    size = config.block_len(level)
+    size = config.requests or max(4, 2 * level)
     turn = first
     while True:
         places = [place % len(prompts) for place in range(turn * size, (turn + 1) * size)]

@@ -128,10 +128,8 @@ def shown_table(comparisons: Sequence[Comparison], urls: Sequence[str], *, greed
         lines.append(
             {"letter": letter(row.server), **texts, "same_text": same, **{n: getattr(row, n) for n in figures}}
         )
-    optional = ("accept_length", "same_text", "speed_text", "ttft_text", "token_text")
-    empty = {name for name in optional if all(line[name] is None for line in lines)}
     servers = [f"{letter(place)}: {url}" for place, url in enumerate(urls)]
-    text = table([column for column in columns if column[1] not in empty], lines)
+    text = table(columns, lines, optional=("accept_length", "same_text", "speed_text", "ttft_text", "token_text"))
     return "\n".join([*servers, "", text, "", *(verdict(row) for row in comparisons if row.speed is not None)])
 
 
@@ -153,18 +151,17 @@ def verdict(comparison: Comparison) -> str:
 
 def plot(comparisons: Sequence[Comparison], urls: Sequence[str], path: Path) -> None:
     """Plots tokens per second by level and, for several servers, three ratios to the first with their intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     num_panels = 4 if len(urls) > 1 else 1
-    figure, [axes] = plt.subplots(1, num_panels, figsize=(3.5 * num_panels, 4), layout="constrained", squeeze=False)
+    figure = Figure(figsize=(3.5 * num_panels, 4), layout="constrained")
+    axes = figure.subplots(1, num_panels, squeeze=False)[0]
     levels = list(dict.fromkeys(entry.concurrency for entry in comparisons))
     titles = ("tokens per second", "tokens per second, to A", "time to first token, to A", "time per token, to A")
     for place, url in enumerate(urls):
         entries = [entry for entry in comparisons if entry.server == place]
-        color = plt.get_cmap("tab10")(place % 10)
+        color = colormaps["tab10"](place % 10)
         axes[0].plot(
             range(len(entries)),
             [entry.tok_s for entry in entries],
@@ -184,7 +181,6 @@ def plot(comparisons: Sequence[Comparison], urls: Sequence[str], path: Path) -> 
     axes[0].set_ylim(0, None)
     figure.legend(loc="outside lower center", ncols=min(3, len(urls)), frameon=False, fontsize=8)
     figure.savefig(path, dpi=120, format="png")
-    plt.close(figure)
 
 
 def draw_ratios(axes: Any, ratios: Sequence[Ratio | None], color: Any, shift: float) -> None:

@@ -74,6 +74,14 @@ def template_variables(thinking: str) -> dict[str, Any]:
     return {"enable_thinking": thinking == "on", "thinking": thinking == "on"}
 
 
+def chat_fields(thinking: str, template: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a chat request for a thinking and further variables of the chat template."""
+    variables = template_variables(thinking)
+    effort = variables.pop("reasoning_effort", None)  # OpenAI has a field for it
+    fields = {"reasoning_effort": effort, "chat_template_kwargs": {**variables, **template}}
+    return {name: value for name, value in fields.items() if value}
+
+
 class Conversation:
     """A question that is asked turn by turn: each answer goes into the next turn, without its reasoning."""
 
@@ -160,12 +168,7 @@ class ServerResponder:
         fields: dict[str, Any] = {"max_tokens": options.max_tokens, "temperature": setting.temperature}
         fields["seed"] = conversation.seed(options.seed)
         if conversation.is_chat:
-            variables = template_variables(setting.thinking)
-            effort = variables.pop("reasoning_effort", None)  # OpenAI has a field for it
-            if effort is not None:
-                fields["reasoning_effort"] = effort
-            if variables or options.template:
-                fields["chat_template_kwargs"] = {**variables, **options.template}
+            fields |= chat_fields(setting.thinking, options.template)
         return {**fields, **self._own, **options.fields}
 
     async def answer(self, conversation: Conversation, setting: Setting) -> CountedAnswer:

@@ -23,7 +23,7 @@ from slipstream.serve.measure.conversations import (
     template_variables,
 )
 from slipstream.serve.measure.questions import Question
-from slipstream.serve.request import Output, RequestStats, SamplingParams
+from slipstream.serve.request import Output, SamplingParams
 
 
 class OpenAnswer:
@@ -46,20 +46,21 @@ class OpenAnswer:
         if output.finish_reason is None:
             return None
         generation = self.answer.generation(output)
-        answer = Answer(text=generation.text, reasoning=generation.reasoning, finish_reason=generation.finish_reason)
-        answer.latency_s = now
-        answer.arrivals_s = self.arrivals_s
-        answer.error = generation.error or None
-        count(answer, generation.stats)
+        stats = generation.stats
+        answer = Answer(
+            text=generation.text,
+            reasoning=generation.reasoning,
+            finish_reason=generation.finish_reason,
+            completion_tokens=stats.completion_tokens,
+            latency_s=now,
+            arrivals_s=self.arrivals_s,
+            rounds=stats.rounds,
+            decoded_tokens=stats.decoded_tokens,
+            drafted_tokens=stats.drafted_tokens,
+            accepted_by_position=list(stats.accepted_by_position),
+            error=generation.error or None,
+        )
         return CountedAnswer(answer, "server" if answer.rounds else "none")
-
-
-def count(answer: Answer, stats: RequestStats) -> None:
-    answer.completion_tokens = stats.completion_tokens
-    answer.rounds = stats.rounds
-    answer.decoded_tokens = stats.decoded_tokens
-    answer.drafted_tokens = stats.drafted_tokens
-    answer.accepted_by_position = list(stats.accepted_by_position)
 
 
 class EngineResponder:
