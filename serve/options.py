@@ -47,8 +47,6 @@ class EngineConfig:
     stay as they are. Quantised checkpoints need no option."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the target. auto: a GPU if there is one."""
-    tp: int = 1
-    """Number of devices that share the target (tensor parallelism), with one process each."""
     width: int | None = None
     """Nodes to verify per request and step (drafted tokens + 1). Default: chosen in each step for the most expected
     tokens per millisecond."""
@@ -93,6 +91,9 @@ class EngineConfig:
     filters). Those of prompts are always raw."""
     simulate_accept_length: float | None = None
     """Benchmarks only: pretend that each step emits this many tokens per request on average. The output is wrong."""
+    idle_prompts: bool = True
+    """While no request is open, compute ended conversations of a target with recurrent layers as prompts, so that next
+    turns find answers in the prefix cache. A server does; `LLM` does not."""
     grammar_drafts: bool = True
     """Draft the tokens that a request's grammar forces."""
     json_whitespace: int = 1
@@ -107,7 +108,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_at_least(self, 1, "max_model_len", "max_running", "prefill_budget", "kv_cache_tokens", "width", "tp")
+        check_at_least(self, 1, "max_model_len", "max_running", "prefill_budget", "kv_cache_tokens", "width")
         if not 0 <= self.json_whitespace <= MOST_WHITESPACE:
             raise ValueError(f"json_whitespace is {self.json_whitespace}; it must be between 0 and {MOST_WHITESPACE}")
         if self.max_running > MOST_RUNNING:
@@ -165,8 +166,8 @@ class ServeConfig(EngineConfig):
     ALIASES = {"--fast": "--no-exact"}
     # Programs set these: tests, benchmarks (bench/server.py) and `LLM`.
     HIDDEN = frozenset(
-        ("api_key", "grammar_drafts", "health_timeout", "overlap", "page_size", "prefill_graph_tokens")
-        + ("simulate_accept_length", "width")
+        ("api_key", "grammar_drafts", "health_timeout", "idle_prompts", "overlap", "page_size")
+        + ("prefill_graph_tokens", "simulate_accept_length", "width")
     )
 
     host: str = "127.0.0.1"

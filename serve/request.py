@@ -283,7 +283,8 @@ class RequestStats:
     Accept length, as everywhere in Slipstream: (completion_tokens - 1) / rounds, since the prefill samples the first
     token. A preempted request prefills again, all its tokens, when it resumes, and samples its next token there: in
     general (completion_tokens - prefills) / rounds. `cached_tokens` counts prompt tokens found in the prefix cache when
-    the request first ran, `missed_tokens` those after them that it knew, but not what every layer needs of them.
+    the request first ran, `missed_tokens` those after them that it knew, but not what every layer needs of them,
+    `idle_tokens` those of `cached_tokens` that were computed in idle time for this first use.
     `accepted_by_position[j]` counts the rounds in which draft token j was accepted and emitted.
     A request without speculation has no rounds.
     """
@@ -291,6 +292,7 @@ class RequestStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     missed_tokens: int = 0
+    idle_tokens: int = 0
     miss_reason: MissReason | None = None
     completion_tokens: int = 0
     prefills: int = 0  # completed prefills: 1, and 1 more per resumption

@@ -49,6 +49,7 @@ HOST_SIDE = (
     "host_stages",
     "host_wait",
     "host_work",
+    "idle",
     "kv_cache",
     "kv_windows",
     "plan",

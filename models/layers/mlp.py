@@ -1,7 +1,6 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.config import MLPSpec
 
@@ -23,15 +22,8 @@ class GatedMLP(nn.Module):
         return self.gate_up_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.down_proj.ranks is None:
-            out = self.gate_up_proj.gated_mlp(x, self.down_proj, self.activation)
-            if out is not None:
-                return out
-        return self.down_proj.added(self.gate_up_proj.gated(x, self.activation))
-
-    def join(self, ranks: Ranks) -> None:
-        """Shares the channels with other ranks."""
-        self.down_proj.ranks = ranks
+        out = self.gate_up_proj.gated_mlp(x, self.down_proj, self.activation)
+        return self.down_proj(self.gate_up_proj.gated(x, self.activation)) if out is None else out
 
 
 class SquaredMLP(nn.Module):
@@ -48,8 +40,4 @@ class SquaredMLP(nn.Module):
         return self.up_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj.added(F.relu(self.up_proj(x)).square())
-
-    def join(self, ranks: Ranks) -> None:
-        """Shares the channels with other ranks."""
-        self.down_proj.ranks = ranks
+        return self.down_proj(F.relu(self.up_proj(x)).square())

@@ -38,6 +38,7 @@ class EngineCounts:
     node_rows: int = 0  # rows of passes that were nodes of proposals, roots included
     prompt_rows: int = 0
     emitted_tokens: int = 0
+    idle_tokens: int = 0  # of ended conversations, computed while nothing else was to do; no step counts them
     rounds: Counter[str] = field(default_factory=Counter)  # by source: proposals that were verified
     drafted: Counter[tuple[str, str]] = field(default_factory=Counter)  # by source and position: verified tokens
     accepted: Counter[tuple[str, str]] = field(default_factory=Counter)  # likewise: those that were emitted
@@ -45,7 +46,6 @@ class EngineCounts:
     seconds: Histogram = field(default_factory=lambda: Histogram(SECOND_BOUNDS))  # steps' times
     time_ratio: Histogram = field(default_factory=lambda: Histogram(RATIO_BOUNDS))  # over those predicted
     kv_pages: dict[tuple[str, str], int] = field(default_factory=dict)  # now, by group and state
-    rank_memory: list[int] = field(default_factory=list)  # now, bytes by rank; empty where there is one rank
 
     def add_step(self, *, budget: int, node_rows: int, prompt_rows: int, ms: float, predicted_ms: float) -> None:
         """Counts a step. `budget`: nodes that the policy allowed, of which the pass verified `node_rows`; 0 if no

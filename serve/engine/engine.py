@@ -19,10 +19,10 @@ from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.engine_plan import EnginePlan
 from slipstream.serve.engine.host_stages import HostStage
 from slipstream.serve.engine.host_work import HostNeed, HostWork
+from slipstream.serve.engine.idle import IdlePrompts
 from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, StepPlan
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
-from slipstream.serve.engine.team import Team
 from slipstream.serve.grammar.grammars import Grammars
 from slipstream.serve.request import EngineInfo, FinishReason, Output, Request, RequestStats, check_token_ids
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
@@ -66,7 +66,6 @@ class Engine:
         stages: list[HostStage],
         check: Callable[[Request], None],
         grammars: Grammars,
-        team: Team | None = None,
     ) -> None:
         self.engine_plan = plan
         self.config = plan.config
@@ -79,8 +78,11 @@ class Engine:
         self.overlap = plan.overlap
         self.scheduler.on_admit = self._admit
         self.scheduler.on_release = self.host.release
+        self.idle: IdlePrompts | None = None
+        if plan.spec.recurrent and plan.config.idle_prompts:
+            self.idle = IdlePrompts(self.scheduler, plan.limits.grid, plan.limits.prompt_rows)
+            self.scheduler.on_finish = self.idle.note
         self.trace: Trace | None = None
-        self.team = team
         self._check = check  # the drafter's: raises ValueError
         self._grammars = grammars
         self._compiling: dict[str, tuple[Request, Future[Any]]] = {}  # by id: requests that wait for their grammar
@@ -124,6 +126,21 @@ class Engine:
         finally:
             while self._steps and self._steps[-1].state < State.LAUNCHED:
                 self._steps.pop()  # an interrupt came before its launch
+
+    def work_idle(self) -> bool:
+        """Computes a chunk of an ended conversation (serve/engine/idle.py), if no request is open, and waits for it.
+        Returns whether there was one."""
+        if self.idle is None or self.has_work:
+            return False
+        self.drain()  # a step that was launched before the last request's end was known
+        started = time.perf_counter()
+        chunk = self.idle.begin()
+        if chunk is None:
+            return False
+        flight = self.runner.launch(self.planner.plan_idle(chunk))
+        flight.read()
+        self.idle.end(chunk, 1000 * (time.perf_counter() - started), has_failed=bool(flight.failure))
+        return True
 
     def _add_compiled(self) -> list[Output]:
         """Queues the requests whose grammars are ready. Where there is nothing else to do, waits a little for one."""
@@ -181,7 +198,6 @@ class Engine:
         step = self._steps.popleft()
         assert step.flight is not None
         output = step.flight.read()
-        self.runner.check()
         step.state = State.READ
         self._tell("read", step.plan)
         landed = time.perf_counter()
@@ -240,15 +256,8 @@ class Engine:
         """Lets the stages save their state. Do not use the engine afterwards. Raises OSError if a file cannot be
         written, and ValueError if another process is writing it."""
         with ExitStack() as closing:  # all of them, whichever fails
-            if self.team is not None:
-                closing.callback(self.team.end)
             for stage in self.stages:
                 closing.callback(stage.close)
-
-    def watch(self, report: Callable[[str], None]) -> None:
-        """Calls `report` with a sentence, from another thread, if the engine cannot go on, be it idle or in a step."""
-        if self.team is not None:
-            self.team.watch(report)
 
     def metrics(self) -> dict[str, float]:
         """Returns current gauges; a request's counts come with its last Output."""
@@ -263,6 +272,6 @@ class Engine:
         return gauges
 
     def counts(self) -> EngineCounts:
-        """Returns all counts since the start, and the KV pages and the ranks' memory of this moment."""
-        memory = [] if self.team is None else self.team.memory()
-        return replace(self.planner.counts, kv_pages=self.scheduler.cache.usage(), rank_memory=memory)
+        """Returns all counts since the start, and the KV pages of this moment."""
+        idle_tokens = 0 if self.idle is None else self.idle.num_tokens
+        return replace(self.planner.counts, kv_pages=self.scheduler.cache.usage(), idle_tokens=idle_tokens)

@@ -32,6 +32,7 @@ class Node:
     page: int
     parent: "Node | None"  # None for the root alone
     references: int = 0  # running sequences that read this page
+    is_idle: bool = False  # hits need what was computed in idle time, and no request has found it yet
     children: dict[Key, "Node"] = field(default_factory=dict)
 
 
@@ -50,6 +51,7 @@ class PageTable:
     namespace: str
     lookahead: int
     num_prompt: int = 0  # tokens of the prompt, before the answer; 0: no answer follows
+    is_idle: bool = False  # no request has it: see serve/engine/idle.py
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)  # a table of each further group, from admission to release
@@ -57,6 +59,7 @@ class PageTable:
     num_sent: int = 0  # pages that plans have named
     num_missed: int = 0  # pages that the tree knew when this was admitted, and a further group could not serve
     miss_reason: MissReason | None = None
+    num_idle: int = 0  # pages at the end of its hit that were computed in idle time, and that no request found before
 
     def changes(self) -> list[tuple[int, int]]:
         """Returns the index and the page of each page that was added since the last call."""
@@ -104,6 +107,11 @@ class PageCache(PagePool):
         nodes = self._known(tokens, namespace, lookahead)
         return nodes[: self._longest_hit(nodes)]
 
+    def look_up(self, tokens: list[int], namespace: str, lookahead: int) -> tuple[int, int]:
+        """Returns how many tokens at the start of `tokens` have pages in the tree, and of how many a hit is now."""
+        nodes = self._known(tokens, namespace, lookahead)
+        return len(nodes) * self.page_size, self._longest_hit(nodes) * self.page_size
+
     def _known(self, tokens: list[int], namespace: str, lookahead: int) -> list[Node]:
         """Returns the nodes of the start of `tokens`, from the first page on."""
         nodes: list[Node] = []
@@ -148,7 +156,13 @@ class PageCache(PagePool):
             table.pages.append(node.page)
         table.room = hit * self.page_size
         if self.extend(table, num_tokens, headroom):
-            table.groups = [group.admit(table.nodes, limit, len(nodes), table.num_prompt) for group in self.groups]
+            goes_on = table.is_idle and hit > 0 and nodes[hit - 1].is_idle
+            table.groups = [
+                group.admit(table.nodes, limit, len(nodes), table.num_prompt, is_idle=table.is_idle, goes_on=goes_on)
+                for group in self.groups
+            ]
+            if not table.is_idle:
+                table.num_idle = self._take_idle(table.nodes)
             return True
         self._unreference_all(table)
         table.pages.clear()
@@ -213,8 +227,9 @@ class PageCache(PagePool):
             self._attach(table, index, node)
             parent = node
 
-    def release(self, table: PageTable, tokens: list[int], num_computed: int) -> None:
-        """Empty the table: computed full pages stay cached, all others and duplicates become free."""
+    def release(self, table: PageTable, tokens: list[int], num_computed: int, *, hands_over: bool = False) -> None:
+        """Empty the table: computed full pages stay cached, all others and duplicates become free. `hands_over`: so
+        does the state of further groups after them, which is that after `num_computed` tokens."""
         num_full = self._num_full(table, tokens, num_computed)
         parent = table.nodes[-1] if table.nodes else self._root
         for index in range(len(table.nodes), num_full):
@@ -229,6 +244,8 @@ class PageCache(PagePool):
             parent = node
         self._free.extend(table.pages[len(table.nodes) :])
         for group, pages in zip(self.groups, table.groups, strict=True):
+            if hands_over:
+                group.hand_over(pages, table.nodes[-1])
             group.release(pages)
         self._unreference_all(table)
         table.pages.clear()
@@ -245,6 +262,16 @@ class PageCache(PagePool):
         start = index * self.page_size
         return (namespace, *tokens[start : start + self.page_size + lookahead])
 
+    def _take_idle(self, nodes: list[Node]) -> int:
+        """Returns how many pages at the end of a hit were computed in idle time. They count once."""
+        count = 0
+        for node in reversed(nodes):
+            if not node.is_idle:
+                break
+            node.is_idle = False
+            count += 1
+        return count
+
     def _longest_hit(self, nodes: list[Node]) -> int:
         """Returns for how many of the nodes, a path from the root, all further groups have the pages."""
         hit = len(nodes)
@@ -259,6 +286,7 @@ class PageCache(PagePool):
 
     def _attach(self, table: PageTable, index: int, node: Node) -> None:
         """Lets hits on `node` find the table's page `index` of every further group, too."""
+        node.is_idle = table.is_idle
         for group, pages in zip(self.groups, table.groups, strict=True):
             group.attach(pages, index, node)
 

@@ -66,6 +66,9 @@ class AttachedPages(PagePool):
     def begin_chunk(self, table: Any, start: int, end: int, num_keyed: int) -> None:
         """Sees a chunk before its pass. Of the text, `num_keyed` tokens will be in full pages that have a key."""
 
+    def hand_over(self, table: Any, node: Hashable) -> None:
+        """Attaches to `node`, the last page of a text, what only the end of a text has."""
+
     def detach(self, node: Hashable) -> None:
         """The tree gives the node up. A page in use becomes its table's own again.
 
@@ -92,12 +95,13 @@ class AttachedPages(PagePool):
         self._nodes[page] = node
         self._holders[page] = 1
 
-    def _hold(self, node: Hashable) -> int:
-        """Returns the page of a node that was hit, for one more table."""
+    def _hold(self, node: Hashable, *, is_idle: bool = False) -> int:
+        """Returns the page of a node that was hit, for one more table. `is_idle`: no request has it."""
         page = self._attached[node]
         self._cached.pop(page, None)
         self._holders[page] += 1
-        self._hit.add(page)
+        if not is_idle:
+            self._hit.add(page)
         return page
 
     def _give_back(self, page: int) -> None:

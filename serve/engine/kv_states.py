@@ -98,14 +98,35 @@ class StatePages(AttachedPages):
             return "grid"
         return "given_up" if not self._bereft.isdisjoint(nodes[hit:]) else "no_snapshot"
 
-    def admit(self, nodes: Sequence[Hashable], limit: int, num_known: int, num_prompt: int) -> StateTable:  # noqa: ARG002
+    def admit(
+        self,
+        nodes: Sequence[Hashable],
+        limit: int,  # noqa: ARG002
+        num_known: int,
+        num_prompt: int,
+        *,
+        is_idle: bool = False,
+        goes_on: bool = False,
+    ) -> StateTable:
         """Returns the table of a sequence that computes the tokens after `nodes`, a hit. The tree knows the first
-        `num_known` pages of the text, whose prompt has num_prompt tokens."""
-        source = self._hold(nodes[-1]) if nodes else 0
+        `num_known` pages of the text, whose prompt has num_prompt tokens. `is_idle`: no request has it; `goes_on`: nor
+        any the snapshot, whose entry it takes."""
+        if goes_on:
+            source = entry = self._attached[nodes[-1]]
+            self.detach(nodes[-1])
+            self._free.remove(entry)
+            return StateTable(entry, source, prompt=num_prompt)
+        source = self._hold(nodes[-1], is_idle=is_idle) if nodes else 0
         entry = self._take()
         branch = num_known * self.page_size // self.grid * self.grid
         has_branch = branch > len(nodes) * self.page_size
-        return StateTable(entry, source or entry, prompt=num_prompt, branch=branch if has_branch else 0)
+        return StateTable(
+            entry,
+            source or entry,
+            prompt=num_prompt,
+            branch=branch if has_branch else 0,
+            last_node=nodes[-1] if is_idle and nodes else None,
+        )
 
     def cut_chunk(self, table: StateTable, start: int, end: int) -> int:
         if start < table.branch < end:
@@ -132,6 +153,12 @@ class StatePages(AttachedPages):
             self._hit.add(table.snapshot)
         table.last_node = node
         table.snapshot = 0
+
+    def hand_over(self, table: StateTable, node: Hashable) -> None:
+        """Attaches the table's entry to `node`, if the node has none: a state of the tokens up to that page's end."""
+        if node not in self._attached:
+            self._attach_page(table.entry, node)
+            self._give_up_first(self._attached.get(table.last_node, 0))
 
     def slide(self, table: StateTable, num_computed: int) -> None:
         """Gives back the snapshot that a first chunk began with, and one that no node took; its pass is launched, and

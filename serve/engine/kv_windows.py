@@ -100,12 +100,21 @@ class WindowPages(AttachedPages):
         """Returns why a hit on a path of the tree ends after `hit` nodes and not with the last."""
         return "window"
 
-    def admit(self, nodes: Sequence[Hashable], limit: int, num_known: int, num_prompt: int) -> WindowTable:  # noqa: ARG002
+    def admit(
+        self,
+        nodes: Sequence[Hashable],
+        limit: int,
+        num_known: int,  # noqa: ARG002
+        num_prompt: int,  # noqa: ARG002
+        *,
+        is_idle: bool = False,
+        goes_on: bool = False,  # noqa: ARG002
+    ) -> WindowTable:
         """Returns a table of the pages that a pass over the tokens after `nodes`, a hit, reads. The tree knows the
-        first `num_known` pages of the text, whose prompt has num_prompt tokens."""
+        first `num_known` pages of the text, whose prompt has num_prompt tokens. `is_idle`: no request has it."""
         table = WindowTable(self.quota(limit), self.first_read(len(nodes) * self.page_size))
         for node in nodes[table.first :]:
-            table.pages.append(self._hold(node))
+            table.pages.append(self._hold(node, is_idle=is_idle))
         self._claimed += table.claim
         return table
 

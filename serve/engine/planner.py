@@ -127,8 +127,7 @@ class Planner:
 
     def admitted(self, sequence: Sequence) -> None:
         """Notes that the scheduler gave the sequence a slot."""
-        request = replace(sequence.request, compiled_grammar=None)  # which no other process can have
-        self._admissions.append(Admission(sequence.slot, request, tuple(sequence.tokens)))
+        self._admissions.append(admission_of(sequence))
 
     def plan(self) -> StepPlan | None:
         """Plans the next step; None if there is nothing to do. `choose` completes it."""
@@ -154,6 +153,20 @@ class Planner:
         self._admissions.clear()
         self.policy.prepare(**traits.sizes, filtered=traits.filtered)
         return plan
+
+    def plan_idle(self, chunk: Chunk) -> StepPlan:
+        """Plans a step of a chunk that no request has (serve/engine/idle.py). It is complete, and has no `commit`."""
+        sequence = chunk.sequence
+        self._number += 1
+        plan = StepPlan(
+            number=self._number,
+            admissions=(admission_of(sequence),),
+            pages=self._new_pages([sequence]),
+            chunks=(prompt_chunk(chunk),),
+            segments=(sequence.slot,),
+            prompts_by=self.limits.prompts_by,
+        )
+        return plan if self.graphs is None else replace(plan, graph=self.graphs.step(plan))
 
     def _next_chunks(self, sequences: list[Sequence]) -> list[Chunk]:
         """Returns the chunks of prompts beside `sequences`, which decode."""
@@ -435,6 +448,11 @@ def accepted_nodes(output: StepOutput, count: int) -> NDArray[np.bool_]:
     accepted = np.zeros((count, output.tokens.shape[1] + 1), dtype=bool)  # the last place takes the padding
     np.put_along_axis(accepted, output.accepted[:count].astype(np.int64), values=True, axis=1)
     return accepted[:, :-1]
+
+
+def admission_of(sequence: Sequence) -> Admission:
+    request = replace(sequence.request, compiled_grammar=None)  # which no other process can have
+    return Admission(sequence.slot, request, tuple(sequence.tokens))
 
 
 def prompt_chunk(chunk: Chunk) -> PromptChunk:

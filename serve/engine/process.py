@@ -17,11 +17,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from slipstream.serve import logs
 from slipstream.serve.engine.counts import EngineCounts
@@ -29,6 +27,7 @@ from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import EngineInfo, Output, Request, RequestStats
 
 METRICS_SECONDS = 0.1  # a busy engine sends its gauges at most this often
+QUIET_SECONDS = 0.05  # without a message or a request, after which the engine works for later ones
 HEADER = struct.Struct("!Q")
 
 logger = logging.getLogger(__name__)
@@ -44,9 +43,9 @@ class EngineLike(Protocol):
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> Output | None: ...
     def step(self) -> list[Output]: ...
+    def work_idle(self) -> bool: ...
     def metrics(self) -> dict[str, float]: ...
     def counts(self) -> EngineCounts: ...
-    def watch(self, report: Callable[[str], None]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -83,18 +82,16 @@ class Failed:
 
 
 class Pipe:
-    """The engine's end of the pipe. Threads may send, and one may receive, at the same time."""
+    """The engine's end of the pipe. One thread may send while another receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._sending = threading.Lock()
         self._file = end.makefile("rb")
 
     def send(self, message: object) -> None:
         """Raises ConnectionError if the server has closed the pipe."""
         payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with self._sending:
-            self._socket.sendall(HEADER.pack(len(payload)) + payload)
+        self._socket.sendall(HEADER.pack(len(payload)) + payload)
 
     def receive(self) -> Any:
         """Blocks for the next message. Raises EOFError or OSError at the end."""
@@ -132,8 +129,6 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
         serve_requests(engine, inbox, pipe)
     except ConnectionError:
         pass  # the HTTP process closed the pipe; drop this step's outputs
-    except ChildProcessError as error:  # another rank was lost
-        end_at_once(pipe, one_line(error))
     except Exception as error:
         logger.exception("the engine failed in a step")  # before the message, at which the server closes the pipe
         pipe.send(Failed(f"the engine failed in a step with {type(error).__name__}; its traceback is in the log"))
@@ -156,16 +151,7 @@ def start_engine(make_engine: EngineFactory, config: EngineConfig, pipe: Pipe) -
         raise SystemExit(1) from error
     pipe.send(engine.info)
     pipe.send(Step([], engine.metrics(), engine.counts()))
-    engine.watch(partial(end_at_once, pipe))
     return engine
-
-
-def end_at_once(pipe: Pipe, reason: str) -> NoReturn:
-    """Ends the process, though another thread may wait in a step."""
-    logger.error("%s", reason)
-    with suppress(ConnectionError):
-        pipe.send(Failed(reason))
-    os._exit(1)
 
 
 def one_line(error: Exception) -> str:
@@ -190,7 +176,7 @@ def serve_requests(engine: EngineLike, inbox: Inbox, pipe: Pipe) -> None:
     metrics_due = 0.0
     while True:
         outputs: list[Output] = []
-        for message in take(inbox, wait=not engine.has_work):
+        for message in take(inbox, engine):
             if message is None:
                 return
             outputs += handle(message, engine, pipe)
@@ -204,15 +190,25 @@ def serve_requests(engine: EngineLike, inbox: Inbox, pipe: Pipe) -> None:
             pipe.send(Step(outputs, engine.metrics(), engine.counts()) if is_due else Step(outputs, None))
 
 
-def take(inbox: Inbox, wait: bool) -> Iterator[Request | Abort | Ping | None]:
-    """Yields all messages in the inbox; with `wait`, at least one."""
-    if wait:
-        yield inbox.get()
+def take(inbox: Inbox, engine: EngineLike) -> Iterator[Request | Abort | Ping | None]:
+    """Yields all messages in the inbox; if no request is open, at least one."""
+    if not engine.has_work:
+        yield wait_for_message(inbox, engine)
     try:
         while True:
             yield inbox.get_nowait()
     except Empty:
         return
+
+
+def wait_for_message(inbox: Inbox, engine: EngineLike) -> Request | Abort | Ping | None:
+    """Returns the next message. Once it is quiet, the engine works for later requests in the meantime."""
+    try:
+        return inbox.get(timeout=QUIET_SECONDS)
+    except Empty:
+        while inbox.empty() and engine.work_idle():
+            pass
+        return inbox.get()
 
 
 def handle(message: Request | Abort | Ping, engine: EngineLike, pipe: Pipe) -> list[Output]:

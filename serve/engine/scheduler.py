@@ -133,8 +133,8 @@ class Scheduler:
     refuses requests that cannot fit. Of a window group a sequence is admitted to a quota, and gets pages with each
     chunk and step and gives them back with each commit: these never run out.
 
-    The scheduler calls `on_admit` when a sequence has its slot and pages, also when it resumes, and `on_release` before
-    it takes them back.
+    The scheduler calls `on_admit` when a sequence has its slot and pages, also when it resumes, `on_release` before it
+    takes them back, and `on_finish` before that if its answer is whole.
     """
 
     def __init__(
@@ -148,6 +148,7 @@ class Scheduler:
         max_reserve: int,  # most KV tokens that the passes in flight write beyond the committed ones
         on_admit: Callable[[Sequence], None] = lambda _: None,
         on_release: Callable[[Sequence], None] = lambda _: None,
+        on_finish: Callable[[Sequence], None] = lambda _: None,
         max_chunks: int | None = None,  # chunks of a step; None: any number
     ) -> None:
         self.cache = cache
@@ -159,6 +160,7 @@ class Scheduler:
         self.max_reserve = max_reserve
         self.on_admit = on_admit
         self.on_release = on_release
+        self.on_finish = on_finish
         self.num_preemptions = 0
         self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
         self._waiting: deque[Sequence] = deque()
@@ -376,6 +378,7 @@ class Scheduler:
         sequence.num_computed = len(sequence.table.nodes) * self.cache.page_size
         if sequence.num_preemptions == 0:
             sequence.stats.cached_tokens = sequence.num_computed
+            sequence.stats.idle_tokens = sequence.table.num_idle * self.cache.page_size
             sequence.stats.missed_tokens = sequence.table.num_missed * self.cache.page_size
             sequence.stats.miss_reason = sequence.table.miss_reason
         self._running.append(sequence)
@@ -414,6 +417,8 @@ class Scheduler:
     def _end(self, sequence: Sequence, tokens: list[int], reason: FinishReason) -> Output:
         """Removes a sequence, waiting or running, and returns its last output."""
         del self._sequences[sequence.request.id]
+        if reason in ("stop", "length"):
+            self.on_finish(sequence)
         if sequence.slot < 0:
             self._waiting.remove(sequence)
         else:

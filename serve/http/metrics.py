@@ -29,6 +29,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 ENGINE_TOTALS = (
     ("steps", "steps", "Steps of the engine: passes of the target."),
     ("emitted_tokens", "emitted_tokens", "Tokens that steps have emitted, also for requests that have not ended."),
+    ("idle_tokens", "idle_tokens", "Tokens of ended conversations that were computed while no request was open."),
 )
 ENGINE_HISTOGRAMS = (
     ("step_seconds", "seconds", "Times of steps."),
@@ -69,14 +70,17 @@ class Metrics:
         self._totals = {
             "prompt_tokens": self._counter("prompt_tokens", "Prompt tokens of finished sequences."),
             "cached_tokens": self._counter("cached_tokens", "Prompt tokens found in the prefix cache."),
+            "idle_tokens": self._counter("idle_cached_tokens", "Those of them that were computed in idle time."),
             "completion_tokens": self._counter("completion_tokens", "Generated tokens of finished sequences."),
             "decoded_tokens": self._counter("decoded_tokens", "Those that rounds emitted, drafted or not."),
             "rounds": self._counter("rounds", "Rounds of finished sequences: passes that verified a proposal."),
         }
         text = "Finished sequences that found some of their prompt cached: all that was known of it, or less."
         self._prefix_hits = self._counter("prefix_hits", text, "kind")
+        self._idle_hits = self._counter("idle_hits", "Those that found tokens computed in idle time first.", "kind")
         for kind in HIT_KINDS:
             self._prefix_hits.labels(kind)
+            self._idle_hits.labels(kind)
         text = "Prompt tokens that the prefix cache knew, but not what all layers need of them."
         self._missed_tokens = self._counter("missed_tokens", text, "reason")
         for reason in get_args(MissReason):
@@ -114,7 +118,9 @@ class Metrics:
         for name, total in self._totals.items():
             total.inc(getattr(stats, name))
         if stats.cached_tokens:
-            self._prefix_hits.labels(HIT_KINDS[stats.missed_tokens > 0]).inc()
+            kind = HIT_KINDS[stats.missed_tokens > 0]
+            self._prefix_hits.labels(kind).inc()
+            self._idle_hits.labels(kind).inc(stats.idle_tokens > 0)
         if stats.miss_reason is not None:
             self._missed_tokens.labels(stats.miss_reason).inc(stats.missed_tokens)
         if stats.rounds:
@@ -185,12 +191,6 @@ class EngineCollector(Collector):
         for labels, number in counts.kv_pages.items():
             pages.add_metric(labels, number)
         yield pages
-        memory = GaugeMetricFamily(
-            f"{PREFIX}_rank_memory_bytes", "Memory of each rank's device that its process holds.", labels=["rank"]
-        )
-        for rank, size in enumerate(counts.rank_memory):
-            memory.add_metric([str(rank)], size)
-        yield memory
 
     def _drafts(self) -> Iterator[Metric]:
         counts = self._engine.counts

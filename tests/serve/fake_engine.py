@@ -5,7 +5,6 @@ accepted. A request's namespace makes it misbehave: see `FakeEngine`.
 """
 
 import time
-from collections.abc import Callable
 from hashlib import blake2b
 
 from slipstream.serve.engine.counts import EngineCounts
@@ -90,6 +89,9 @@ class FakeEngine:
         time.sleep(0.01 if is_slow else 0.001)
         return [self.advance(request) for request in list(self.running.values())]
 
+    def work_idle(self) -> bool:
+        return False
+
     def advance(self, request: Request) -> Output:
         if manner(request) == "crash":
             raise RuntimeError("the device is on fire")
@@ -154,9 +156,6 @@ class FakeEngine:
 
     def counts(self) -> EngineCounts:
         return EngineCounts(kv_pages={("0", "used"): len(self.running), ("0", "free"): 64 - len(self.running)})
-
-    def watch(self, report: Callable[[str], None]) -> None:
-        pass
 
     def close(self) -> None:
         pass

@@ -42,9 +42,9 @@ def scrape(metrics: Metrics, gauges: dict[str, float], counts: EngineCounts, num
 
 def test_what_a_scrape_shows() -> None:
     metrics = Metrics()
-    engine = EngineCounts(kv_pages={("0", "used"): 7, ("1", "free"): 9})
+    engine = EngineCounts(idle_tokens=128, kv_pages={("0", "used"): 7, ("1", "free"): 9})
     counts = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 9, "drafted_tokens": 12, "rounds": 4}
-    counts |= {"missed_tokens": 3, "prefills": 1}
+    counts |= {"missed_tokens": 3, "idle_tokens": 2, "prefills": 1}
     miss = {"miss_reason": "no_snapshot"}
     metrics.count_finished("stop", RequestStats(accepted_by_position=[3, 1], **counts, **miss), 2.0)
     metrics.count_finished("length", RequestStats(prompt_tokens=5, completion_tokens=1, prefills=1), 0.2)
@@ -67,6 +67,8 @@ def test_what_a_scrape_shows() -> None:
         **{("prompt_tokens_total", ""): 15, ("cached_tokens_total", ""): 4, ("completion_tokens_total", ""): 16},
         **{("decoded_tokens_total", ""): 8, ("rounds_total", ""): 4},
         **{("prefix_hits_total", f'kind="{kind}"'): count for kind, count in (("shorter", 1), ("whole", 0))},
+        **{("idle_hits_total", f'kind="{kind}"'): count for kind, count in (("shorter", 1), ("whole", 0))},
+        **{("idle_tokens_total", ""): 128, ("idle_cached_tokens_total", ""): 2},
         **{("missed_tokens_total", f'reason="{name}"'): count for name, count in (("no_snapshot", 3), ("grid", 0))},
         **{("accept_length_count", ""): 1, ("accept_length_sum", ""): 2.0},
         **{("request_duration_seconds_count", ""): 4, ("request_duration_seconds_bucket", 'le="0.25"'): 3},

@@ -10,12 +10,13 @@ order, by the page tables that the passes before have brought to the device.
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
 import pytest
 
+from slipstream.serve.engine.idle import CHUNK_MS, IdlePrompts
 from slipstream.serve.engine.kv_cache import PageCache
 from slipstream.serve.engine.kv_states import StatePages
 from slipstream.serve.engine.kv_windows import WindowPages
@@ -312,6 +313,22 @@ class Simulation:
         if len(self.cache.groups) > len(self.devices):
             self.queue.append(partial(self.states.run, [self._of_state(part) for part in parts]))
 
+    def work_idle(self, prompts: IdlePrompts) -> bool:
+        """One pass of a chunk that no request has; some fail and leave anything."""
+        chunk = prompts.begin()
+        if chunk is None:
+            return False
+        table = chunk.sequence.table
+        self.num_shared[chunk.sequence] = len(table.nodes) * self.page_size
+        has_failed = self.rng.random() < 0.1
+        if has_failed:
+            self.compute(0)
+            self.states.entries[table.groups[-1].entry] = GARBAGE
+        else:
+            self._run([self._compute(chunk)])
+        prompts.end(chunk, CHUNK_MS * self.rng.choice([0.3, 3]), has_failed=has_failed)
+        return True
+
     def land(self, num_left: int) -> None:
         """Brings tokens home until `num_left` passes are in flight. What the device has run may be more."""
         while len(self.flights) > num_left:
@@ -507,3 +524,54 @@ def test_random_operations(
         assert any(output.stats and output.stats.cached_tokens for output in simulation.ended.values())
     if prefill_budget in (16, 64) and not grid:  # else prompts come too slowly to fill the cache, or it is large
         assert scheduler.num_preemptions > 0, "the cache was meant to be too small"
+
+
+@grouped("sizes")
+@pytest.mark.parametrize(
+    ("sizes", "page_size", "lookahead", "max_in_flight", "windows", "grid"),
+    pairwise([(112, 1), (160, 3), (600, 8)], [1, 4], [0, 1, 2], [0, 3], [(), (3, 16)], [4, 8]),
+)
+def test_random_arrivals_in_idle_time(
+    sizes: tuple[int, int], page_size: int, lookahead: int, max_in_flight: int, windows: tuple[int, ...], grid: int
+) -> None:
+    """sizes: tokens that the cache holds, and max_running; grid: of states, in tokens. Requests, many of which go on
+    with an ended text, come after any number of chunks."""
+    tokens, max_running = sizes
+    num_pages = 1 + -(-tokens // page_size)
+    setting = Setting(page_size, lookahead, num_pages, max_running, max_in_flight, None, windows, grid)
+    rng = random.Random(f"{sizes} {setting} {grid}")
+    simulation = Simulation(setting, rng)
+    scheduler = simulation.scheduler
+    prompts = IdlePrompts(scheduler, grid, most_rows=16)
+    ended: deque[Request] = deque(maxlen=4)  # their next turns
+    number = 0
+
+    def note(sequence: Sequence) -> None:
+        prompts.note(sequence)
+        turn = replace(sequence.request, prompt=sequence.tokens + rng.choices(range(1, 4), k=rng.randrange(1, 5)))
+        if len(turn.prompt) + turn.params.max_tokens < MAX_MODEL_LEN:
+            ended.append(turn)
+
+    scheduler.on_finish = note
+    stems = [rng.choices(range(1, 4), k=40) for _ in range(3)]
+    for _ in range(250):
+        for _ in range(rng.randrange(1, 4)):
+            number += 1
+            request = random_request(rng, number, stems)
+            if ended and rng.random() < 0.6:
+                request = replace(ended.pop(), id=request.id)
+            simulation.add(request)
+        while scheduler.has_work:
+            simulation.step(decodes=True, prompt_tokens=rng.choice([grid, 24]), abort=rng.random() < 0.01)
+            scheduler.check()
+        simulation.land(0)
+        nodes = simulation.cache._nodes()
+        for _ in range(rng.randrange(8)):
+            if not simulation.work_idle(prompts):
+                break
+            scheduler.check()
+        assert set(nodes) <= set(simulation.cache._nodes()), "a page was given up in idle time"
+    simulation.check_ended()
+    assert any(output.stats and output.stats.idle_tokens for output in simulation.ended.values())
+    for pool in (simulation.cache, *simulation.cache.groups):
+        assert pool.num_available == pool.total_pages

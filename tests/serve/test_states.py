@@ -20,8 +20,15 @@ from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request
 from slipstream.serve.runner import recurrence
 from slipstream.tests.pairwise import gate_of
-from slipstream.tests.serve.engine_runs import make_request, random_prompt, run, serve_traffic, watch_outputs
-from slipstream.tests.serve.test_layer_kinds import DRAFTERS, SPECS, build_drafted, narrow, requests_of
+from slipstream.tests.serve.engine_runs import (
+    make_request,
+    random_prompt,
+    run,
+    serve_traffic,
+    tokens_of,
+    watch_outputs,
+)
+from slipstream.tests.serve.test_layer_kinds import DRAFTERS, GRIDS, SPECS, build_drafted, narrow, requests_of
 from slipstream.tests.spec_targets import NaiveAttention, Reference, save_spec, save_spec_draft
 
 HYBRIDS = ("delta nets", "recurrent")
@@ -192,6 +199,34 @@ def test_states_of_the_kernels(
     """The kernels that a GPU runs, interpreted."""
     monkeypatch.setattr(recurrence, "use_triton", lambda _: True)
     check_traffic("delta nets", drafter, folders["delta nets"], references["delta nets"], NUM_REQUESTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "captured"),
+    gate_of(product(HYBRIDS, DRAFTERS, [False, True]), [("recurrent", "tree", True), ("delta nets", "block", False)]),
+)
+def test_states_of_idle_time(
+    name: str, drafter: str, captured: bool, folders: dict[str, Path], references: dict[str, Reference]
+) -> None:
+    """After each chunk of a conversation that has ended; its next turn goes on from the last one."""
+    oracle = StateOracle(references[name])
+    options = {"max_running": 4, "prefill_budget": 64, "prefill_graph_tokens": 64, "page_size": 1}
+    engine = build_drafted(SPECS[name], folders[name], drafter, captured=captured, **options)
+    grid = GRIDS[name]
+    requests = requests_of(name, 1.0, max_tokens=grid + 10)
+    for _ in range(2):
+        answers = run(engine, requests)
+        assert tokens_of(answers) == references[name].answers(requests)
+        assert any(answer.counts.idle_tokens for answer in answers.values()) == ("next 0" in answers)
+        texts = {request.id: request.prompt + answers[request.id].tokens for request in requests}
+        for text in texts.values():
+            oracle.states(text)
+        while engine.work_idle():
+            oracle.check(engine)
+        requests = [
+            make_request(f"next {index}", [*text, 5], seed=index, max_tokens=8, temperature=1.0)
+            for index, text in enumerate(texts.values())
+        ]
 
 
 @pytest.mark.parametrize("drafter", ["none", "tree"])
