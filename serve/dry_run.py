@@ -74,7 +74,7 @@ class DryRun:
         plan = self.plan
         config = plan.config
         rows = max(config.prompt_tokens, config.captured_tokens + config.max_running, plan.node_rows)
-        widest = max(wide_activations(spec) for spec in plan.spec.layers)
+        widest = max(wide_activations(spec) for spec in plan.part.layers)
         activations = rows * (8 * plan.spec.hidden_size + widest) * plan.dtype.itemsize
         logits = min(rows, plan.node_rows + config.max_running) * plan.spec.vocab_size * LOGITS_BYTES
         return activations + self.networks[0].dequantized + 2 * logits + GRAPH_BYTES * plan.graphs.num_graphs

@@ -47,6 +47,8 @@ class EngineConfig:
     stay as they are. Quantised checkpoints need no option."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the target. auto: a GPU if there is one."""
+    tp: int = 1
+    """Number of devices that share the target (tensor parallelism), with one process each."""
     width: int | None = None
     """Nodes to verify per request and step (drafted tokens + 1). Default: chosen in each step for the most expected
     tokens per millisecond."""
@@ -108,7 +110,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_at_least(self, 1, "max_model_len", "max_running", "prefill_budget", "kv_cache_tokens", "width")
+        check_at_least(self, 1, "max_model_len", "max_running", "prefill_budget", "kv_cache_tokens", "width", "tp")
         if not 0 <= self.json_whitespace <= MOST_WHITESPACE:
             raise ValueError(f"json_whitespace is {self.json_whitespace}; it must be between 0 and {MOST_WHITESPACE}")
         if self.max_running > MOST_RUNNING:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.kernels.gemm.choose import choose, device_of, product_of
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.tiling import Tiling
@@ -51,6 +52,7 @@ class DraftHead:
     ids: Tensor | None = None  # (Vd,) int64; None: logit j belongs to id j. Gathered only: -1 marks an unused place
     gathered: bool = False
     softcap: float | None = None  # of the logits (kernels/sampling/softcap.py)
+    ranks: Ranks | None = None  # which share the rows of `weight`: each has as many; None: all are here
 
     def __post_init__(self) -> None:
         assert self.ids is not None or not self.gathered
@@ -59,7 +61,9 @@ class DraftHead:
     @property
     def size(self) -> int:
         """Vd, unused places included."""
-        return len(self.weight if self.ids is None else self.ids)
+        if self.ids is not None:
+            return len(self.ids)
+        return len(self.weight) * (1 if self.ranks is None else self.ranks.world)
 
 
 def choose_tiling(num_rows: int) -> Tiling:
@@ -86,6 +90,7 @@ def _fits_fused(head: DraftHead, hidden: Tensor, k: int, sampling: Sampling) -> 
         and pays
         and k <= MAX_K
         and head.softcap is None
+        and head.ranks is None
         and len(hidden) <= FUSED_ROWS
         and _fits_kernel(hidden, head.weight, head.ids)
     )
@@ -99,6 +104,8 @@ def head_logits(head: DraftHead, hidden: Tensor) -> Tensor:
         logits = gathered_linear(hidden, head.weight, head.ids)
     else:
         logits = linear(hidden, head.weight)
+    if head.ranks is not None:
+        logits = head.ranks.gather(logits)
     return logits if head.softcap is None else softcap(logits, head.softcap)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.kernels.gemm.activation import sigmoid_mul
 from slipstream.kernels.gemm.fp8 import InputScales, quantized_sigmoid_mul
 from slipstream.kernels.gemm.linear import linear
@@ -125,21 +126,25 @@ class SelfAttention(nn.Module):
         `_heads` returns them."""
         gate = self.spec.gate
         if gate is None:
-            return self.o_proj(attended.flatten(-2))
+            return self.o_proj.added(attended.flatten(-2))
         if factors is None:
             assert self.gate_proj is not None
             factors = self.gate_proj(x)
         if gate.activation == "sigmoid" and not gate.by_head:
-            return self.o_proj(self._gated(factors, attended.flatten(-2)))
+            return self.o_proj.added(self._gated(factors, attended.flatten(-2)))
         factors = factors.sigmoid() if gate.activation == "sigmoid" else softplus(factors.float()).to(attended.dtype)
         factors = factors.unflatten(-1, (-1, 1 if gate.by_head else self.head_dim))
-        return self.o_proj((attended * factors).flatten(-2))
+        return self.o_proj.added((attended * factors).flatten(-2))
 
     def _gated(self, factors: Tensor, attended: Tensor) -> Tensor:
         """sigmoid(factors) * attended, both (..., Q * D); quantised where `o_proj` reads codes."""
         if self.quantize is not None and attended.dim() == 2:
             return cast(Tensor, quantized_sigmoid_mul(factors, attended, self.quantize()))
         return sigmoid_mul(factors, attended)
+
+    def join(self, ranks: Ranks) -> None:
+        """Shares the heads with other ranks."""
+        self.o_proj.ranks = ranks
 
     @property
     def can_join_gate(self) -> bool:

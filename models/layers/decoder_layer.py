@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.kernels.norm import Increment
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.delta_net import DeltaNet
@@ -25,6 +26,7 @@ class MixingLayer(nn.Module):
     """A layer with a mixer, whose module has the name that files have for its kind."""
 
     mixer_name: str
+    mlp: Any
 
     def add_mixer(self, spec: AttentionSpec | RecurrentSpec, index: int, hidden_size: int, eps: float) -> None:
         self.mixer_name = spec.module_name
@@ -34,6 +36,11 @@ class MixingLayer(nn.Module):
     def mixer(self) -> Any:
         """The mixer."""
         return self._modules[self.mixer_name]
+
+    def join(self, ranks: Ranks) -> None:
+        """Shares heads and channels with other ranks."""
+        self.mixer.join(ranks)
+        self.mlp.join(ranks)
 
 
 class DecoderLayer(MixingLayer):
@@ -142,6 +149,11 @@ class ScaledLayer(SandwichLayer):
             self.per_layer_projection = Linear(spec.per_layer_size, hidden_size)
             self.post_per_layer_input_norm = RMSNorm(hidden_size, eps)
 
+    def join(self, ranks: Ranks) -> None:
+        super().join(ranks)
+        if self.experts is not None:
+            self.experts.ranks = ranks
+
     @property
     def norm_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
         return super().norm_readers if self.experts is None else self.input_readers
@@ -169,7 +181,7 @@ class ScaledLayer(SandwichLayer):
             return super()._feed_forward(residual, attended)
         norms = (self.pre_feedforward_layernorm, self.pre_feedforward_layernorm_2, self.router.norm)
         (normed, expert_inputs, router_inputs), residual = add_for_all(norms, residual, attended)
-        mixed = self.experts(expert_inputs, self.router(router_inputs, self.experts.least_rows))
+        mixed = self.experts.added(expert_inputs, self.router(router_inputs, self.experts.least_rows))
         return residual, Increment(
             self.post_feedforward_layernorm_1.branch(self.mlp(normed)),
             self.post_feedforward_layernorm_2.branch(mixed),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.kernels.norm import rms_norm_gated
 from slipstream.kernels.recurrent.delta import Records, States, Weights, delta_net
 from slipstream.kernels.recurrent.delta_blocks import Sizes, absorb_block
@@ -62,7 +63,10 @@ class DeltaNet(RecurrentMixer):
         channels = sum(self.sizes)
         record = {"inputs": projected[..., :channels], "gates": self.gate_proj(x)}
         out = attention.recur(record, self.layer)  # (..., B, V)
-        return self.out_proj(rms_norm_gated(out, projected[..., channels:], self.norm.weight, self.norm.eps))
+        return self.out_proj.added(rms_norm_gated(out, projected[..., channels:], self.norm.weight, self.norm.eps))
+
+    def join(self, ranks: Ranks) -> None:
+        self.out_proj.ranks = ranks
 
     def step(self, state: State, record: Record) -> State:
         inputs = torch.cat((state["inputs"], record["inputs"].float()[:, None]), dim=1)  # (n, taps, C)

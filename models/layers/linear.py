@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.kernels.gemm.activation import Activation, activation_mul
 from slipstream.kernels.gemm.choose import Format as ProductFormat
 from slipstream.kernels.gemm.choose import Kind, Product
@@ -44,6 +45,22 @@ def remake_derived(module: nn.Module) -> None:
 
 
 class Embedding(nn.Embedding):
+    ranks: Ranks | None = None  # which share the table: each has as many rows; None: all rows are here
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.ranks is None:
+            return super().forward(input)
+        count = len(self.weight)
+        rows = input - self.ranks.rank * count
+        is_here = (rows >= 0) & (rows < count)
+        part = super().forward(rows.where(is_here, 0)).masked_fill(~is_here[..., None], 0)
+        return self.ranks.add(part.float(), part.dtype)
+
+    @property
+    def table(self) -> Tensor:
+        """All rows (V, H); a copy where ranks share them."""
+        return self.weight if self.ranks is None else self.ranks.collect(self.weight)
+
     def reset_parameters(self) -> None:
         """Leaves the weights as they are: they are loaded. torch's way, on a meta device, imports its compiler."""
 
@@ -56,6 +73,7 @@ class Linear(nn.Linear):
     """
 
     order: FixedOrder | None = None  # in which products are added on a GPU; None: the fastest
+    ranks: Ranks | None = None  # which share the inputs, of a head the outputs; None: all weights are here
     product_format: ProductFormat = "16 bits"
     sums_fast = False  # without an order: sums of many rows may be less exact than fp32, where a format gains by it
     units = (1, 1)  # of outputs and of inputs, which a slice of the weights does not cut
@@ -72,6 +90,11 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         multiply = linear if self.order is None else self.order.linear
         return multiply(input, self.weight, self.bias)
+
+    def added(self, x: Tensor) -> Tensor:
+        """self(x), of the inputs of all ranks where these share them."""
+        part = self(x)
+        return part if self.ranks is None else self.ranks.add(part.float(), part.dtype)
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:
         """Projects x (T, I) to q, k and v, rotates, and stores k and v in one kernel; returns q (T, Q * D). None where
@@ -128,14 +151,24 @@ class Head(Linear):
     def tie(self, embedding: Embedding) -> None:
         self.weight = embedding.weight
 
+    def forward(self, input: Tensor) -> Tensor:
+        logits = super().forward(input)
+        return logits if self.ranks is None else self.ranks.gather(logits)
+
+    @property
+    def table(self) -> Tensor:
+        """All rows (V, H); a copy where ranks share them."""
+        return self.weight if self.ranks is None else self.ranks.collect(self.weight)
+
     def whole(self, ids: Tensor | None = None) -> DraftHead:
         """All rows; `ids` (V,) are the target's ids of a draft's own head."""
-        return DraftHead(self.weight, ids)
+        return DraftHead(self.weight, ids, ranks=self.ranks)
 
     def cut(self, ids: Tensor) -> DraftHead:
-        """Copies of the rows `ids` (Vd,)."""
-        return DraftHead(derive(self, lambda: self.weight[ids]), ids)
+        """Copies of the rows `ids` (Vd,), which each rank has."""
+        return DraftHead(derive(self, lambda: self.table[ids]), ids)
 
     def gathered(self, ids: Tensor) -> DraftHead:
         """The rows `ids` (Vd,) in their place; ids may change between steps, -1 marks an unused one."""
+        assert self.ranks is None, "ranks have no rows outside their part"
         return DraftHead(self.weight, ids, gathered=True)

@@ -1,6 +1,7 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.config import MLPSpec
 
@@ -22,8 +23,15 @@ class GatedMLP(nn.Module):
         return self.gate_up_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.gate_up_proj.gated_mlp(x, self.down_proj, self.activation)
-        return self.down_proj(self.gate_up_proj.gated(x, self.activation)) if out is None else out
+        if self.down_proj.ranks is None:
+            out = self.gate_up_proj.gated_mlp(x, self.down_proj, self.activation)
+            if out is not None:
+                return out
+        return self.down_proj.added(self.gate_up_proj.gated(x, self.activation))
+
+    def join(self, ranks: Ranks) -> None:
+        """Shares the channels with other ranks."""
+        self.down_proj.ranks = ranks
 
 
 class SquaredMLP(nn.Module):
@@ -40,4 +48,8 @@ class SquaredMLP(nn.Module):
         return self.up_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.relu(self.up_proj(x)).square())
+        return self.down_proj.added(F.relu(self.up_proj(x)).square())
+
+    def join(self, ranks: Ranks) -> None:
+        """Shares the channels with other ranks."""
+        self.down_proj.ranks = ranks

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.kernels.gemm.choose import Product
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, format_of
 from slipstream.kernels.gemm.fp8 import InputScales, QuantizedRows
@@ -70,6 +71,7 @@ class Experts(nn.Module):
 
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of tensors that are not stored in the network's dtype
     unit = 1  # of intermediate channels, which a slice of the experts does not cut
+    ranks: Ranks | None = None  # which share the channels of each expert; None: all are here
 
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
@@ -88,6 +90,11 @@ class Experts(nn.Module):
     def forward(self, x: Tensor | QuantizedRows, routing: Routing, shared: Shared | None = None) -> Tensor:
         """x (T, H) -> (T, H), the weighted outputs and `shared`."""
         return mix_experts(x, routing, self.weights, shared)
+
+    def added(self, x: Tensor | QuantizedRows, routing: Routing, shared: Shared | None = None) -> Tensor:
+        """The outputs, and `shared`, of the channels of all ranks where these share them."""
+        part = self(x, routing, shared)
+        return part if self.ranks is None else self.ranks.add(part.float(), part.dtype)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -178,7 +185,11 @@ class MixtureOfExperts(nn.Module):
         if self.shared_expert is not None:
             gate = self.shared_expert_gate
             shared = Shared(self.shared_expert(rows), None if gate is None else gate(rows))
-        return self.experts(x, self.gate(rows, self.experts.least_rows), shared)
+        return self.experts.added(x, self.gate(rows, self.experts.least_rows), shared)
+
+    def join(self, ranks: Ranks) -> None:
+        """Shares the channels of experts with other ranks; those of the shared one are added with them."""
+        self.experts.ranks = ranks
 
 
 def feed_forward(hidden_size: int, spec: MLPSpec | MoESpec) -> GatedMLP | SquaredMLP | MixtureOfExperts:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.kernels.compile_ahead import zero_filled
 from slipstream.kernels.norm import Increment
 from slipstream.kernels.sampling.softcap import softcap
@@ -19,7 +20,7 @@ from slipstream.models.files.quantization import has_fp8_cache
 from slipstream.models.files.ranks import check_units, rank_heads, rank_tensors, sliceable
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
-from slipstream.models.layers.decoder_layer import PerLayerInputs, decoder_layer
+from slipstream.models.layers.decoder_layer import MixingLayer, PerLayerInputs, decoder_layer
 from slipstream.models.layers.formats.base import Quantization
 from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.linear import Embedding, Head
@@ -41,15 +42,17 @@ MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class Target(nn.Module):
-    """Attributes: `config`; `path`, its folder; `quantization`, how weights are stored; `cache_scales`, those of an FP8
-    KV cache that its files have, by layer with attention; `has_mtp`, whether its files predict a token more;
-    `embed_tokens` and `lm_head`, which drafters share."""
+    """Attributes: `config`, of a rank's part the whole target's; `path`, its folder; `quantization`, how weights are
+    stored; `cache_scales`, those of an FP8 KV cache that its files have, by layer with attention; `ranks`, which share
+    it, if it is a part; `has_mtp`, whether its files predict a token more; `embed_tokens` and `lm_head`, which drafters
+    share."""
 
     path: Path | None = None
     quantization: Quantization | None = None
     cache_scales: tuple[Tensor | None, ...] = ()
     trust_remote_code = False
     has_mtp = False
+    ranks: Ranks | None = None
 
     def __init__(self, config: TargetSpec) -> None:
         super().__init__()
@@ -90,7 +93,14 @@ class Target(nn.Module):
     @property
     def shared(self) -> dict[str, Tensor]:
         """Embedding and head (V, H), by the names of their copies in drafts' files."""
-        return {EMBEDDING: self.get_parameter(EMBEDDING), HEAD: self.get_parameter(HEAD)}
+        return {EMBEDDING: self.embed_tokens.table, HEAD: self.lm_head.table}
+
+    def join(self, ranks: Ranks) -> None:
+        """Lets the target, a rank's part, compute with the other ranks' parts."""
+        self.ranks = self.embed_tokens.ranks = self.lm_head.ranks = ranks
+        for layer in self.layers:
+            assert isinstance(layer, MixingLayer)
+            layer.join(ranks)
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
@@ -276,6 +286,7 @@ def load_target(
         quantize(local, formats, tensors, device)
         tensors = rank_tensors(target, local, tensors, rank, world, path)
         target = local
+        target.config = config
     tensors = adapt_values(tensors, spec)
     if scales and has_fp8_cache(path):
         cache_scales = read_cache_scales(scales, config.layers, path)

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from slipstream import __version__, runtime
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.files.cost_tables import CostTables
@@ -33,10 +34,11 @@ from slipstream.serve.engine.host_stages import HostStage
 from slipstream.serve.engine.kv_cache import GroupPages, PageCache
 from slipstream.serve.engine.kv_states import StatePages
 from slipstream.serve.engine.kv_windows import WindowPages
-from slipstream.serve.engine.memory import find_space, log_kv_cache, measure_workspace
+from slipstream.serve.engine.memory import Room, find_room, find_space, log_kv_cache, measure_workspace
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Scheduler
 from slipstream.serve.engine.step_costs import Costs, FittedCosts, StepCosts
+from slipstream.serve.engine.team import LeadingRunner, Team
 from slipstream.serve.grammar.grammars import Grammars
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import EngineInfo
@@ -64,6 +66,9 @@ class Networks:
     scales: Scales
 
 
+FindCosts = Callable[[EnginePlan, Networks, ModelRunner], Costs]
+
+
 def build_engine(config: EngineConfig) -> Engine:
     """Builds an engine. Raises ValueError for options that do not fit one another, the target or the machine."""
     return build(read_plan(config))
@@ -71,27 +76,47 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def build_runner(plan: EnginePlan, capture: Capture = capture_all) -> ModelRunner:
     """Builds the runner alone, of a plan whose space is known: an engine's."""
-    networks = load_networks(plan)
-    runner = make_runner(plan, networks, capture)
-    networks.drafter.forget()
+    runner = make_runner(plan, load_networks(plan), capture)
+    runner.forget()
     return runner
 
 
 def build(
     plan: EnginePlan,
     capture: Capture = capture_all,
-    find_costs: "Callable[[EnginePlan, Networks, ModelRunner], Costs] | None" = None,
+    find_costs: "FindCosts | None" = None,
+    team: Team | None = None,
 ) -> Engine:
-    """Builds the engine that is planned. `capture`: captures passes; `find_costs`: knows what they cost."""
+    """Builds the engine that is planned. `capture`: captures passes; `find_costs`: knows what they cost. `team`: the
+    other ranks, where they are there already."""
+    find_costs = find_costs or measured_costs
+    if plan.config.tp == 1:
+        return make_engine(plan, capture, find_costs, None)
+    with runtime.stage("starting the ranks"):
+        team = team or Team(plan.config.tp, plan.device.device)
+    with team.guard():
+        team.order("load", plan)
+        engine = make_engine(plan, capture, find_costs, team)
+        team.serve()
+        return engine
+
+
+def make_engine(plan: EnginePlan, capture: Capture, find_costs: "FindCosts", team: Team | None) -> Engine:
+    """See `build`; the other ranks load their parts by now."""
     config = plan.config
-    networks = load_networks(plan)
+    networks = load_networks(plan, None if team is None else team.ranks)
     with runtime.stage("sizing the KV cache"):
-        space = find_space(plan, measure(plan, networks))
+        rooms = [measure(plan, networks), *(team.answers() if team is not None else ())]
+        space = find_space(plan, min(rooms))
         plan = replace(plan, space=space)
-    runner = make_runner(plan, networks, capture)
+    if team is None:
+        runner = make_runner(plan, networks, capture)
+    else:
+        team.order("make_runner", space, capture)
+        runner = make_runner(plan, networks, capture, partial(LeadingRunner, team))
     with runtime.stage("timing passes"):
-        costs = (find_costs or measured_costs)(plan, networks, runner)
-        networks.drafter.forget()
+        costs = find_costs(plan, networks, runner)
+        runner.forget()
     plan = replace(plan, graphs=runner.graphs)
     load = partial(load_tokenizer, plan.path, config.trust_remote_code)
     end_ids = networks.target.end_ids
@@ -119,14 +144,20 @@ def build(
         num_spec_tokens=plan.usual_nodes - 1,
     )
     planner = make_planner(plan, scheduler, costs, networks.drafter, runner)
-    return Engine(plan, info, planner, runner, stages, networks.drafter.check, grammars)
+    return Engine(plan, info, planner, runner, stages, networks.drafter.check, grammars, team)
 
 
-def load_networks(plan: EnginePlan) -> Networks:
+def load_networks(plan: EnginePlan, ranks: Ranks | None = None) -> Networks:
+    """Loads target and draft; of a target that `ranks` share, this one's part."""
     config = plan.config
+    part = {} if ranks is None else {"rank": ranks.rank, "world": ranks.world}
     device = plan.device.device
     with runtime.stage("loading the weights"):
-        target = load_target(plan.path, plan.spec, plan.dtype, device, config.trust_remote_code, config.quantization)
+        target = load_target(
+            plan.path, plan.spec, plan.dtype, device, config.trust_remote_code, config.quantization, **part
+        )
+        if ranks is not None:
+            target.join(ranks)
         drafter, stages = load_drafter(plan.draft.source, config.drafter, target)
     if any(scale is not None for scale in target.cache_scales) and not plan.networks[0].has_codes:
         logger.info("the checkpoint has scales for a KV cache in FP8, which --kv-cache-dtype fp8 would use")
@@ -191,20 +222,24 @@ def calibrate(plan: EnginePlan, networks: Networks) -> tuple[Sequence[Sequence[T
     return [scales_of(kv) for kv in passes.kv], source
 
 
-def measure(plan: EnginePlan, networks: Networks) -> int:
-    """Returns the bytes that passes need on a GPU, by running the largest ones over a cache of one dump page."""
+def measure(plan: EnginePlan, networks: Networks) -> Room:
+    """Measures the room of this rank's device, on a GPU by running the largest passes over a cache of one dump page."""
     if plan.device.type == "cpu":
-        return 0
+        return find_room(plan, 0)
     passes = make_passes(plan, networks, [1] * len(plan.groups), plan.pages_for(plan.max_model_len))
-    return passes.state.nbytes + plan.record_bytes + measure_workspace(passes, plan)
+    workspace = passes.state.nbytes + plan.record_bytes + measure_workspace(passes, plan)
+    del passes
+    return find_room(plan, workspace)
 
 
-def make_runner(plan: EnginePlan, networks: Networks, capture: Capture) -> ModelRunner:
+def make_runner(
+    plan: EnginePlan, networks: Networks, capture: Capture, make: Callable[..., ModelRunner] = ModelRunner
+) -> ModelRunner:
     space = plan.space
     assert space is not None
     passes = make_passes(plan, networks, space.num_pages, plan.pages_for(space.max_model_len))
     steps, drafts = capture(passes, plan.graphs) if plan.captures else (None, None)
-    return ModelRunner(passes, steps, drafts)
+    return make(passes, steps, drafts)
 
 
 def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], pages_per_slot: int) -> StepPasses:
@@ -222,7 +257,7 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
     ]
     read_kv = [kv[0].read_by(network.layers) for network in plan.networks if network.reads_target]
     states = None
-    if recurrent := plan.spec.recurrent:
+    if recurrent := plan.part.recurrent:
         group = plan.groups.index("state")
         states = RecurrentStates(recurrent, group, num_pages[group], state, plan.dtype)
     layers = chain(*(network.layers for network in plan.networks))
@@ -269,26 +304,26 @@ def make_cache(plan: EnginePlan, space: Space) -> PageCache:
 def measured_costs(plan: EnginePlan, networks: Networks, runner: ModelRunner) -> Costs:
     """Returns the costs of steps: of captured passes as timed now, or at an earlier start with the same key."""
     config = plan.config
-    steps = runner.steps
-    if steps is None:
+    if runner.steps is None:
         rows = max(config.prompt_tokens, config.max_running * plan.limits.most_nodes)
         return FittedCosts(rows + config.max_running)
-    all_tables = find_tables(steps, runner.drafts, cost_key(plan, networks))
+    all_tables = find_tables(runner, cost_key(plan, networks))
     tables = all_tables.without_slow()
-    steps.drop(all_tables.target["plain"].keys() - tables.target["plain"].keys())
+    runner.drop(all_tables.target["plain"].keys() - tables.target["plain"].keys())
     return StepCosts(tables)
 
 
-def find_tables(steps: StepGraphs, drafts: DraftGraphs | None, key: CostKey) -> CostTables:
+def find_tables(runner: ModelRunner, key: CostKey) -> CostTables:
+    assert runner.steps is not None
     saved = cost_files.load(key)
     if saved is not None:
         try:
             tables = CostTables.from_json(saved)
-            tables.check_sizes(steps.timed_sizes, drafts.timed_sizes if drafts is not None else [])
+            tables.check_sizes(runner.steps.timed_sizes, runner.drafts.timed_sizes if runner.drafts is not None else [])
             return tables
         except ValueError as error:
             logger.warning("step times are measured again: %s", error)
-    tables = CostTables(steps.time_all(), drafts.time_all() if drafts is not None else {"plain": {}, "all": {}})
+    tables = runner.time_passes()
     cost_files.save(key, tables.to_json())
     return tables
 
@@ -318,6 +353,7 @@ def cost_key(plan: EnginePlan, networks: Networks) -> CostKey:
             "quantization": format_of(networks.target),
             "kv_cache_dtype": "fp8" if config.has_fp8_cache else "auto",
             **{name: getattr(config, name) for name in names},
+            **({"tp": config.tp} if config.tp > 1 else {}),
         },
     )
 
@@ -366,6 +402,8 @@ def fingerprint(plan: EnginePlan, networks: Networks) -> str:
         parts += ["fp8 KV cache", *(repr(scale.tolist()) for scale in scales)]
     if plan.device.type == "cuda":
         parts.append(plan.device.name)
+    if plan.config.tp > 1:
+        parts.append(f"tp {plan.config.tp}")
     if plan.inexact:
         parts += [plan.inexact, repr(plan.config)]
     return "fp_" + text_hash(" ".join(parts))[:12]

@@ -46,6 +46,7 @@ class EngineCounts:
     seconds: Histogram = field(default_factory=lambda: Histogram(SECOND_BOUNDS))  # steps' times
     time_ratio: Histogram = field(default_factory=lambda: Histogram(RATIO_BOUNDS))  # over those predicted
     kv_pages: dict[tuple[str, str], int] = field(default_factory=dict)  # now, by group and state
+    rank_memory: list[int] = field(default_factory=list)  # now, bytes by rank; empty where there is one rank
 
     def add_step(self, *, budget: int, node_rows: int, prompt_rows: int, ms: float, predicted_ms: float) -> None:
         """Counts a step. `budget`: nodes that the policy allowed, of which the pass verified `node_rows`; 0 if no

@@ -23,6 +23,7 @@ from slipstream.serve.engine.idle import IdlePrompts
 from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, StepPlan
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
+from slipstream.serve.engine.team import Team
 from slipstream.serve.grammar.grammars import Grammars
 from slipstream.serve.request import EngineInfo, FinishReason, Output, Request, RequestStats, check_token_ids
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
@@ -66,6 +67,7 @@ class Engine:
         stages: list[HostStage],
         check: Callable[[Request], None],
         grammars: Grammars,
+        team: Team | None = None,
     ) -> None:
         self.engine_plan = plan
         self.config = plan.config
@@ -83,6 +85,7 @@ class Engine:
             self.idle = IdlePrompts(self.scheduler, plan.limits.grid, plan.limits.prompt_rows)
             self.scheduler.on_finish = self.idle.note
         self.trace: Trace | None = None
+        self.team = team
         self._check = check  # the drafter's: raises ValueError
         self._grammars = grammars
         self._compiling: dict[str, tuple[Request, Future[Any]]] = {}  # by id: requests that wait for their grammar
@@ -198,6 +201,7 @@ class Engine:
         step = self._steps.popleft()
         assert step.flight is not None
         output = step.flight.read()
+        self.runner.check()
         step.state = State.READ
         self._tell("read", step.plan)
         landed = time.perf_counter()
@@ -256,8 +260,15 @@ class Engine:
         """Lets the stages save their state. Do not use the engine afterwards. Raises OSError if a file cannot be
         written, and ValueError if another process is writing it."""
         with ExitStack() as closing:  # all of them, whichever fails
+            if self.team is not None:
+                closing.callback(self.team.end)
             for stage in self.stages:
                 closing.callback(stage.close)
+
+    def watch(self, report: Callable[[str], None]) -> None:
+        """Calls `report` with a sentence, from another thread, if the engine cannot go on, be it idle or in a step."""
+        if self.team is not None:
+            self.team.watch(report)
 
     def metrics(self) -> dict[str, float]:
         """Returns current gauges; a request's counts come with its last Output."""
@@ -272,6 +283,8 @@ class Engine:
         return gauges
 
     def counts(self) -> EngineCounts:
-        """Returns all counts since the start, and the KV pages of this moment."""
+        """Returns all counts since the start, and the KV pages and the ranks' memory of this moment."""
+        memory = [] if self.team is None else self.team.memory()
         idle_tokens = 0 if self.idle is None else self.idle.num_tokens
-        return replace(self.planner.counts, kv_pages=self.scheduler.cache.usage(), idle_tokens=idle_tokens)
+        usage = self.scheduler.cache.usage()
+        return replace(self.planner.counts, kv_pages=usage, rank_memory=memory, idle_tokens=idle_tokens)

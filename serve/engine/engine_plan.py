@@ -64,6 +64,17 @@ class DeviceFacts:
     def device(self) -> torch.device:
         return torch.device(self.type)
 
+    def check_ranks(self, count: int) -> None:
+        """Raises ValueError where this machine has no device for each of `count` ranks."""
+        if count == 1 or self.type == "cpu" or not self.is_present:
+            return
+        present = torch.cuda.device_count()
+        if present < count:
+            raise ValueError(f"tp is {count}, but torch finds {present} GPU{'s' if present > 1 else ''}; lower tp")
+        names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+        if len(names) > 1:
+            raise ValueError(f"tp is {count}, but the GPUs differ ({', '.join(names)}); choose equal ones")
+
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlan:
@@ -94,10 +105,11 @@ class EnginePlan:
     config: EngineConfig  # with the prompt tokens of a step
     path: Path  # folder of the target
     spec: TargetSpec
+    part: TargetSpec  # a rank's part of the target; all ranks' are equal
     draft: DraftPlan
     device: DeviceFacts
     dtype: torch.dtype
-    networks: tuple[NetworkPlan, ...]  # the target and, if its KV is kept, the draft
+    networks: tuple[NetworkPlan, ...]  # a rank's: the target's part and, if its KV is kept, the draft
     groups: Groups  # of caches
     max_model_len: int  # before the size of the cache limits it
     widths: tuple[int, ...]  # numbers of nodes that the draft network may propose
@@ -123,13 +135,13 @@ class EnginePlan:
         networks = [(network.layers, network.kv_dtype) for network in self.networks]
         sizes = page_bytes(networks, self.groups, self.config.page_size)
         if "state" in self.groups:
-            sizes[self.groups.index("state")] = state_bytes(self.spec.recurrent)
+            sizes[self.groups.index("state")] = state_bytes(self.part.recurrent)
         return sizes
 
     @property
     def record_bytes(self) -> int:
         """Bytes of what recurrent layers record of nodes, for all slots."""
-        return record_bytes(self.spec.recurrent, self.dtype, self.config.max_running + 1, self.limits.most_nodes)
+        return record_bytes(self.part.recurrent, self.dtype, self.config.max_running + 1, self.limits.most_nodes)
 
     @property
     def window_reserve(self) -> int:
@@ -149,6 +161,7 @@ def read_plan(config: EngineConfig, device: DeviceFacts | None = None, *, weight
     read_user_text(config)
     _, path = find_target(config, weights=weights)
     device = device or DeviceFacts.of(torch.device(pick_device(config.device)))
+    device.check_ranks(config.tp)
     spec = load_config(path, config.trust_remote_code)
     draft = plan_draft(source_of(config.draft, str(path)), config.drafter, spec)
     return plan_engine(config, path, spec, draft, device, pick_dtype(config.dtype, path, device))
@@ -159,6 +172,7 @@ def plan_engine(
 ) -> EnginePlan:
     """Plans an engine for a target of shape `spec` in the folder `path`, which computes in `dtype`. Raises ValueError
     for options that do not fit one another, the target or the device."""
+    part = shard(config, spec, draft)
     prompt_tokens = pick_prompt_tokens(config, spec, device.type)
     enough_tokens = enough_prompt_tokens(config, prompt_tokens)
     config = replace(config, prefill_budget=prompt_tokens)
@@ -175,11 +189,11 @@ def plan_engine(
         forced_nodes = FORCED_NODES if config.width is None else usual_nodes
         beside = min(config.max_running * (forced_nodes - 1), FORCED_ROWS)
         node_rows = max(node_rows, config.max_running + beside)
-    networks = plan_networks(config, spec, draft, dtype, device)
+    networks = plan_networks(config, part, draft, dtype, device)
     formats = kv_formats(networks, device, dtype)
     backends = choose_backends(config.attention, formats, is_present=device.is_present)
     captures, overlap = pick_modes(config, device, {phase: backends[phase] for phase in formats})
-    inexact = find_inexact(config, spec, device, dtype, backends["verify"])
+    inexact = find_inexact(config, part, device, dtype, backends["verify"])
     if inexact and config.exact:
         raise ValueError(f"exact is true, but {inexact}; change that, or leave exact out")
     max_model_len = pick_max_model_len(config.max_model_len, spec)
@@ -205,6 +219,7 @@ def plan_engine(
         config=config,
         path=path,
         spec=spec,
+        part=part,
         draft=draft,
         device=device,
         dtype=dtype,
@@ -224,6 +239,21 @@ def plan_engine(
         overlap=overlap,
         graphs=GraphKeys.for_sizes(config.max_running, node_rows, captured_tokens, widths) if captures else GraphKeys(),
     )
+
+
+def shard(config: EngineConfig, spec: TargetSpec, draft: DraftPlan) -> TargetSpec:
+    """Returns a rank's part of a target. Raises ValueError where ranks do not divide it, or do not run its draft."""
+    if config.tp > 1 and draft.reads_target:
+        raise ValueError(
+            f"tp is {config.tp}, and this draft ({draft.name}) reads the target's KV, of which a rank has a part; use "
+            "another draft, or tp 1"
+        )
+    if config.tp > 1 and config.drafter.get("token_map_dynamic"):
+        raise ValueError(
+            f"tp is {config.tp}, and drafter.token_map_dynamic reads rows of the whole output head, of which a rank "
+            "has a part; leave the option out, or use tp 1"
+        )
+    return spec.shard(0, config.tp)
 
 
 def kv_formats(networks: Sequence[NetworkPlan], device: DeviceFacts, dtype: torch.dtype) -> dict[str, KVFormat]:

@@ -4,6 +4,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -21,16 +22,21 @@ logger = logging.getLogger(__name__)
 GRAPH_BYTES = 16 * 2**20  # memory of the driver for one captured pass, beside the pool that all share
 
 
-def find_space(plan: EnginePlan, workspace: int) -> Space:
-    """Returns the size of the KV cache: by option, else as much as fits and requests use.
+class Room(NamedTuple):
+    """Bytes of a device."""
 
-    `workspace`: bytes to leave for everything else. Raises ValueError where nothing is left for the cache.
-    """
+    free: int  # for the KV cache
+    workspace: int  # for everything else beside the weights
+
+
+def find_space(plan: EnginePlan, room: Room) -> Space:
+    """Returns the size of the KV cache: by option, else as much as fits and requests use. `room`: of the device that
+    has the least. Raises ValueError where nothing is left for the cache."""
     config = plan.config
     if config.kv_cache_tokens is not None:
         pools = pools_of(plan, -(-config.kv_cache_tokens // config.page_size), copies=2)
     else:
-        free = free_bytes(plan.device.device, config.mem_fraction) - workspace
+        free, workspace = room
         smallest = sum(plan.page_bytes)
         if free < smallest and plan.device.type == "cpu":
             raise ValueError(
@@ -102,6 +108,12 @@ def log_kv_cache(plan: EnginePlan, space: Space) -> None:
         message = "KV cache of layers that see %s tokens: %d tokens, %.2f GB"
         if size:
             logger.info(message, span, (pages - 1) * page_size, pages * size / 1e9)
+
+
+def find_room(plan: EnginePlan, workspace: int) -> Room:
+    """Returns what this rank's device has, of which passes need `workspace`. Ranks on a CPU share its memory."""
+    free = free_bytes(plan.device.device, plan.config.mem_fraction)
+    return Room((free // plan.config.tp if plan.device.type == "cpu" else free) - workspace, workspace)
 
 
 def free_bytes(device: torch.device, mem_fraction: float) -> int:

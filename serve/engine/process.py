@@ -17,9 +17,11 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from slipstream.serve import logs
 from slipstream.serve.engine.counts import EngineCounts
@@ -46,6 +48,7 @@ class EngineLike(Protocol):
     def work_idle(self) -> bool: ...
     def metrics(self) -> dict[str, float]: ...
     def counts(self) -> EngineCounts: ...
+    def watch(self, report: Callable[[str], None]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -82,16 +85,18 @@ class Failed:
 
 
 class Pipe:
-    """The engine's end of the pipe. One thread may send while another receives."""
+    """The engine's end of the pipe. Threads may send, and one may receive, at the same time."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        self._sending = threading.Lock()
         self._file = end.makefile("rb")
 
     def send(self, message: object) -> None:
         """Raises ConnectionError if the server has closed the pipe."""
         payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._socket.sendall(HEADER.pack(len(payload)) + payload)
+        with self._sending:
+            self._socket.sendall(HEADER.pack(len(payload)) + payload)
 
     def receive(self) -> Any:
         """Blocks for the next message. Raises EOFError or OSError at the end."""
@@ -129,6 +134,8 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
         serve_requests(engine, inbox, pipe)
     except ConnectionError:
         pass  # the HTTP process closed the pipe; drop this step's outputs
+    except ChildProcessError as error:  # another rank was lost
+        end_at_once(pipe, one_line(error))
     except Exception as error:
         logger.exception("the engine failed in a step")  # before the message, at which the server closes the pipe
         pipe.send(Failed(f"the engine failed in a step with {type(error).__name__}; its traceback is in the log"))
@@ -151,7 +158,16 @@ def start_engine(make_engine: EngineFactory, config: EngineConfig, pipe: Pipe) -
         raise SystemExit(1) from error
     pipe.send(engine.info)
     pipe.send(Step([], engine.metrics(), engine.counts()))
+    engine.watch(partial(end_at_once, pipe))
     return engine
+
+
+def end_at_once(pipe: Pipe, reason: str) -> NoReturn:
+    """Ends the process, though another thread may wait in a step."""
+    logger.error("%s", reason)
+    with suppress(ConnectionError):
+        pipe.send(Failed(reason))
+    os._exit(1)
 
 
 def one_line(error: Exception) -> str:

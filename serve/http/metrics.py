@@ -191,6 +191,12 @@ class EngineCollector(Collector):
         for labels, number in counts.kv_pages.items():
             pages.add_metric(labels, number)
         yield pages
+        memory = GaugeMetricFamily(
+            f"{PREFIX}_rank_memory_bytes", "Memory of each rank's device that its process holds.", labels=["rank"]
+        )
+        for rank, size in enumerate(counts.rank_memory):
+            memory.add_metric([str(rank)], size)
+        yield memory
 
     def _drafts(self) -> Iterator[Metric]:
         counts = self._engine.counts

@@ -106,7 +106,9 @@ class Capturer:
             try:
                 with _no_collection(), torch.cuda.graph(graphs[-1], pool=self._pool, stream=self._stream):
                     value = part(value)  # held until the last part is captured: nothing else gets its memory
-            except torch.cuda.OutOfMemoryError:
+            except torch.cuda.OutOfMemoryError as error:
+                if self._target.ranks is not None:  # the others have captured it, and would wait
+                    raise ValueError(f"the CUDA graph of {description} does not fit into memory; {remedy}") from error
                 self._warn(description, remedy)
                 return []
         return graphs

@@ -1,7 +1,7 @@
 """Executes plans on the device. Only `InFlight.read` waits for it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.kernels.speculation.ragged import Chunks
-from slipstream.serve.engine.graph_keys import GraphKeys
+from slipstream.models.files.cost_tables import CostTables
+from slipstream.serve.engine.graph_keys import MODES, GraphKeys
 from slipstream.serve.engine.plan import HostProposal, PromptChunk, StepOutput, StepPlan
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.serve.runner.passes import EagerPass, Results, StepInputs, pack_chunks, split_chunks
@@ -139,6 +140,24 @@ class ModelRunner:
             return GraphKeys()
         drafts = self.drafts.captured if self.drafts is not None else ()
         return GraphKeys(self.steps.captured, drafts, self.steps.num_chunks)
+
+    def time_passes(self) -> CostTables:
+        """Times the captured passes."""
+        assert self.steps is not None
+        drafts = {mode: {} for mode in MODES} if self.drafts is None else self.drafts.time_all()
+        return CostTables(self.steps.time_all(), drafts)
+
+    def drop(self, sizes: Collection[int]) -> None:
+        """Frees captured target passes of these numbers of rows."""
+        assert self.steps is not None
+        self.steps.drop(sizes)
+
+    def forget(self) -> None:
+        """Lets the drafter forget what it has learnt from passes before the first request."""
+        self.drafter.forget()
+
+    def check(self) -> None:
+        """Raises an error if what passes gave may be wrong."""
 
     def prepare(self, plan: StepPlan) -> None:
         """Packs what a plan says of slots and pages, while the step before it runs. `launch` does so otherwise."""

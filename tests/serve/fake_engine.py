@@ -5,6 +5,7 @@ accepted. A request's namespace makes it misbehave: see `FakeEngine`.
 """
 
 import time
+from collections.abc import Callable
 from hashlib import blake2b
 
 from slipstream.serve.engine.counts import EngineCounts
@@ -156,6 +157,9 @@ class FakeEngine:
 
     def counts(self) -> EngineCounts:
         return EngineCounts(kv_pages={("0", "used"): len(self.running), ("0", "free"): 64 - len(self.running)})
+
+    def watch(self, report: Callable[[str], None]) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -532,13 +532,13 @@ def test_step_times_of_other_sizes_are_measured_again(
 
     monkeypatch.setattr(steps, "time_all", lambda: times(steps.timed_sizes))
     monkeypatch.setattr(drafts, "time_all", lambda: times(drafts.timed_sizes))
-    tables = find_tables(steps, drafts, key)
+    tables = find_tables(runner, key)
     if damage is not None:
         saved = tables.to_json()
         for table in saved[damage].values():
             del table[1]
         cost_files.save(key, saved)
-    assert find_tables(steps, drafts, key) == tables
+    assert find_tables(runner, key) == tables
     assert len(measured) == (2 if damage is None else 4)
     assert cost_files.load(key) == json.loads(json.dumps(tables.to_json()))
 

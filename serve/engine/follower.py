@@ -1,0 +1,123 @@
+"""A rank above 0: python -m slipstream.serve.engine.follower (serve/engine/team.py starts it).
+
+It builds the runner of the plan that rank 0 sends, and executes its plans. It measures and chooses nothing. It sends
+signs of life, and exits when rank 0 is gone.
+"""
+
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from slipstream.kernels.collectives.ranks import Ranks, join_ranks
+from slipstream.serve import logs
+from slipstream.serve.engine.build import Capture, Networks, load_networks, make_runner, measure
+from slipstream.serve.engine.engine_plan import EnginePlan, Space
+from slipstream.serve.engine.plan import StepPlan
+from slipstream.serve.engine.team import BEAT_SECONDS, MEMORY, MOST_BYTES, Channel, Order, RankRunner, bytes_of_process
+from slipstream.serve.runner.model_runner import InFlight, ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """Does what rank 0 orders: each method is an order. Those that rank 0 waits for send an answer."""
+
+    plan: EnginePlan
+    networks: Networks
+    runner: ModelRunner
+
+    def __init__(self, ranks: Ranks, channel: Channel) -> None:
+        self.ranks = ranks
+        self.channel = channel
+        self._begun: InFlight | None = None  # a step that is launched up to where it samples
+
+    def load(self, plan: EnginePlan) -> None:
+        """Loads this rank's part, and answers how much room its device has."""
+        self.plan = plan
+        self.networks = load_networks(plan, self.ranks)
+        self.channel.send(measure(plan, self.networks))
+
+    def make_runner(self, space: Space, capture: Capture) -> None:
+        self.runner = make_runner(replace(self.plan, space=space), self.networks, capture, RankRunner)
+
+    def time_passes(self) -> None:
+        """Runs the passes that rank 0 times."""
+        self.runner.time_passes()
+
+    def drop(self, sizes: Collection[int]) -> None:
+        self.runner.drop(sizes)
+
+    def forget(self) -> None:
+        self.runner.forget()
+
+    def launch(self, plan: StepPlan, up_to_sampling: bool) -> None:
+        flight = self.runner.launch(plan, up_to_sampling=up_to_sampling)
+        self._begun = flight if up_to_sampling else None
+
+    def finish(self, plan: StepPlan) -> None:
+        assert self._begun is not None
+        self.runner.finish(self._begun, plan)
+        self._begun = None
+
+    def end(self) -> None:
+        """Frees the engine's memory."""
+        del self.runner, self.networks
+        self._begun = None
+
+
+def beat(life: socket.socket, device: torch.device) -> None:
+    """Sends signs of life. Exits at once when rank 0 is gone, even during a step or while loading."""
+    while True:
+        try:
+            life.send(MEMORY.pack(bytes_of_process(device)))
+        except OSError:
+            os._exit(1)
+        time.sleep(BEAT_SECONDS)
+
+
+def report(life: socket.socket, error: Exception) -> None:
+    """Sends a sentence to rank 0, unless that is gone, which has caused the error."""
+    text = " ".join(str(error).split())
+    sentence = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    message = sentence.encode()[: MOST_BYTES // 2]
+    try:
+        life.send(message.ljust(MEMORY.size + 1))  # longer than a sign of life
+    except OSError:
+        return
+    if not isinstance(error, ValueError):
+        logger.exception("the rank failed")
+
+
+def main() -> None:
+    channel_end, life_end, rank, world, name, file = sys.argv[1:]
+    device = torch.device(name)
+    life = socket.socket(fileno=int(life_end))
+    channel = Channel(socket.socket(fileno=int(channel_end)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    threading.Thread(target=beat, args=(life, device), daemon=True).start()
+    logs.configure("text", level=logging.WARNING)
+    try:
+        follower = Follower(join_ranks(device, int(rank), int(world), file), channel)
+        channel.send(None)
+        while True:
+            order: Order = channel.receive()
+            getattr(follower, order.name)(*order.args)
+    except (EOFError, ConnectionError):
+        os._exit(0)  # rank 0 has closed the channel
+    except Exception as error:
+        report(life, error)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""The ranks above 0 of an engine over several devices: their processes, the messages to them, and how they are missed.
+
+Rank 0 is the engine's process. It plans, measures and chooses, and sends every plan to the others before it runs it;
+they execute the same passes in the same order (serve/engine/follower.py). A thread of rank 0 watches them: a rank that
+raises, dies or stops answering ends all ranks, since no pass ends without it.
+"""
+
+import logging
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from slipstream.kernels.collectives.ranks import Ranks, join_ranks
+from slipstream.models.files.cost_tables import CostTables
+from slipstream.serve.engine.plan import StepPlan
+from slipstream.serve.runner.model_runner import InFlight, ModelRunner
+
+MODULE = "slipstream.serve.engine.follower"
+BEAT_SECONDS = 0.25  # between two signs of life of a rank
+SILENCE_SECONDS = 4.0  # without a sign of life, after which a rank that serves counts as lost
+BUILD_SILENCE_SECONDS = 60.0  # likewise while it builds: compilers hold Python's lock
+BLAME_SECONDS = 1.0  # in which the watch finds out why a call failed
+HEADER = struct.Struct("!Q")
+MEMORY = struct.Struct("!Q")
+MOST_BYTES = 1 << 16  # of a sign of life, or of a sentence
+
+logger = logging.getLogger(__name__)
+
+
+class RankError(ChildProcessError):
+    """A rank was lost, and with it the engine."""
+
+
+class Order(NamedTuple):
+    """A call of a method of `Follower`."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+
+
+class Channel:
+    """An end of a stream of pickled messages."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._file = end.makefile("rb")
+
+    def send(self, message: object) -> None:
+        """Raises OSError where the other end is closed."""
+        self.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def send_bytes(self, payload: bytes) -> None:
+        self._socket.sendall(HEADER.pack(len(payload)) + payload)
+
+    def receive(self) -> Any:
+        """Blocks for the next message. Raises EOFError or OSError at the end."""
+        return pickle.loads(self._read(*HEADER.unpack(self._read(HEADER.size))))
+
+    def _read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
+            raise EOFError
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A rank above 0, as rank 0 sees it."""
+
+    name: str  # rank and device, for messages
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    life: socket.socket  # brings signs of life, each with the bytes of memory that the rank has, or a last sentence
+    heard: float = field(default_factory=time.monotonic)
+    memory: int = 0
+
+
+class Team:
+    """The ranks of an engine. `is_kept`: they outlive an engine, and serve the next one.
+
+    All methods but `watch` belong to the thread that steps the engine."""
+
+    is_kept = False
+
+    def __init__(self, world: int, device: torch.device) -> None:
+        """Starts the processes, and waits until all have met. Raises RankError where one does not come."""
+        self.failure = ""  # why there are no ranks any more
+        self.ranks: Ranks | None = None
+        self._limit = BUILD_SILENCE_SECONDS
+        self._lock = threading.Lock()
+        self._failed = threading.Event()
+        self._report: Callable[[str], None] | None = None
+        self._is_closed = False
+        self._device = device
+        with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+            file = str(Path(folder) / "ranks")
+            self.members = [start_member(rank, world, device, file) for rank in range(1, world)]
+            threading.Thread(target=self._watch, name="slipstream-ranks", daemon=True).start()
+            with self.guard():
+                if device.type == "cuda":
+                    torch.cuda.set_device(0)
+                self.ranks = join_ranks(device, 0, world, file)
+                self.answers()
+
+    def watch(self, report: Callable[[str], None]) -> None:
+        """Calls `report` with a sentence, from another thread, as soon as a rank is lost."""
+        with self._lock:
+            self._report = report
+            failure = self.failure
+        if failure:
+            report(failure)
+
+    def order(self, name: str, *args: Any) -> None:
+        """Has all other ranks do something."""
+        payload = pickle.dumps(Order(name, args), pickle.HIGHEST_PROTOCOL)
+        try:
+            for member in self.members:
+                member.channel.send_bytes(payload)
+        except OSError as error:
+            raise RuntimeError("another rank has closed its channel") from error
+
+    def answers(self) -> list[Any]:
+        """Waits for an answer of each of them."""
+        try:
+            return [member.channel.receive() for member in self.members]
+        except (EOFError, OSError) as error:
+            raise RuntimeError("another rank has closed its channel") from error
+
+    def serve(self) -> None:
+        """Begins to miss ranks sooner: all that takes long is built."""
+        self._limit = SILENCE_SECONDS
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Ends the ranks if what all do together fails here: they wait for one another. Raises RankError if one of them
+        is the cause."""
+        try:
+            yield
+        except BaseException as error:
+            raise self.blame(error) from error
+
+    def blame(self, error: BaseException) -> BaseException:
+        """Returns the error to raise for `error`, which came within what all ranks do together."""
+        is_consequence = isinstance(error, RuntimeError | OSError | EOFError)
+        if is_consequence and self._failed.wait(BLAME_SECONDS):
+            return RankError(self.failure)
+        self._fail(f"rank 0 ({self._device}) failed with {type(error).__name__}", quiet=True)
+        return error
+
+    def check(self) -> None:
+        """Raises RankError if a rank is lost."""
+        if self.failure or (self.ranks is not None and self.ranks.is_lost()):
+            raise self.blame(RuntimeError("a rank is lost"))
+
+    def memory(self) -> list[int]:
+        """Returns the bytes of memory that each rank has."""
+        return [bytes_of_process(self._device), *(member.memory for member in self.members)]
+
+    def end(self) -> None:
+        """Ends the engine of the ranks and, unless they are kept, the ranks."""
+        if self.is_kept and not self.failure:
+            self._limit = BUILD_SILENCE_SECONDS
+            self.order("end")
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the ranks. Safe to call again."""
+        with self._lock:
+            was_closed = self._is_closed
+            self._is_closed = True
+        if was_closed:
+            return
+        for member in self.members:
+            member.channel.close()  # at which the rank exits
+            member.life.close()
+        if self.ranks is not None and not self.failure:
+            self.ranks.close()
+        for member in self.members:
+            try:
+                member.process.wait(SILENCE_SECONDS)
+            except subprocess.TimeoutExpired:
+                member.process.kill()
+                member.process.wait()
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for member in self.members:
+                selector.register(member.life, selectors.EVENT_READ, member)
+            while not (self._is_closed or self.failure):
+                try:
+                    for key, _ in selector.select(BEAT_SECONDS):
+                        self._hear(key.data)
+                except (OSError, ValueError):  # `close` has closed the sockets
+                    return
+                oldest = min(self.members, key=lambda member: member.heard)
+                if time.monotonic() - oldest.heard > self._limit:
+                    self._fail(f"{oldest.name} has not answered for {self._limit:g} s")
+                elif self.ranks is not None and self.ranks.is_lost():
+                    self._fail(f"rank 0 ({self._device}) has waited in vain for another rank in a pass")
+
+    def _hear(self, member: Member) -> None:
+        try:
+            message = member.life.recv(MOST_BYTES)
+        except ConnectionError:
+            message = b""
+        if len(message) == MEMORY.size:
+            member.heard = time.monotonic()
+            (member.memory,) = MEMORY.unpack(message)
+        elif message:
+            self._fail(self._cause() or f"{member.name} failed: {message.decode(errors='replace').rstrip()}")
+        else:
+            self._fail(f"{member.name} {how_it_ended(member.process)}")
+
+    def _cause(self) -> str:
+        """Names a rank that was killed, for which another one has failed; empty if there is none."""
+        deadline = time.monotonic() + BEAT_SECONDS
+        while time.monotonic() < deadline:
+            killed = [member for member in self.members if (member.process.poll() or 0) < 0]
+            if killed:
+                return f"{killed[0].name} {how_it_ended(killed[0].process)}"
+            time.sleep(BEAT_SECONDS / 10)
+        return ""
+
+    def _fail(self, sentence: str, *, quiet: bool = False) -> None:
+        with self._lock:
+            if self._is_closed or self.failure:
+                return
+            self.failure = sentence
+            report = None if quiet else self._report
+        for member in self.members:
+            member.process.kill()
+        if self.ranks is not None:
+            self.ranks.abort()
+        self._failed.set()
+        if report is not None:
+            report(sentence)
+
+
+class RankRunner(ModelRunner):
+    """A runner whose passes need all ranks: if memory does not suffice for one of them, none can go on."""
+
+    def _failed(self, plan: StepPlan, error: Exception) -> InFlight:
+        raise error
+
+
+class LeadingRunner(RankRunner):
+    """Has the other ranks do what it does, before it does so."""
+
+    def __init__(self, team: Team, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.team = team
+
+    def time_passes(self) -> CostTables:
+        self.team.order("time_passes")
+        return super().time_passes()
+
+    def drop(self, sizes: Collection[int]) -> None:
+        self.team.order("drop", set(sizes))
+        super().drop(sizes)
+
+    def forget(self) -> None:
+        self.team.order("forget")
+        super().forget()
+
+    def launch(self, plan: StepPlan, *, up_to_sampling: bool = False) -> InFlight:
+        try:
+            self.team.order("launch", plan, up_to_sampling)
+            return super().launch(plan, up_to_sampling=up_to_sampling)
+        except BaseException as error:
+            raise self.team.blame(error) from error
+
+    def finish(self, flight: InFlight, plan: StepPlan) -> InFlight:
+        try:
+            self.team.order("finish", plan)
+            return super().finish(flight, plan)
+        except BaseException as error:
+            raise self.team.blame(error) from error
+
+    def check(self) -> None:
+        self.team.check()
+
+
+def start_member(rank: int, world: int, device: torch.device, file: str) -> Member:
+    """Starts a rank's process, which meets the others in `file`."""
+    channel, peer = socket.socketpair()
+    life, peer_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with peer, peer_life:
+        ends = (peer.fileno(), peer_life.fileno())
+        name = device.type if device.type == "cpu" else f"{device.type}:{rank}"
+        argv = [sys.executable, "-m", MODULE, *map(str, ends), str(rank), str(world), name, file]
+        # Ctrl-C and service managers signal every process. A rank inherits this mask, and ends with rank 0.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+        try:
+            process = subprocess.Popen(argv, pass_fds=ends, stdin=subprocess.DEVNULL)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return Member(f"rank {rank} ({name})", process, Channel(channel), life)
+
+
+def how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(BLAME_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "closed its end"
+    if code >= 0:
+        return f"ended with status {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
+    return f"was killed by signal {-code} ({name})"
+
+
+def bytes_of_process(device: torch.device) -> int:
+    """Returns the bytes that this process has on the device, or on a CPU in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved()
+    return psutil.Process(os.getpid()).memory_info().rss

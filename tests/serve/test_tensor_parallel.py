@@ -1,0 +1,323 @@
+"""Ranks of tensor parallelism: answers are those of one rank, and a lost rank ends all. Ranks are processes on the CPU,
+started once for each number of them; the oracle is the engine of one rank, which other tests compare."""
+
+import os
+import pickle
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.serve.engine import team as teams
+from slipstream.serve.engine.build import build
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.engine_plan import DeviceFacts, read_plan
+from slipstream.serve.engine.team import RankError, Team
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import Request
+from slipstream.tests.mtp_targets import KINDS, MakeMTP
+from slipstream.tests.pairwise import gate_of, grouped
+from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
+from slipstream.tests.random_targets import MakeTarget
+from slipstream.tests.serve import correctness
+from slipstream.tests.serve.engine_runs import Answer, make_request, random_prompt, run, sized_requests, tokens_of
+from slipstream.tests.serve.played_graphs import equal_costs, gpu_plan, play_all
+from slipstream.tests.serve.replayed_steps import digest, record_steps
+from slipstream.tests.serve.test_draft_vocabulary import save_map
+from slipstream.tests.serve.test_lossless import AnyPolicy
+from slipstream.tests.serve.test_replay import SIZES as MOST_SIZES
+from slipstream.tests.serve.test_replay import requests_of_all_kinds
+
+CPU = torch.device("cpu")
+FEW = correctness.FEW | {"prefill_budget": None, "grammar_drafts": True}
+# Hybrids compute prompts by 64 tokens.
+SIZES = MOST_SIZES | {"kv_cache_tokens": 96, "prefill_budget": 64, "grammar_drafts": False}
+MakeTeam = Callable[[int], Team]
+DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # draft, options
+    "none": ("none", {}),
+    "eagle": ("eagle", {"depth": 3}),
+    "chain": ("eagle3", {"depth": 4}),
+    "tree": ("eagle3", {"depth": 3, "topk": 3, "nodes": 8}),
+    "block": ("dflash", {}),
+    "ngram": ("ngram", {}),
+    "ngram first": ("eagle3", {"depth": 4, "ngram_first": 2}),
+    "whole head": ("whole", {"depth": 3}),
+    "token map": ("whole", {"depth": 3, "token_map": "map"}),
+}
+FAMILIES = ("qwen3", "qwen2-moe", "qwen3-5", "gpt-oss", "gemma4-shared", "phi3-window")
+GATE = [("qwen3", "tree", 2), ("qwen3", "block", 2), ("qwen2-moe", "whole head", 2), ("qwen3-5", "ngram", 2)]
+
+
+@pytest.fixture(scope="module")
+def make_team() -> Iterator[MakeTeam]:
+    running: dict[int, Team] = {}
+
+    def make(world: int) -> Team:
+        if world not in running:
+            running[world] = Team(world, CPU)
+            running[world].is_kept = True
+        return running[world]
+
+    yield make
+    for team in running.values():
+        team.close()
+        assert all(member.process.returncode == 0 for member in team.members)
+
+
+def save_draft(target: Path, name: str, folder: Path) -> str:
+    """A draft of a kind; those without files are their names."""
+    if name in ("none", "ngram"):
+        return name
+    if not (folder / name).exists():
+        if name == "dflash":
+            save_random_dflash(target, folder / name)
+        elif name == "eagle":
+            save_random_eagle(target, folder / name)
+        else:
+            save_random_draft(target, folder / name, draft_vocab_size=80 if name == "eagle3" else None)
+    return str(folder / name)
+
+
+def answers_of(
+    target: Path, requests: Sequence[Request], make_team: MakeTeam, world: int, **options: Any
+) -> tuple[dict[str, Answer], Engine]:
+    """The answers of an engine of `world` ranks, whose steps verify and draft any numbers of nodes."""
+    config: dict[str, Any] = {"target": str(target), "device": "cpu", "tp": world, **SIZES}
+    engine = build(read_plan(EngineConfig(**config | options)), team=make_team(world) if world > 1 else None)
+    engine.planner.policy = AnyPolicy(engine.planner, random.Random(0))
+    answers = run(engine, list(requests))
+    engine.close()
+    return answers, engine
+
+
+def long_requests() -> list[Request]:
+    """Four of them need more KV than there is."""
+    return [
+        replace(request, params=replace(request.params, max_tokens=16, ignore_eos=True))
+        for request in requests_of_all_kinds()
+    ]
+
+
+@cache
+def answers_alone(target: Path) -> dict[str, Answer]:
+    """The answers of one rank, without a draft."""
+    return run(build(read_plan(EngineConfig(target=str(target), device="cpu", **SIZES))), long_requests())
+
+
+def check_alike(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    assert tokens_of(answers) == tokens_of(expected)
+    for name, answer in answers.items():
+        assert answer.finish_reason == expected[name].finish_reason
+        for field in ("logprobs", "prompt_logprobs"):
+            assert correctness.is_near(getattr(answer, field), getattr(expected[name], field)), (name, field)
+
+
+@grouped("family", "world")
+@pytest.mark.parametrize(
+    ("family", "drafter", "world"),
+    gate_of([(family, name, world) for world in (2, 4) for family in FAMILIES for name in DRAFTERS], GATE),
+)
+def test_answers_do_not_depend_on_the_number_of_ranks(
+    family: str, drafter: str, world: int, make_target: MakeTarget, make_team: MakeTeam, tmp_path: Path
+) -> None:
+    """Requests of all kinds with prefix hits, preemption, masks and log-probabilities."""
+    target = make_target(family)
+    draft, options = DRAFTERS[drafter]
+    if "token_map" in options:
+        options = options | {"token_map": save_map(tmp_path)}
+    requests = long_requests()
+    expected = answers_alone(target)
+    path = save_draft(target, draft, tmp_path)
+    answers, engine = answers_of(target, requests, make_team, world, draft=path, drafter=options)
+    check_alike(answers, expected)
+    assert engine.scheduler.num_preemptions > 0
+    assert world * engine.engine_plan.part.num_heads == engine.engine_plan.spec.num_heads
+    drafted = sum(answer.counts.drafted_tokens for answer in answers.values())
+    assert (drafted > 0) == (drafter != "none")
+
+
+@grouped("world")
+@pytest.mark.parametrize(
+    ("kind", "world"), gate_of([(kind, world) for world in (2, 4) for kind in KINDS], [(next(iter(KINDS)), 2)])
+)
+def test_mtp_heads_draft_alike(kind: str, world: int, make_mtp: MakeMTP, make_team: MakeTeam) -> None:
+    target = make_mtp(kind).folder
+    requests = sized_requests((1, 9, 33), temperature=0.0)
+    expected, _ = answers_of(target, requests, make_team, 1)
+    answers, _ = answers_of(target, requests, make_team, world, draft="mtp", drafter={"depth": 3})
+    check_alike(answers, expected)
+
+
+@pytest.mark.slow
+@grouped("kind", "world")
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "windows"])
+@pytest.mark.parametrize("drafter", correctness.DRAFTERS)
+def test_every_feature_on_bundled_targets(
+    kind: str, drafter: str, world: int, make_team: MakeTeam, tmp_path: Path
+) -> None:
+    """The cases of docs/correctness.md. Two ranks share the two heads of the hybrid."""
+    if (kind, world) == ("hybrid", 4):
+        pytest.skip("its heads are two")
+    target = correctness.find_target(kind, tmp_path)
+    expected = correctness.answers_alone(target)
+    name, options = correctness.DRAFTERS[drafter]
+    draft = name
+    if name not in ("none", "ngram"):
+        draft = str(tmp_path / name)
+        correctness.save_draft(target, name, Path(draft), expected)
+    requests = correctness.requests_of(target, correctness.all_cases())
+    answers, _ = answers_of(target, requests, make_team, world, draft=draft, drafter=options, **FEW)
+    assert not correctness.differences(answers, expected)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_captured_passes_and_their_replay(
+    world: int, target: Path, draft: Path, make_team: MakeTeam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that execute the plans of an engine get its bits; they need not be those of its processes."""
+    options: dict[str, Any] = {"draft": str(draft), "drafter": {"depth": 3}, **SIZES, "max_running": 2}
+    config = EngineConfig(target=str(target), device="cpu", tp=world, **options)
+    team = make_team(world)
+    engine = build(gpu_plan(config), play_all, equal_costs, team)
+    requests = long_requests()[::2]
+    record_steps(engine, requests, tmp_path / "ranks.steps", monkeypatch)
+    left = digest(engine.runner)
+    engine.close()
+    plan, plans = pickle.loads((tmp_path / "ranks.steps").read_bytes())  # noqa: S301
+    again = build(plan, play_all, equal_costs, team)
+    for step in map(pickle.loads, plans):
+        again.runner.launch(step).read()
+    assert digest(again.runner) == left
+    again.close()
+
+
+def test_room_is_that_of_the_smallest_device(target: Path, make_team: MakeTeam) -> None:
+    """Memory is measured in each process, and rank 0 plans with the least."""
+    config = EngineConfig(target=str(target), device="cpu", tp=2, max_running=2, max_model_len=64)
+    engine = build(read_plan(config), team=make_team(2))
+    assert engine.info.kv_cache_tokens >= 2 * 64
+    assert len(engine.counts().rank_memory) == 2
+    assert min(engine.counts().rank_memory) > 10**7
+    engine.close()
+
+
+def test_an_error_of_a_rank_names_it(target: Path) -> None:
+    """The ranks end, none is left, and every later call says the same."""
+    team = Team(2, CPU)
+    config = EngineConfig(target=str(target), device="cpu", tp=2, kv_cache_tokens=512)
+    engine = build(read_plan(config), team=team)
+    reports: list[str] = []
+    engine.watch(reports.append)
+    engine.add(make_request("0", random_prompt(9, 0), max_tokens=200))
+    engine.step()
+    team.order("no_such_order")
+    with pytest.raises(RankError, match=r"rank 1 \(cpu\) failed: AttributeError: .*no_such_order"):
+        step_all(engine)
+    assert len(reports) == 1
+    team.members[0].process.wait(5)
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (signal.SIGKILL, "was killed by signal 9"),
+        (signal.SIGSTOP, "has not answered for 1 s"),
+    ],
+)
+def test_a_lost_rank_ends_all(
+    number: int, sentence: str, busy: bool, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it serves or waits; and so does an interrupt in a step, after which ranks are out of step."""
+    monkeypatch.setattr(teams, "SILENCE_SECONDS", 1.0)
+    config = EngineConfig(target=str(target), device="cpu", tp=2, kv_cache_tokens=512)
+    engine = build(read_plan(config))
+    assert engine.team is not None
+    reports: list[str] = []
+    engine.watch(reports.append)
+    process = engine.team.members[0].process
+    if busy:
+        engine.add(make_request("0", random_prompt(9, 0), max_tokens=200))
+        engine.step()
+    os.kill(process.pid, number)
+    deadline = time.monotonic() + 30
+    if busy:
+        with pytest.raises(RankError, match=rf"rank 1 \(cpu\) {sentence}"):
+            step_all(engine)
+    while not reports and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [sentence in report for report in reports] == [True]
+    assert process.wait(5) == -signal.SIGKILL
+    engine.close()
+    with pytest.raises(RankError):
+        engine.runner.check()
+
+
+@pytest.mark.slow
+def test_an_interrupt_within_a_step_ends_the_ranks(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(target=str(target), device="cpu", tp=2, kv_cache_tokens=512)
+    engine = build(read_plan(config))
+    assert engine.team is not None
+    engine.add(make_request("0", random_prompt(9, 0), max_tokens=200))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "_draft", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    with pytest.raises(RankError, match="rank 0 .cpu. failed with KeyboardInterrupt"):
+        engine.step()
+    engine.close()
+    assert engine.team.members[0].process.wait(5) == -signal.SIGKILL
+
+
+def step_all(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def interrupt(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("qwen3", {"tp": 3}, "num_attention_heads is 4, and 3 ranks do not divide it"),
+        ("olmo2", {"tp": 2}, "projection_norm"),
+        ("qwen3", {"tp": 2, "draft": "eagle3", "drafter": {"token_map_dynamic": 8}}, "dynamic"),
+        ("qwen3", {"tp": 0}, "tp is 0; give at least 1"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(
+    family: str, options: dict[str, Any], message: str, make_target: MakeTarget, tmp_path: Path
+) -> None:
+    target = make_target(family)
+    if "draft" in options:
+        save_random_draft(target, tmp_path / "eagle3")
+        drafter = options["drafter"] | {"token_map": save_map(tmp_path)}
+        options = options | {"draft": str(tmp_path / "eagle3"), "drafter": drafter}
+    with pytest.raises(ValueError, match=message):
+        read_plan(EngineConfig(target=str(target), device="cpu", **options))
+
+
+def test_ranks_need_as_many_equal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = DeviceFacts("cuda", name="H200")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    with pytest.raises(ValueError, match="tp is 4, but torch finds 2 GPUs; lower tp"):
+        gpu.check_ranks(4)
+    with pytest.raises(ValueError, match=r"tp is 2, but the GPUs differ \(GPU 0, GPU 1\)"):
+        gpu.check_ranks(2)
+    gpu.check_ranks(1)
+    DeviceFacts("cuda", is_present=False).check_ranks(8)
+    DeviceFacts("cpu").check_ranks(8)
