@@ -7,7 +7,8 @@ gets KV and states. Nothing is sampled.
 
 A call of `begin`, a pass, and a call of `end` are one chunk of one text. Between chunks nothing is held but a queue: a
 request that comes in the middle waits for one chunk, and the next chunk begins with what the last one left in the
-tree. Chunks take free pages only. Those that the answer had were given back, so there are enough of them.
+tree. Chunks take free pages only, and those that the answer had were given back, so there are enough of them. Of
+windows and states they take what a prompt may.
 """
 
 from collections import deque
@@ -18,6 +19,7 @@ from slipstream.serve.request import Request, SamplingParams
 
 MOST_TEXTS = 64
 CHUNK_MS = 20.0  # for which a request that arrives may wait
+SLOW_MS = 100.0  # a chunk that takes longer is the last of its text, and most texts are left out, as after PATIENCE
 PATIENCE = 16  # texts in a row that no request found, after which most texts are left out:
 RARELY = 16  # all but one in so many
 SLOT = 0  # no request runs, so it is free
@@ -112,9 +114,10 @@ class IdlePrompts:
         self._cache.release(sequence.table, sequence.tokens, chunk.end, hands_over=True)
         num_rows = chunk.end - chunk.start
         self.num_tokens += num_rows
-        if chunk.end == self._texts[-1].end:
+        is_slow = ms > SLOW_MS
+        if is_slow or chunk.end == self._texts[-1].end:
             self._texts.pop()
-            self._num_unused += 1
+            self._num_unused += PATIENCE if is_slow else 1
         if num_rows == self._rows:  # grows by blocks, since few rows may take as long: a pass reads all weights
             rows = num_rows + self._grid if ms < CHUNK_MS else int(num_rows * CHUNK_MS / ms) // self._grid * self._grid
             self._rows = min(max(rows, self._grid), self._most_rows)

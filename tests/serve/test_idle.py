@@ -1,17 +1,20 @@
 """Ended conversations, computed as prompts in idle time: next turns find answers, and no answer changes."""
 
+import math
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import httpx
 import pytest
 
 from slipstream.serve.engine import idle, process
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.process import Ping, Step, serve_requests
-from slipstream.serve.options import EngineConfig
+from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import Output, Request, SamplingParams
 from slipstream.tests.pairwise import gate_of
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
@@ -25,6 +28,7 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.serve.fake_engine import FakeEngine
+from slipstream.tests.serve.fake_server import COMPLETIONS, serving, wait_until
 from slipstream.tests.sources import HYBRID, TINY
 
 GRID = 64
@@ -46,6 +50,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block each, whatever time one takes."""
     monkeypatch.setattr(idle, "CHUNK_MS", 0.0)
+    monkeypatch.setattr(idle, "SLOW_MS", math.inf)
 
 
 def build_drafted(drafts: Path, drafter: str = "none", **options: Any) -> Engine:
@@ -234,6 +239,17 @@ def test_few_texts_are_computed_where_no_request_finds_one(drafts: Path, monkeyp
     assert work(engine) > 0, "this text, since a text was found"
 
 
+def test_a_slow_device_rarely_computes_a_text(drafts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that comes meanwhile would wait."""
+    monkeypatch.setattr(idle, "SLOW_MS", 0.0)
+    engine = build_drafted(drafts)
+    computed = []
+    for seed in range(4):
+        answered(engine, turn_of(str(seed), random_prompt(100, seed), max_tokens=100 if seed == 0 else 30))
+        computed.append(work(engine))
+    assert computed == [1, 0, 0, 0]
+
+
 def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(drafts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_drafted(drafts)
     text = answered(engine, turn_of("first", random_prompt(70, 1), max_tokens=200))
@@ -309,3 +325,28 @@ def test_messages_come_before_work_for_later(monkeypatch: pytest.MonkeyPatch) ->
     engine.inbox.put(None)
     serve_requests(engine, engine.inbox, pipe)
     assert engine.events == []
+
+
+@pytest.mark.slow
+def test_a_server_computes_answers_when_it_is_quiet() -> None:
+    config = ServeConfig(target=str(HYBRID), port=0, max_running=4, kv_cache_tokens=4096)
+    body: dict[str, Any] = {"max_tokens": MOST_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with (
+        serving(config, process.build_engine) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
+
+        def ask(prompt: list[int]) -> tuple[list[int], int]:
+            answer = client.post(COMPLETIONS, json=body | {"prompt": prompt}).json()
+            return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        def total(name: str) -> float:
+            return float(re.findall(rf"^slipstream_{name} (\S+)$", client.get("/metrics").text, re.MULTILINE)[0])
+
+        prompt = random_prompt(70, 1)
+        tokens, _ = ask(prompt)
+        wait_until(lambda: total("idle_tokens_total") == GRID, "the answer is computed")
+        turn = [*prompt, *tokens, 5]
+        assert ask(turn) == (uncached([turn_of("turn", turn)])["turn"], 2 * GRID)
+        assert total("idle_cached_tokens_total") == GRID
+        assert total(r'idle_hits_total\{kind="whole"\}') == 1

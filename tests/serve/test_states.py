@@ -1,6 +1,7 @@
 """States of recurrent layers under traffic with drafts, hits, preemption and aborts: after every step those of running
 sequences, and all snapshots, are what their texts give from the first token on."""
 
+import math
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from slipstream.models.layers.recurrence import State
+from slipstream.serve.engine import idle
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.kv_cache import Node
 from slipstream.serve.engine.kv_states import StatePages
@@ -206,9 +208,15 @@ def test_states_of_the_kernels(
     gate_of(product(HYBRIDS, DRAFTERS, [False, True]), [("recurrent", "tree", True), ("delta nets", "block", False)]),
 )
 def test_states_of_idle_time(
-    name: str, drafter: str, captured: bool, folders: dict[str, Path], references: dict[str, Reference]
+    name: str,
+    drafter: str,
+    captured: bool,
+    folders: dict[str, Path],
+    references: dict[str, Reference],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After each chunk of a conversation that has ended; its next turn goes on from the last one."""
+    monkeypatch.setattr(idle, "SLOW_MS", math.inf)
     oracle = StateOracle(references[name])
     options = {"max_running": 4, "prefill_budget": 64, "prefill_graph_tokens": 64, "page_size": 1}
     engine = build_drafted(SPECS[name], folders[name], drafter, captured=captured, **options)
