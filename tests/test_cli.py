@@ -14,28 +14,11 @@ from slipstream import cli
 from slipstream.config import build_parser, option_names
 from slipstream.serve.cli import options_class
 from slipstream.tests.sources import ROOT
+from slipstream.tests.tables import table_of
 
 HEAVY = ("torch", "transformers", "datasets", "pyarrow", "matplotlib")
-TRAINING = ("--target=here --output=o --data.path=here", "--optim.lr=0")
 # Verb -> options with which it would run, an option with a wrong value, and a line that names an input that is missing.
-LINES = {
-    "prepare": ("--data=here --target=here --output=o", "--heldout=1", "--data=/no/data --target=t --output=o"),
-    "regenerate": ("--data=here --target=here --output=o", "--top-p=2", "--data=/no/data --target=t --output=o"),
-    "frequency-map": ("--data=here --output=o", "--accept-rates=[2]", "--merge=/no/map --output=o"),
-    "capture-states": ("--data=here --target=here --output=o", "--dtype=int3", "--data=/no/data --target=t --output=o"),
-    "train eagle3": (*TRAINING, "--data.path=/no/data --target=here --output=o"),
-    "train dflash": (*TRAINING, "--draft.vocabulary=/no/map --target=here --output=o --data.path=here"),
-    "train eagle": (*TRAINING, "--target=/no/target --output=o --data.path=here"),
-    "train mtp": (*TRAINING, "--target=/no/target --output=o --data.path=here"),
-    "exact-check": ("--draft=ngram --target=here", "--requests=0", "--target=/no/target"),
-    "doctor": ("--draft=here", "--depth=0", "--api-key-file=/no/key --draft=here"),
-    "accept": ("--draft=ngram --target=here", "--max-tokens=0", "--target=/no/target --draft=ngram"),
-    "compare": ("--url=http://127.0.0.1:9", "--requests=0", "--api-key-file=/no/key --url=http://127.0.0.1:9"),
-    "kernels": ("--target=here", "--rows=[0]", "--target=/no/target"),
-    "convert": ("--input=here --output=o", "--layout=other", "--input=/no/draft --output=o"),
-    "push": ("--draft=here --repo=owner/name", "--repo=name", "--draft=/no/run --repo=owner/name"),
-    "report": ("--run=here", "--config=/no/file", "--run=/no/run"),
-}
+LINES = table_of(__file__, "lines")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(
     r"^    (?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:slipstream ((?:train )?[a-z0-9-]+)|(serve)) (.*)", re.MULTILINE

@@ -17,7 +17,7 @@ from slipstream.serve.measure.questions import read_texts
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.data_tools.chats import build_tokenizer, chat
 from slipstream.tests.serve.fake_engine import CONTEXT, info
-from slipstream.tests.tables import each_case
+from slipstream.tests.tables import each_case, table_of
 
 # Everything in a message or a tool shows in the text, and the date in both ways that templates ask for it.
 TEMPLATE = (
@@ -56,21 +56,7 @@ def text(part: str) -> dict[str, str]:
     return {"type": "text", "text": part}
 
 
-SEEN = [  # a message, the role, content and name that the template sees
-    ({"role": "user", "content": "Hi"}, "user", "Hi", None),
-    ({"role": "user", "content": ""}, "user", "", None),
-    ({"role": "developer", "content": "Hi"}, "system", "Hi", None),
-    ({"role": "user", "content": [text("Hel"), text("lo"), text("\n")]}, "user", "Hello\n", None),
-    ({"role": "user", "content": "Hi", "name": "Zoë"}, "user", "Hi", "Zoë"),
-    ({"role": "user", "content": "Hi", "name": None}, "user", "Hi", None),
-    ({"role": "assistant", "content": None}, "assistant", "", None),
-    ({"role": "assistant", "content": None, "refusal": "No."}, "assistant", "No.", None),
-    ({"role": "assistant", "refusal": "No."}, "assistant", "No.", None),
-    ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "assistant", "No.", None),
-    ({"role": "assistant", "content": "Hi", "refusal": None, "audio": None, "function_call": None, "tool_calls": None,
-      "annotations": []}, "assistant", "Hi", None),
-    ({"role": "assistant", "content": "Hi", "refusal": "", "tool_calls": []}, "assistant", "Hi", None),
-]  # fmt: skip
+SEEN = table_of(__file__, "seen")
 
 
 @pytest.mark.parametrize(("message", "role", "content", "name"), SEEN)

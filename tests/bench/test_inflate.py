@@ -28,19 +28,14 @@ from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import some_of
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.sources import TINY
+from slipstream.tests.tables import objects_of
 from slipstream.train.blocks import Blocks, SDPABlockAttention
 
 SMALL_VOCAB = 4096
 CPU = torch.device("cpu")
 DRAFT_VOCAB = 1500
 BLOCK = 6
-VARIANTS = {
-    "windows": {"sliding_window": 10, "windowed_layers": (1,), "aux_layers": (6, 1, 3)},
-    "few tokens, one aux hidden state": {"draft_vocab_size": 1500, "aux_layers": (2,), "num_layers": 3},
-    "five of all": {"num_layers": 5, "aux_layers": (0, 1, 3, 4, 6), "sample_from_anchor": True},
-    "DFlash 2": {"aux_layers": (1, 3), "conv_kernel_size": 2, "selector_rank": 8},
-    "DSpark": {"aux_layers": (1,), "markov_rank": 8, "markov_head_type": "gated", "confidence_head": True},
-}
+VARIANTS = objects_of(__file__, "variants", dict)
 Pairs = dict[str, tuple[Path, Path]]  # drafter -> the small draft, the big pair
 
 

@@ -11,10 +11,7 @@ from slipstream.data_tools.options import ConversationOptions, TokenizeOptions
 from slipstream.data_tools.rows import Row, RowError
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
 from slipstream.data_tools.tokenization import AnswerTokenizer, tokenize_rows
-from slipstream.tests.data_tools.chats import chat
-from slipstream.tests.tables import each_case
-
-END = "<|im_end|>"
+from slipstream.tests.tables import each_case, table_of
 
 
 @pytest.fixture(scope="module")
@@ -36,31 +33,7 @@ def choice(text: Any, reason: str = "stop", **more: Any) -> dict[str, Any]:
     return {"message": {"role": "assistant", "content": text, **more}, "finish_reason": reason}
 
 
-CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "chat response": ({"choices": [choice("Hello there")]}, ["Hello there", END]),
-    "cut answer": ({"choices": [choice("Hello", "length")]}, ["Hello"]),
-    "several choices": ({"choices": [choice("One"), choice("Two", "length")]}, ["One", END, "Two"]),
-    "reasoning": ({"choices": [choice("Four", reasoning_content="2 + 2")]}, ["2 + 2", "Four", END]),
-    "end in the text": ({"choices": [choice(f"Hello{END}")]}, ["Hello", END]),
-    "text response": ({"choices": [{"text": "Hello", "finish_reason": "stop"}]}, ["Hello", END]),
-    "batch file": ({"custom_id": "a", "response": {"body": {"choices": [choice("Hi")]}}, "error": None}, ["Hi", END]),
-    "logged pair": ({"prompt": "Hello?", "response": "Fine"}, ["Fine", END]),
-    "completion": ({"prompt": "Hello?", "completion": "Fine"}, ["Fine", END]),
-    "text": ({"text": "Fine"}, ["Fine", END]),
-    "regenerated": (
-        {"id": "a", "messages": chat("How?", "So.", "Why?", "Because"), "finish_reason": "length"},
-        ["So.", END, "Because"],
-    ),
-    "weight 0": (
-        {
-            "messages": [
-                {**turn, "weight": 0} if turn["content"] == "So." else turn
-                for turn in chat("How?", "So.", "Why?", "Because")
-            ]
-        },
-        ["Because", END],
-    ),
-}
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = table_of(__file__, "cases")
 
 
 @pytest.mark.parametrize("case", CASES)

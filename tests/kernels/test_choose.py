@@ -1,6 +1,6 @@
 """The table of kernels: what an 8B Llama takes, what products must be like, and that all choices can be executed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import get_args
 
@@ -15,50 +15,27 @@ from slipstream.kernels.gemm.fixed_order import linear_many_rows_triton
 from slipstream.kernels.gemm.linear import few_rows
 from slipstream.kernels.gemm.tiling import Wide, choose_wide, part_inputs
 from slipstream.tests.kernels import test_fp8, test_int4
+from slipstream.tests.tables import each_case, table_of
 
 H100 = Device()
 A100 = Device(is_hopper=False, programs=108, shared_memory=163 << 10, library=frozenset())
 B200 = Device(is_hopper=False, programs=148, library=frozenset())
 ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1024, 1025)
-# Of Llama-3.1-8B. The last number of rows that a kernel multiplies, and the kernel.
+# Of Llama-3.1-8B.
 QKV = (6144, 4096)
 OUT = (4096, 4096)
 GATE_UP = (28672, 4096)
 DOWN = (4096, 14336)
-EXACT: dict[tuple[Format, Kind, tuple[int, int]], dict[int, Kernel]] = {
-    ("16 bits", "plain", QKV): {8: "streamed", 128: "few rows", 1025: "many rows"},
-    ("16 bits", "plain", DOWN): {128: "few rows", 1025: "many rows"},  # 112 MB
-    ("16 bits", "gated", GATE_UP): {128: "few rows", 1025: "many rows"},
-    ("16 bits", "rotated", QKV): {8: "streamed", 128: "few rows", 1025: "apart"},
-    ("fp8", "plain", OUT): {32: "streamed", 128: "fp8 few rows", 1025: "fp8 many rows"},
-    ("fp8", "gated", GATE_UP): {64: "fp8 few rows", 1025: "fp8 many rows"},
-    ("fp8", "rotated", QKV): {32: "streamed", 128: "fp8 few rows", 1025: "apart"},
-    ("fp8 blocks", "plain", OUT): {128: "fp8 few rows", 1025: "fp8 many rows"},
-    ("fp8 blocks", "rotated", QKV): {128: "fp8 few rows", 1025: "apart"},
-    ("int4", "plain", QKV): {8: "int4 pipelined", 32: "int4", 1024: "int4 wide", 1025: "dequantised"},
-    ("int4", "plain", OUT): {16: "int4 streamed", 1024: "int4 wide", 1025: "dequantised"},
-    ("int4", "plain", DOWN): {8: "int4 pipelined", 16: "int4", 1024: "int4 wide", 1025: "dequantised"},
-    ("int4", "gated", GATE_UP): {8: "int4 pipelined", 32: "int4", 1024: "int4 wide", 1025: "dequantised"},
-    ("int4", "rotated", QKV): {8: "int4 pipelined", 128: "int4", 1025: "apart"},
-}
-FASTEST: dict[tuple[Format, Kind, tuple[int, int]], dict[int, Kernel]] = {
-    ("16 bits", "plain", QKV): {8: "streamed", 64: "few rows", 1025: "library"},
-    ("16 bits", "plain", (12288, 2048)): {1025: "library"},
-    ("16 bits", "gated", GATE_UP): {128: "few rows", 1025: "library"},
-    ("16 bits", "rotated", QKV): {8: "streamed", 64: "few rows", 1025: "apart"},
-    ("fp8", "plain", OUT): {32: "streamed", 128: "fp8 few rows", 1025: "library"},
-    ("int4", "plain", OUT): {16: "int4 streamed", 256: "int4 wide", 1025: "dequantised"},
-    ("int4", "gated", GATE_UP): {8: "int4 pipelined", 32: "int4", 1024: "int4 wide", 1025: "dequantised"},
-}
+EXACT: list[tuple[Format, Kind, tuple[int, int], dict[int, Kernel]]] = table_of(__file__, "exact")
 
 
-def described(format: Format, kind: Kind, shape: tuple[int, int], rows: int = 1) -> Product:
+def described(format: Format, kind: Kind, shape: Sequence[int], rows: int = 1) -> Product:
     return Product(format, rows, *shape, kind, head_dim=128 if kind == "rotated" else 0)
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_which_kernels_an_8b_llama_takes(exact: bool) -> None:
-    for (format, kind, shape), kernels in (EXACT if exact else FASTEST).items():
+    for format, kind, shape, kernels in EXACT if exact else table_of(__file__, "fastest"):
         for rows in ROWS:
             expected = next(kernel for limit, kernel in kernels.items() if rows <= limit)
             item = described(format, kind, shape, rows)._replace(is_exact=exact)
@@ -81,42 +58,13 @@ def test_a_whole_mlp_in_fp8_is_one_kernel() -> None:
     assert {choose(mlp, device).kernel for device in (B200, H100._replace(programs=16))} == {"apart"}
 
 
-# A product of one row, a change of it, and the kernels before and after.
-CHANGES: list[tuple[Product, dict[str, object], Kernel, Kernel]] = [
-    (described("16 bits", "plain", OUT), {"is_aligned": False}, "streamed", "few rows"),
-    (described("16 bits", "plain", OUT), {"num_outputs": 4090}, "streamed", "few rows"),
-    (described("16 bits", "plain", OUT), {"num_inputs": 4100}, "streamed", "library"),
-    (described("16 bits", "plain", OUT), {"is_contiguous": False}, "streamed", "library"),
-    (described("16 bits", "plain", OUT), {"dtype": torch.float32}, "streamed", "library"),
-    (described("16 bits", "plain", (8192, 4096)), {"num_outputs": 8192 + 64}, "streamed", "few rows"),  # 64 MB
-    (described("16 bits", "rotated", QKV), {"has_codes": True}, "streamed", "few rows"),
-    (described("16 bits", "rotated", QKV), {"head_dim": 96}, "streamed", "apart"),
-    (described("16 bits", "rotated", QKV), {"num_outputs": 64 * 133}, "streamed", "apart"),
-    (described("fp8", "plain", OUT), {"is_aligned": False}, "streamed", "fp8 few rows"),
-    (described("fp8", "rotated", QKV), {"is_exact": True, "library": "library"}, "streamed", "apart"),
-    (described("fp8", "plain", OUT, 132), {"num_inputs": 4104}, "library", "fp8 many rows"),
-    (described("fp8", "plain", OUT, 132), {"dtype": torch.float16}, "library", "fp8 many rows"),
-    (described("fp8 blocks", "plain", OUT, 132), {"num_rows": 133}, "library", "fp8 many rows"),
-    (described("fp8 blocks", "plain", OUT, 132), {"num_outputs": 4096 + 64}, "library", "fp8 many rows"),
-    (described("fp8 blocks", "plain", OUT, 132), {"is_contiguous": False}, "library", "fp8 many rows"),
-    (described("int4", "plain", OUT), {"dtype": torch.float16}, "int4 streamed", "int4 pipelined"),
-    (described("int4", "plain", OUT), {"is_contiguous": False}, "int4 streamed", "int4"),
-    (described("int4", "plain", OUT), {"is_aligned": False}, "int4 streamed", "int4"),
-    (described("int4", "plain", OUT), {"num_inputs": 4096 + 128}, "int4 streamed", "int4"),
-    (described("int4", "plain", (2048, 8192)), {"num_inputs": 8448}, "int4 streamed", "int4"),  # an empty part
-    (described("int4", "rotated", QKV), {"head_dim": 64}, "int4 pipelined", "int4 pipelined"),
-    (described("int4", "rotated", QKV), {"head_dim": 32}, "int4 pipelined", "apart"),
-    (described("int4", "rotated", QKV), {"has_codes": True}, "int4 pipelined", "int4"),
-    (described("int4", "rotated", (2048, 4096)), {"num_inputs": 16384}, "int4 pipelined", "int4"),  # eight parts
-    (described("int4", "plain", OUT, 64), {"num_outputs": 4096 + 128}, "int4 wide", "int4"),
-    (described("int4", "plain", OUT, 64), {"is_aligned": False}, "int4 wide", "int4"),
-    (described("int4", "gated", GATE_UP, 64), {"num_outputs": 16384, "num_inputs": 2048}, "int4 wide", "int4"),  # idle
-]
-
-
-@pytest.mark.parametrize(("item", "change", "kernel", "other"), CHANGES)
-def test_products_that_do_not_fit_take_another(item: Product, change: dict, kernel: Kernel, other: Kernel) -> None:
+@each_case()
+def test_products_that_do_not_fit_take_another(
+    format: Format, kind: Kind, shape: list[int], rows: int, change: dict, kernel: Kernel, other: Kernel
+) -> None:
+    item = described(format, kind, shape, rows)
     assert choose(item, H100).kernel == kernel
+    change = {name: getattr(torch, value) if name == "dtype" else value for name, value in change.items()}
     assert choose(item._replace(**change), H100).kernel == other
 
 
@@ -135,10 +83,10 @@ def test_what_start_up_saw_of_the_library_decides() -> None:
 @pytest.mark.parametrize("device", [A100, B200, H100._replace(programs=4)], ids=["A100", "B200", "slice"])
 def test_kernels_of_hopper_need_all_of_it(device: Device) -> None:
     hopper = {"streamed", "fp8 mlp", "int4 streamed", "int4 pipelined"}
-    kernels = {choose(described(*case, rows), device).kernel for case in EXACT for rows in ROWS}
+    kernels = {choose(described(*case, rows), device).kernel for *case, _ in EXACT for rows in ROWS}
     assert not kernels & hopper
     assert ("few rows" in kernels) == (device.shared_memory > 200 << 10), "an A100 has no room for the largest tiles"
-    wide = {choose(described(*case, 64), device).wide for case in EXACT if case[0] == "int4"}
+    wide = {choose(described(*case, 64), device).wide for *case, _ in EXACT if case[0] == "int4"}
     assert (wide == {None}) == (not device.is_hopper)
 
 

@@ -18,7 +18,7 @@ from slipstream.models.targets.config import RopeConfig, TargetSpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft, Values
 from slipstream.tests.random_targets import MakeTarget
-from slipstream.tests.tables import each_case
+from slipstream.tests.tables import each_case, table_of
 
 
 @each_case()
@@ -244,20 +244,7 @@ def test_whether_slots_see_later_ones_in_a_window(values: Values, mask: str, dra
     assert DFlashConfig.from_json(loaded.config.to_json(), draft.target) == loaded.config
 
 
-CONVENTIONS: list[
-    tuple[Values, bool | None]
-] = [  # what a file says, and whether slot 0 predicts; None: it does not say
-    ({}, False),
-    ({"architectures": ["DFlash2DraftModel"]}, False),
-    ({"architectures": ["DSparkDraftModel"]}, True),
-    ({"architectures": ["Qwen3DSparkModel"]}, True),
-    ({"architectures": ["LlamaDSpark"]}, None),
-    ({"sample_from_anchor": True}, True),
-    ({"dflash_config": INNER | {"sample_from_anchor": False}, "architectures": ["Qwen3DSparkModel"]}, False),
-    ({"query_zero_predicts_next": True}, True),
-    ({"dflash_config": INNER | {"shift_label": True}}, True),
-    ({"architectures": ["Qwen3DSparkModel"], "dspark_bonus_anchor": True, "sample_from_anchor": False}, False),
-]
+CONVENTIONS: list[tuple[Values, bool | None]] = table_of(__file__, "conventions")
 
 
 @pytest.mark.parametrize(("values", "expected"), CONVENTIONS)

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.tests.sources import TINY
+from slipstream.tests.tables import table_of
 
 MESSAGES = (
     "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\n' }}"
@@ -34,100 +35,7 @@ REASONING_PARTS = {
     "gemma4": ("", "{%- if not enable_thinking %}{{ '<|channel>thought\n<channel|>' }}{% endif -%}"),
 }
 
-# By form: its markers that are tokens, and how its chat template writes a call, much shortened.
-TEMPLATES: dict[str, tuple[list[str], str]] = {
-    "hermes": (
-        ["<tool_call>", "</tool_call>", "<think>", "</think>"],
-        '{{ \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
-        "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}",
-    ),
-    "qwen3_coder": (
-        ["<tool_call>", "</tool_call>"],
-        "{{ '<tool_call>\n<function=' + call.function.name + '>\n' }}"
-        "{%- for name, value in call.function.arguments.items() -%}"
-        "{{ '<parameter=' + name + '>\n' }}{{ value if value is string else value | tojson }}{{ '\n</parameter>\n' }}"
-        "{%- endfor -%}{{ '</function>\n</tool_call>' }}",
-    ),
-    "glm": (
-        [
-            "<tool_call>",
-            "</tool_call>",
-            "<arg_key>",
-            "</arg_key>",
-            "<arg_value>",
-            "</arg_value>",
-            "<think>",
-            "</think>",
-        ],
-        "{{ '\n<tool_call>' + call.function.name + '\n' }}"
-        "{%- for name, value in call.function.arguments.items() -%}{{ '<arg_key>' + name + '</arg_key>\n<arg_value>' }}"
-        "{{ value if value is string else value | tojson }}{{ '</arg_value>\n' }}"
-        "{%- endfor -%}{{ '</tool_call>' }}",
-    ),
-    "minimax_m2": (
-        ["<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"],
-        "{%- if loop.first %}{{ '\n<minimax:tool_call>\n' }}{% endif -%}"
-        "{{ '<invoke name=\"' + call.function.name + '\">\n' }}"
-        "{%- for name, value in call.function.arguments.items() -%}{{ '<parameter name=\"' + name + '\">' }}"
-        "{{ value if value is string else value | tojson }}{{ '</parameter>\n' }}{%- endfor -%}{{ '</invoke>\n' }}"
-        "{%- if loop.last %}{{ '</minimax:tool_call>' }}{% endif -%}",
-    ),
-    "gemma4": (
-        ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"],
-        "{{ '<|tool_call>call:' + call.function.name + '{' }}"
-        "{%- for name, value in call.function.arguments.items() -%}{{ ('' if loop.first else ',') + name + ':' }}"
-        "{{ '<|\"|>' + value + '<|\"|>' if value is string else value | tojson }}{%- endfor -%}"
-        "{{ '}<tool_call|>' }}",
-    ),
-    "deepseek_v3": (
-        [
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁end｜>",
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁call▁end｜>",
-            "<｜tool▁sep｜>",
-        ],
-        "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name }}"
-        "{{ '\n```json\n' + call.function.arguments + '\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>' }}",
-    ),
-    "deepseek_v3_1": (
-        [
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁end｜>",
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁call▁end｜>",
-            "<｜tool▁sep｜>",
-        ],
-        "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' }}"
-        "{{ call.function.arguments + '<｜tool▁call▁end｜><｜tool▁calls▁end｜>' }}",
-    ),
-    "deepseek_v3_2": (
-        ["｜DSML｜"],
-        "{{ '<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"' + call.function.name + '\">\n' }}"
-        "{{ '</｜DSML｜invoke>\n</｜DSML｜function_calls>' }}",
-    ),
-    "mistral": (
-        ["[TOOL_CALLS]", "[THINK]", "[/THINK]"],
-        '{{ \'[TOOL_CALLS][{"name": "\' + call.function.name + \'", "arguments": \' }}'
-        "{{ call.function.arguments | tojson }}{{ '}]' }}",
-    ),
-    "mistral_v11": (
-        ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
-        "{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' }}{{ call.function.arguments | tojson }}",
-    ),
-    "llama_json": (
-        ["<|python_tag|>"],
-        "{%- if false %}ipython{% endif -%}"
-        '{{ \'{"name": "\' + call.function.name + \'", "parameters": \' }}'
-        "{{ call.function.arguments | tojson }}{{ '}' }}",
-    ),
-    "llama_pythonic": (["<|python_start|>", "<|python_end|>"], "{{ '[func_name1(' }}"),
-    "harmony": (
-        ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"],
-        "{{ '<|channel|>commentary to=functions.' + call.function.name + ' <|constrain|>json<|message|>' }}"
-        "{{ call.function.arguments | tojson }}{{ '<|call|>' }}",
-    ),
-}
+TEMPLATES: dict[str, tuple[list[str], str]] = table_of(__file__, "templates")
 
 
 def template(form: str) -> str:

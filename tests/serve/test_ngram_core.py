@@ -21,6 +21,7 @@ from slipstream.serve.drafters.ngram.ngram_core import NgramCore
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.serve.ngram_fuzz import Fuzz, Tree, advance, arrays_for, random_texts
 from slipstream.tests.serve.ngram_model import NgramModel
+from slipstream.tests.tables import table_of
 
 MAGIC = 0x31454952544D47  # of a saved trie
 
@@ -371,22 +372,7 @@ def test_the_inserting_thread_needs_no_memory(tmp_path: Path) -> None:
     assert ended.stdout.split() == [str(300 * 58), "0"]
 
 
-BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"capacity": 18}, "capacity is 18; it must be between 19 and"),
-    ({"capacity": -1}, "capacity is -1; it must be between"),
-    ({"capacity": 1 << 40}, "capacity is 1099511627776; it must be between"),
-    ({"branch_length": 1}, "branch_length is 1; it must be between 2 and 63"),
-    ({"branch_length": 64}, "branch_length is 64; it must be between 2 and 63"),
-    ({"max_match": 18}, r"max_match is 18; it must be between 1 and 17 \(the most is branch_length - 1\)"),
-    ({"max_match": 0}, "max_match is 0; it must be between 1 and"),
-    ({"min_match": 13}, r"min_match is 13; it must be between 1 and 12 \(the most is max_match\)"),
-    ({"min_match": 0}, "min_match is 0; it must be between 1 and"),
-    ({"breadth": 0}, "breadth is 0; it must be between 1 and 64"),
-    ({"breadth": 65}, "breadth is 65; it must be between 1 and 64"),
-    ({"order": "depth"}, "order is 'depth'; choose one of probability, breadth"),
-    ({"queue_tokens": 35}, r"queue_tokens is 35; .* \(the least is 2 \* branch_length\)"),
-    ({"rows": 0}, "rows is 0; it must be between 1 and 65536"),
-]
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = table_of(__file__, "bad_options")
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)

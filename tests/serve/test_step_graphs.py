@@ -48,19 +48,9 @@ from slipstream.tests.serve.engine_runs import (
 )
 from slipstream.tests.serve.played_graphs import EqualTimes, build_eager, build_played, drafts_of, play, replays_of
 from slipstream.tests.serve.test_lossless import CHECKPOINTS, AnyPolicy, preempt_some, watch
+from slipstream.tests.tables import table_of
 
-DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # key of CHECKPOINTS, options
-    "none": ("none", {}),
-    "eagle3": ("eagle3", {"depth": 5}),
-    "eagle3 tree": ("eagle3", {"depth": 4, "topk": 2, "nodes": 8}),
-    "eagle3 tree, deep": ("eagle3 deep", {"depth": 3, "topk": 2, "nodes": 6}),
-    "eagle tree": ("eagle", {"depth": 3, "topk": 3, "nodes": 7}),
-    "mixed": ("eagle3", {"ngram_first": 2, "ngram_nodes": 7}),
-    "mixed tree": ("eagle", {"ngram_first": 2, "topk": 2, "nodes": 6}),
-    "ngram": ("ngram", {"nodes": 9}),
-    "dflash": ("dflash", {}),
-    "dflash, whole blocks": ("dflash", {"full_block": True}),
-}
+DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = table_of(__file__, "drafters")
 FAMILIES = ["qwen3", "mistral-window", "qwen3-windows"]
 Configure = Callable[..., EngineConfig]
 Recorded = list[tuple[StepPlan, StepOutput | None]]

@@ -29,6 +29,7 @@ from slipstream.models.drafts.interchange import (
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.families import OutputGate
 from slipstream.tests import server_loaders
+from slipstream.tests.tables import table_of
 from slipstream.train.dflash import DFlashTraining
 from slipstream.train.dflash_options import DFlashOptions
 from slipstream.train.draft_setup import build
@@ -48,57 +49,8 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "dflash": (DFlashOptions, DFlashTraining),
 }
 SIZES = {"dflash": ["--draft.num_layers=2", "--draft.block_size=4", "--draft.mask_token_id=7"]}
-MAP = "--draft.vocabulary=MAP"  # stands for a token map
-CONV = "--draft.conv=true"
-SELECTOR = "--draft.selector_rank=8"
-MARKOV = "--draft.markov_rank=8"
-CONFIDENCE = "--draft.confidence_head=true"
-ANCHOR = "--draft.sample_from_anchor=true"
-LILICORR = "--draft.lilicorr={candidate_topk: 4, hidden_size: 16, num_layers: 1, num_heads: 2, factor_dim: 12}"
-WINDOW = "--draft.sliding_window=6"
 PLAIN = ("--draft.norms=[]",)
-CASES: dict[str, list[tuple[str, ...]]] = {
-    "eagle3": [
-        (),
-        (MAP,),
-        ("--draft.norms=[norm_before_residual]",),
-        ("--draft.norms=[norm_before_fc, norm_output]",),
-        ("--draft.norms=[fc_norm, norm_output]", "--draft.head=frozen"),
-        ("--draft.norms=[qk_norm]",),
-        ("--draft.norms=[qk_norm]", "--draft.aux_layers=[0, 1]", MAP),
-        ("--draft.num_layers=2",),
-        ("--draft.aux_layers=[2]",),
-        ("--draft.aux_layers=[0, 2]",),
-        ("--draft.aux_layers=[2, 0]",),
-        ("--draft.aux_layers=[1, 3]",),
-        ("--draft.aux_layers=[1, 4]",),
-        ("--draft.intermediate_size=80",),
-    ],
-    "eagle": [(), ("--draft.bias=false",), (MAP,)],
-    "mtp": [()],
-    "dflash": [
-        (),
-        (MAP,),
-        (CONV,),
-        (SELECTOR, "--draft.conv=false"),
-        (CONV, SELECTOR),
-        (CONV, SELECTOR, MAP),
-        (MARKOV,),
-        (MARKOV, ANCHOR, CONFIDENCE),
-        (MARKOV, CONFIDENCE, MAP),
-        (CONFIDENCE,),
-        (ANCHOR,),
-        (LILICORR,),
-        (LILICORR, CONV),
-        (LILICORR, MAP),
-        (WINDOW,),
-        (WINDOW, MAP),
-        (WINDOW, CONV, SELECTOR),
-        ("--draft.aux_layers=[2, 0]",),
-        ("--draft.aux_layers=[0, 3]",),
-        ("--draft.aux_layers=[0, 4]",),
-    ],
-}
+CASES: dict[str, list[list[str]]] = table_of(__file__, "cases")  # MAP stands for a token map
 UNREAD = (("vllm", "eagle"), ("sglang", "mtp"), ("vllm", "mtp"))  # checkpoints that a server does not load at all
 PARAMETERS = [
     pytest.param(
