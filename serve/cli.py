@@ -45,8 +45,10 @@ def run(config: ServeConfig, engine: EngineClient) -> int:
         config.check_inputs()
         if config.dry_run:
             from slipstream.serve import dry_run
+            from slipstream.serve.http.launch import check_files
 
             print(dry_run.report(config))
+            check_files(config)
             return 0
         configure(config.log_format)
         listener = bind(config.host, config.port)

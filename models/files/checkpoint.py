@@ -148,7 +148,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; is {path.parent} a complete checkpoint?") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds {json_type(values)}, not a JSON object")

@@ -2,8 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -46,28 +45,65 @@ SAMPLING_FIELDS = (*DEFAULTED_FIELDS, "frequency_penalty", "presence_penalty", "
 RESERVED_IN_TEMPLATES = ("self", "messages", "conversations", "strftime_now")
 
 
-def read_tokenizer(config: ServeConfig) -> Any:
-    """The target's, with the chat template of the options. Logs a warning where the draft was trained for another
-    target; ValueError if there is none, or the template cannot be used."""
-    _, path = find_target(config)
-    tokenizer = load_tokenizer(path, config.trust_remote_code)
-    if config.chat_template is not None:
-        tokenizer.chat_template = read_text_file("chat_template", config.chat_template)
-        check_template(tokenizer, config)
-    tokenizer("")  # its first call may change its settings, which fails while another thread uses it
-    warn_if_changed(config.source, path, tokenizer)
-    return tokenizer
+@dataclass(frozen=True, slots=True)
+class TargetText:
+    """A target's part that the server reads: its texts and defaults. The engine reads the rest."""
+
+    tokenizer: Any
+    template: PromptTemplate | None  # None: the target has none
+    plain_text: PlainTextTokenizer | None  # None: control tokens are encoded as such
+    chat: ChatFormat
+    sampling_defaults: dict[str, Any]
+
+    @classmethod
+    def read(cls, config: ServeConfig) -> "TargetText":
+        """Logs a warning where the draft was trained for another target. Raises ValueError, with file and remedy, for
+        what cannot be used."""
+        _, path = find_target(config, weights=False)
+        defaults = read_sampling_defaults(path)
+        tokenizer = load_tokenizer(path, config.trust_remote_code)
+        if config.chat_template is not None:
+            tokenizer.chat_template = read_text_file("chat_template", config.chat_template)
+        if tokenizer.chat_template:
+            check_template(tokenizer, config, path)
+        tokenizer("")  # its first call may change its settings, which fails while another thread uses it
+        warn_if_changed(config.source, path, tokenizer)
+        plain_text = PlainTextTokenizer(tokenizer) if config.control_tokens_as_text else None
+        template: PromptTemplate | None = None
+        if tokenizer.chat_template and plain_text is not None:
+            template = plain_text.template(tokenizer, date=config.date)
+        elif tokenizer.chat_template:
+            template = PromptTemplate(tokenizer, date=config.date, variables={})
+        chat = ChatFormat(tokenizer, config.tool_parser, config.reasoning_parser)
+        return cls(tokenizer, template, plain_text, chat, defaults)
 
 
-def check_template(tokenizer: Any, config: ServeConfig) -> None:
-    """Raises ValueError for a file that holds no chat template, or one that is not valid."""
-    with suppress(TemplateRefused):  # it may want a system message
-        text = PromptTemplate(tokenizer, date=config.date, variables={}).render([QUESTION], prompt=True)
-        if str(QUESTION["content"]) not in text:
-            fault = "a template that does not write the messages"
-            raise ValueError(
-                f"chat_template is {config.chat_template!r}, {fault}; name a file with a Jinja chat template"
-            )
+def check_template(tokenizer: Any, config: ServeConfig, path: Path) -> None:
+    """Raises ValueError for a chat template that is not valid, and for a file of the options that holds none. Those of
+    targets may want other messages."""
+    try:
+        template = PromptTemplate(tokenizer, date=config.date, variables={})
+        offers: tuple[list[Any] | None, ...] = (None, [])
+        for tools in offers:
+            try:
+                text = template.render([QUESTION], tools, prompt=True)
+            except TemplateFailed:
+                if tools is None:
+                    raise
+            except TemplateRefused:
+                continue  # it may want a system message
+            else:
+                if config.chat_template is not None and str(QUESTION["content"]) not in text:
+                    raise ValueError("it does not write the messages")
+    except ValueError as error:
+        if config.chat_template is not None:
+            place = f"chat_template is {config.chat_template!r}"
+            remedy = "name a file with a Jinja chat template"
+        else:
+            file = path / "chat_template.jinja"
+            place = f"target has {file if file.exists() else path / 'tokenizer_config.json'}"
+            remedy = "mend it, or name a file with another by --chat-template"
+        raise ValueError(f"{place}, which cannot be used: {error}; {remedy}") from error
 
 
 Conversation = ChatBody | ResponsesBody
@@ -77,22 +113,18 @@ CallBody = Conversation | CompletionBody
 class Frontend:
     """Tokenizer and rules of one target; stateless, so `requests` may run on several threads at once."""
 
-    def __init__(self, config: ServeConfig, info: EngineInfo, tokenizer: Any = None) -> None:
-        """`tokenizer`: the target's, if it has been read. Raises ValueError for a target that cannot be read."""
-        target, path = find_target(config)
+    def __init__(self, config: ServeConfig, info: EngineInfo, text: TargetText | None = None) -> None:
+        """`text`: the target's, if it has been read. Raises ValueError for a target that cannot be read."""
+        target, path = find_target(config, weights=False)
+        text = text or TargetText.read(config)
         self.model_name = config.served_model_name or (path.resolve().name if Path(target).is_dir() else target)
-        self.sampling_defaults = read_sampling_defaults(path)
-        self.tokenizer = tokenizer or read_tokenizer(config)
-        has_template = bool(self.tokenizer.chat_template)
-        self.plain_text = PlainTextTokenizer(self.tokenizer) if config.control_tokens_as_text else None
-        self.template: PromptTemplate | None = None
-        if has_template and self.plain_text is not None:
-            self.template = self.plain_text.template(self.tokenizer, date=config.date)
-        elif has_template:
-            self.template = PromptTemplate(self.tokenizer, date=config.date, variables={})
+        self.sampling_defaults = text.sampling_defaults
+        self.tokenizer = text.tokenizer
+        self.plain_text = text.plain_text
+        self.template = text.template
         self.decoder = Decoder(self.tokenizer)
         self.texts = TokenTexts(self.tokenizer)
-        self.chat = ChatFormat(self.tokenizer, config.tool_parser, config.reasoning_parser)
+        self.chat = text.chat
         self._ignore_unknown = config.ignore_unknown_fields
         self.max_model_len = info.max_model_len
         self.vocab_size = info.vocab_size
@@ -317,9 +349,15 @@ def digest(salt: str) -> str:
 
 
 def read_sampling_defaults(path: Path) -> dict[str, Any]:
-    """Reads DEFAULTED_FIELDS from generation_config.json. Fields that it leaves out keep OpenAI's defaults."""
+    """Reads DEFAULTED_FIELDS from generation_config.json. Fields that it leaves out keep OpenAI's defaults. Raises
+    ValueError for values that no request may have."""
     file = path / "generation_config.json"
     if not file.exists():
         return {}
     generation = read_json(file)
-    return {name: generation[name] for name in DEFAULTED_FIELDS if generation.get(name) is not None}
+    defaults = {name: generation[name] for name in DEFAULTED_FIELDS if generation.get(name) is not None}
+    try:
+        SamplingParams(max_tokens=1, **defaults)
+    except ValueError as error:
+        raise ValueError(f"{file} has defaults that no request may have: {error}; correct or remove them") from error
+    return defaults

@@ -27,7 +27,7 @@ from slipstream.serve.http.connections import (
     raise_file_limit,
 )
 from slipstream.serve.http.engine_client import STOP_SECONDS, EngineClient
-from slipstream.serve.http.frontend import Frontend, read_tokenizer
+from slipstream.serve.http.frontend import Frontend, TargetText
 from slipstream.serve.http.guard import Guard, warning
 from slipstream.serve.http.listener import address
 from slipstream.serve.logs import say
@@ -115,18 +115,24 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def check_files(config: ServeConfig) -> None:
+    """Reads what this process reads of files. Raises ValueError, in a sentence, for what cannot be used."""
+    Guard.of(config)
+    TargetText.read(config)
+
+
 @asynccontextmanager
 async def prepare(config: ServeConfig, listener: socket.socket, engine: EngineClient) -> AsyncIterator[Server]:
     """A server whose engine is ready. Raises ValueError or EngineError, with one sentence, where that fails."""
     with closing(listener):
         guard = Guard.of(config)  # before anything is loaded: its keys may be wrong
         try:
-            info, tokenizer = await asyncio.gather(engine.start(config), asyncio.to_thread(read_tokenizer, config))
+            info, text = await asyncio.gather(engine.start(config), asyncio.to_thread(TargetText.read, config))
             _, path = find_target(config)
             load = partial(load_tokenizer, path, config.trust_remote_code)
             process = TrialProcess(load, config.json_whitespace)
             async with aclosing(Trials(process, GRAMMAR_SECONDS)) as trials:
-                yield Server(Api(config, Frontend(config, info, tokenizer), engine, guard, trials), config, listener)
+                yield Server(Api(config, Frontend(config, info, text), engine, guard, trials), config, listener)
         finally:
             await engine.stop()
 

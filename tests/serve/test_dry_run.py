@@ -30,7 +30,7 @@ from slipstream.tests.quantized_targets import (
     save_quantized,
 )
 from slipstream.tests.random_targets import change_json, save_random_target
-from slipstream.tests.sources import HYBRID
+from slipstream.tests.sources import HYBRID, TINY
 from slipstream.tests.tables import each_case
 
 
@@ -139,12 +139,15 @@ def test_a_larger_gpu_holds_more_and_a_small_one_nothing(target: Path) -> None:
     assert sizes[2] - sizes[1] == pytest.approx(0.9 * 56e9 / sum(run.plan.page_bytes) * 16, rel=0.01)
 
 
-def test_it_prints_and_exits(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_it_prints_and_exits(has_tokenizer: bool, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = TINY if has_tokenizer else target
     with pytest.raises(SystemExit) as exit:
-        cli.main(["--target", str(target), "--dry-run"])
-    assert exit.value.code == 0
-    text = capsys.readouterr().out
-    assert text.strip() == report(ServeConfig(target=str(target), dry_run=True))
+        cli.main(["--target", str(path), "--dry-run"])
+    assert exit.value.code == (0 if has_tokenizer else 1)
+    text, errors = capsys.readouterr()
+    assert ("has no tokenizer" in errors) == (not has_tokenizer)
+    assert text.strip() == report(ServeConfig(target=str(path), dry_run=True))
     for part in ("weights", "bytes a token", "a GPU of 80 GB", "Start-up"):
         assert part in text
 

@@ -8,7 +8,7 @@ import jinja2
 import pytest
 
 from slipstream.serve.chat.forms import TOOL_FORMS
-from slipstream.serve.http.frontend import read_tokenizer
+from slipstream.serve.http.frontend import TargetText
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import CHAT, HELLO, SPECIAL, serving
 
@@ -41,6 +41,6 @@ def test_a_chat_template_of_a_file_is_served(byte_target: str, tmp_path: Path) -
     for text, fault in (("{% for", "not valid Jinja"), ("hello", "does not write the messages")):
         file.write_text(text)
         with pytest.raises(ValueError, match=fault):
-            read_tokenizer(config)
+            TargetText.read(config)
     with pytest.raises(ValueError, match=r"chat_template is .*missing.*cannot be read"):
-        read_tokenizer(replace(config, chat_template=str(tmp_path / "missing")))
+        TargetText.read(replace(config, chat_template=str(tmp_path / "missing")))
