@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"slipstream: error: unknown verb {name!r}; {hint}", file=sys.stderr)
         raise SystemExit(2)
     verb = VERBS[name]
-    run(lambda config: load(verb.program)(config), load(verb.options), rest[1:], f"slipstream {name}")
+    run(lambda config: load(verb.program)(config), load(verb.options), f"slipstream {name}", rest[1:])
 
 
 def load(path: str) -> Any:

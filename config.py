@@ -123,7 +123,7 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
 
 
 def run(
-    program: Callable[[ConfigT], object], config_class: type[ConfigT], argv: Sequence[str] | None, prog: str
+    program: Callable[[ConfigT], object], config_class: type[ConfigT], prog: str, argv: Sequence[str] | None = None
 ) -> None:
     """Reads the options by `read` and calls `program` with them."""
     config = read(config_class, argv, prog)

@@ -346,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not words or words[0] not in MODES:
         sys.exit(f"bench/decoding.py: error: begin with one of {', '.join(MODES)}; then --help lists its options")
     program, config = MODES[words[0]]
-    run(program, config, words[1:], f"bench/decoding.py {words[0]}")
+    run(program, config, f"bench/decoding.py {words[0]}", words[1:])
 
 
 if __name__ == "__main__":

@@ -180,4 +180,4 @@ def clock_ms(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    run(formats, FormatsConfig, None, "bench/formats.py")
+    run(formats, FormatsConfig, "bench/formats.py")

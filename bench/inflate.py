@@ -23,8 +23,9 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -330,9 +331,7 @@ def inflation(config: InflateConfig, hidden_size: int) -> Inflation:
     return Inflation(hidden_size, SHAPES[config.shape].hidden_size, torch.device(config.device), config.seed)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    run(inflate, InflateConfig, argv, "bench/inflate.py")
-
+main = partial(run, inflate, InflateConfig, "bench/inflate.py")
 
 if __name__ == "__main__":
     main()

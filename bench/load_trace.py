@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from statistics import median
 from typing import Any
@@ -230,9 +231,7 @@ def phase_columns(levels: Sequence[int]) -> list[tuple[str, str, str]]:
     return [(f"at {level}", f"phase {index}", ".0f") for index, level in enumerate(levels)]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    run(trace, LoadTraceConfig, argv, "bench/load_trace.py")
-
+main = partial(run, trace, LoadTraceConfig, "bench/load_trace.py")
 
 if __name__ == "__main__":
     main()

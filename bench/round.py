@@ -420,4 +420,4 @@ def kv_bytes(layers: Sequence[AttentionSpec | RecurrentSpec], length: float, ite
 
 
 if __name__ == "__main__":
-    run(measured, RoundConfig, None, "bench/round.py")
+    run(measured, RoundConfig, "bench/round.py")

@@ -32,6 +32,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -304,9 +305,7 @@ def serving(config: ServingConfig) -> None:
     lines.print(hidden=["answers"])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    run(serving, ServingConfig, argv, "bench/serving.py")
-
+main = partial(run, serving, ServingConfig, "bench/serving.py")
 
 if __name__ == "__main__":
     main()

@@ -90,4 +90,4 @@ def first_step(command: list[str], environment: dict[str, str], output: Path) ->
 
 
 if __name__ == "__main__":
-    run(startup, StartupConfig, None, "bench/startup.py")
+    run(startup, StartupConfig, "bench/startup.py")

@@ -11,10 +11,10 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import shutil
 import sys
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,10 +64,6 @@ class Job:
 
     def documents(self, span: ShardRange) -> list[Document]:
         return read_documents(self.splits[span.split], span, self.config.max_length, self.index.whole_documents)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    run(capture_states, CaptureConfig, argv, "slipstream capture-states")
 
 
 def capture_states(config: CaptureConfig) -> None:
@@ -287,6 +283,8 @@ def verify_all(folder: StateFolder, output: Path, index: StateIndex) -> None:
         raise ValueError("\n".join(faults))
     print(f"{output}: all {len(index.shards)} shards are whole")
 
+
+main = partial(run, capture_states, CaptureConfig, "slipstream capture-states")
 
 if __name__ == "__main__":
     main()

@@ -10,7 +10,8 @@ cannot hold, is refused.
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,10 +110,6 @@ class Form(NamedTuple):
     network: type[DraftNetwork]
     layouts: Mapping[str, Callable[[Draft, TargetFiles], Draft]]
     fields: tuple[str, ...]  # of config.json, besides FIELDS
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    run(convert, ConvertConfig, argv, "slipstream convert")
 
 
 def convert(config: ConvertConfig) -> None:
@@ -372,6 +369,8 @@ FORMS = {
     "mtp": Form(MTP, {"target": as_it_is}, ("mtp_form",)),  # convert_mtp.py
 }
 
+
+main = partial(run, convert, ConvertConfig, "slipstream convert")
 
 if __name__ == "__main__":
     main()

@@ -60,10 +60,6 @@ def kept_ids(counts: np.ndarray, special_ids: Iterable[int], end_ids: Iterable[i
     return tuple(sorted({*end_ids, *(token for token in special_ids if counts[token])}))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    run(frequency_map, FrequencyMapConfig, argv, "slipstream frequency-map")
-
-
 def frequency_map(config: FrequencyMapConfig) -> None:
     """Writes the files that `config` asks for and prints the coverage curve."""
     check_files(config)
@@ -234,6 +230,8 @@ def _joint_hash(hashes: list[str]) -> str:
     """One hash for several datasets in any order; a single dataset keeps its own."""
     return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(sorted(hashes)).encode()).hexdigest()
 
+
+main = partial(run, frequency_map, FrequencyMapConfig, "slipstream frequency-map")
 
 if __name__ == "__main__":
     main()

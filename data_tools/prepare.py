@@ -10,8 +10,9 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,6 @@ class Tally:
         reasons = counted(dict(self.dropped.most_common()))
         example = next(iter(self.examples.values()))[0]
         raise ValueError(f"none of {self.rows:,} rows could be kept ({reasons}); the first: {example}")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    run(prepare, PrepareConfig, argv, "slipstream prepare")
 
 
 def prepare(config: PrepareConfig) -> None:
@@ -175,6 +172,8 @@ def marked(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, mask: np.ndarray
         text += f"⟦{run_text}⟧" if mask[start] else run_text
     return text + (" …" if len(ids) == SHOWN_TOKENS else "")
 
+
+main = partial(run, prepare, PrepareConfig, "slipstream prepare")
 
 if __name__ == "__main__":
     main()

@@ -13,8 +13,9 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,6 @@ class Progress:
         self.tokens += num_tokens
         rate = self.tokens / max(1e-9, time.monotonic() - self._start)
         self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    run(regenerate, RegenerateConfig, argv, "slipstream regenerate")
 
 
 def regenerate(config: RegenerateConfig) -> None:
@@ -329,6 +326,8 @@ def show_report(output: Path, report: Mapping[str, Any]) -> None:
     print(f"{output}:")
     show_table({name.replace("_", " "): figures[name] for name in figures if name not in ("options", "failed_ids")})
 
+
+main = partial(run, regenerate, RegenerateConfig, "slipstream regenerate")
 
 if __name__ == "__main__":
     main()

@@ -7,9 +7,9 @@ and the remedy. Writes a page, prints a table, and exits with status 1 where som
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,6 @@ from slipstream.serve.options import EngineConfig, find_target
 
 VARIANT_QUESTIONS = 24  # questions for each other way to render prompts
 LONGEST = 1 << 20  # tokens of a text
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    run(examine_and_report, DoctorConfig, argv, "slipstream doctor")
 
 
 def examine_and_report(config: DoctorConfig) -> None:
@@ -280,5 +276,7 @@ def little_training(path: Path, diagnosis: Diagnosis) -> list[Finding]:
     return [Finding(kind="note", stage="files", name="little training", cause=cause, remedy=remedy)]
 
 
+main = partial(run, examine_and_report, DoctorConfig, "slipstream doctor")
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

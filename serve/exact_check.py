@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -144,9 +145,7 @@ def check_and_report(config: ExactCheckConfig) -> None:
         raise ValueError(f"{differing} answers differ; please report this with the table and {asdict(config)}")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    run(check_and_report, ExactCheckConfig, argv, "slipstream exact-check")
-
+main = partial(run, check_and_report, ExactCheckConfig, "slipstream exact-check")
 
 if __name__ == "__main__":
     main()

@@ -162,5 +162,5 @@ def test_errors_of_files_name_option_file_and_remedy(
         raise OSError(code, os.strerror(code), *([] if file is None else [file]))
 
     with pytest.raises(SystemExit) as ended:
-        run(program, Files, ["--data", "/y/a", "/y/b", "--output", "/x/out"], "test")
+        run(program, Files, "test", ["--data", "/y/a", "/y/b", "--output", "/x/out"])
     assert (ended.value.code, capsys.readouterr().err) == (1, f"test: error: {sentence}\n")

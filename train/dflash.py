@@ -353,11 +353,7 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> str:
 
 
 program = partial(train, kind=DFlashTraining)
-
-
-def main(argv: list[str] | None = None) -> None:
-    run(program, DFlashOptions, argv, "train/dflash.py")
-
+main = partial(run, program, DFlashOptions, "train/dflash.py")
 
 if __name__ == "__main__":
     main()

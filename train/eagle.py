@@ -75,11 +75,7 @@ def document_lengths(documents: Tensor) -> Tensor:
 
 
 program = partial(train, kind=EagleTraining)
-
-
-def main(argv: list[str] | None = None) -> None:
-    run(program, EagleOptions, argv, "train/eagle.py")
-
+main = partial(run, program, EagleOptions, "train/eagle.py")
 
 if __name__ == "__main__":
     main()

@@ -76,11 +76,7 @@ class Eagle3Training(ChainTraining):
 
 
 program = partial(train, kind=Eagle3Training)
-
-
-def main(argv: list[str] | None = None) -> None:
-    run(program, Eagle3Options, argv, "train/eagle3.py")
-
+main = partial(run, program, Eagle3Options, "train/eagle3.py")
 
 if __name__ == "__main__":
     main()

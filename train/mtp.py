@@ -175,11 +175,7 @@ def copy_weights(module: MTP, draft: MTP) -> None:
 
 
 program = partial(train, kind=MTPTraining)
-
-
-def main(argv: list[str] | None = None) -> None:
-    run(program, MTPOptions, argv, "train/mtp.py")
-
+main = partial(run, program, MTPOptions, "train/mtp.py")
 
 if __name__ == "__main__":
     main()

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -136,10 +137,6 @@ class Run:
 
     def points(self, name: str) -> Points:
         return [(record["step"], record[name]) for record in self.records if name in record]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    run(write_report, ReportConfig, argv, "slipstream report")
 
 
 def write_report(config: ReportConfig) -> Path:
@@ -365,6 +362,8 @@ def _by_position(name: str) -> tuple[str, int, str]:
     match = POSITION.fullmatch(family)
     return (match[1], int(match[2]), category) if match else (family, -1, category)
 
+
+main = partial(run, write_report, ReportConfig, "slipstream report")
 
 if __name__ == "__main__":
     main()

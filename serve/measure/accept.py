@@ -330,9 +330,7 @@ def report(config: AcceptConfig, figures: Sequence[Figures], failures: Counter[s
                 raise ValueError(f"the accept length is {value} at {entry.setting_text}, below {config.fail_below}")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    run(accept, AcceptConfig, argv, "slipstream accept")
-
+main = partial(run, accept, AcceptConfig, "slipstream accept")
 
 if __name__ == "__main__":
     main()

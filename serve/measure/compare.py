@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -230,9 +231,7 @@ def report(config: CompareConfig, comparisons: Sequence[Comparison]) -> None:
     print(f"\n{output}/compare.json, compare.png, passes.jsonl")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    run(compare, CompareConfig, argv, "slipstream compare")
-
+main = partial(run, compare, CompareConfig, "slipstream compare")
 
 if __name__ == "__main__":
     main()

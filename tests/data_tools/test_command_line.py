@@ -78,7 +78,7 @@ def test_faults_become_one_sentence(
         raise raised
 
     with pytest.raises(SystemExit) as caught:
-        run(program, Options, [], "test")
+        run(program, Options, "test", [])
     assert caught.value.code == status
     assert capsys.readouterr().err == f"test: {message}\n"
 

@@ -113,7 +113,7 @@ def compare_and_exit(config: AnswersConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run(compare_and_exit, AnswersConfig, argv, "transformers_answers")
+    run(compare_and_exit, AnswersConfig, "transformers_answers", argv)
 
 
 if __name__ == "__main__":
