@@ -15,7 +15,7 @@ from slipstream.serve.chat.tools import ToolError, read_called
 from slipstream.serve.http import limits
 from slipstream.serve.http.limits import ApiError
 from slipstream.serve.http.schemas import (
-    NEUTRAL_OF_OTHERS,
+    NEUTRAL_BY_PLACE,
     Neutral,
     NumLogprobs,
     NumTokens,
@@ -36,36 +36,8 @@ INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # kinds of parts, and the key of their text
 
-NEUTRAL_IN_RESPONSES: Neutral = NEUTRAL_OF_OTHERS | {
-    "return_token_ids": (False,),
-    "max_tool_calls": None,  # of tools that the server calls, of which there are none
-    "prompt_cache_key": None,
-    "prompt_cache_retention": None,
-    "safety_identifier": None,
-    "service_tier": None,
-    "access_programs": (),
-    "background": (False,),
-    "background_options": (),
-    "context_management": ([],),
-    "conversation": (),
-    "image": (),
-    "moderation": (),
-    "n": (1,),
-    "previous_response_id": (),
-    "prompt": (),
-    "prompt_cache_options": (),
-    "store": (False,),
-    "truncation": ("disabled",),
-}
-NEUTRAL_IN_PART: Neutral = {"annotations": None, "logprobs": None, "prompt_cache_breakpoint": None}
-OF_ANY_ITEM: Neutral = {"id": None, "status": None}
-DIRECT: Neutral = {"caller": ({"type": "direct"},), "namespace": ()}
-ITEMS: dict[str, tuple[set[str], Neutral]] = {  # by type: the fields that are understood, and those that are neutral
-    "message": ({"role", "content"}, {"phase": ("final_answer",)}),
-    "reasoning": ({"content"}, {"summary": ([],), "encrypted_content": ()}),
-    "function_call": ({"call_id", "name", "arguments"}, {"async": (False,), **DIRECT}),
-    "function_call_output": ({"call_id", "output", "name"}, DIRECT),
-}
+NEUTRAL_IN_RESPONSES: Neutral = NEUTRAL_BY_PLACE["responses"]
+ITEMS = NEUTRAL_BY_PLACE["items"]
 NAMES_IN_CHAT = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -123,8 +95,8 @@ class Turns:
             fault = f".type is {quote(kind)}" if isinstance(item, dict) else f" is {json_type(item)}"
             message = f"{path}{fault}; this server reads items of type {', '.join(ITEMS)}"
             raise ApiError(400, message, f"{path}.type" if isinstance(item, dict) else path)
-        understood, neutral = ITEMS[kind]
-        fields = self._known(item, {"type", *understood}, OF_ANY_ITEM | neutral, path)
+        form = ITEMS[kind]
+        fields = self._known(item, {"type", *form["understood"]}, form["neutral"], path)
         getattr(self, f"_add_{kind}")(fields, path)
 
     def _add_message(self, item: Fields, path: str) -> None:
@@ -185,7 +157,7 @@ class Turns:
                 message = f"{fault}; this server reads text alone: parts of type {', '.join(kinds)}"
                 raise ApiError(400, message, f"{place}.type" if isinstance(part, dict) else place)
             key = kinds[kind]
-            text = self._known(part, {"type", key}, NEUTRAL_IN_PART, place).get(key)
+            text = self._known(part, {"type", key}, NEUTRAL_BY_PLACE["part"], place).get(key)
             if not isinstance(text, str):
                 raise ApiError(400, f"{place}.{key} must be a string", f"{place}.{key}")
             texts.append(text)

@@ -5,10 +5,12 @@ silently ignored.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
+import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -34,70 +36,11 @@ DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI for /v1/completions; a chat answer m
 MESSAGE_FIELDS = {"role", "content", "name", "refusal"}
 FIELDS_OF_ROLE = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}
 
-# Fields of OpenAI and other servers that are not implemented, with the values that have no effect: clients send them by
-# default. null is always accepted; None here means that any value is. Other values are refused by name.
-Neutral = dict[str, tuple[Any, ...] | None]
+# Fields that are not implemented, and their values without effect; None: any value.
+Neutral = dict[str, Sequence[Any] | None]
 UnderstoodFields = Callable[[Values, set[str], Neutral, str], Values]
-
-NEUTRAL_OF_OPENAI: Neutral = {
-    "metadata": None,
-    "parallel_tool_calls": None,
-    "prompt_cache_key": None,
-    "prompt_cache_retention": None,
-    "safety_identifier": None,
-    "service_tier": None,
-    "store": None,
-    "user": None,
-    "audio": (),
-    "best_of": (1,),
-    "include_reasoning": (True,),
-    "function_call": ("none", "auto"),  # OpenAI's older names of tool_choice and tools
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-}
-NEUTRAL_OF_OTHERS: Neutral = {  # vLLM's and SGLang's
-    "allowed_token_ids": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "no_stop_trim": (False,),
-    "priority": (0,),
-    "return_tokens_as_token_ids": (False,),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "thinking_token_budget": (),
-    "skip_special_tokens": (True,),
-    "stop_regex": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-}
-NEUTRAL = NEUTRAL_OF_OPENAI | NEUTRAL_OF_OTHERS
-NEUTRAL_IN_STREAM_OPTIONS: Neutral = {
-    "include_obfuscation": (False,),
-}
-NEUTRAL_IN_MESSAGE: Neutral = {  # fields of an answer that a client sends back as a turn
-    "annotations": None,
-    "audio": (),
-    "function_call": (),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
-    "tool_call_id": (),
-    "tool_calls": ([],),
-}
+NEUTRAL_BY_PLACE = yaml.safe_load(Path(__file__).with_name("neutral.yaml").read_text())
+NEUTRAL: Neutral = NEUTRAL_BY_PLACE["completions"]
 
 
 def understood_fields(
@@ -117,7 +60,7 @@ def understood_fields(
     return {name: value for name, value in body.items() if name in understood and value is not None}
 
 
-def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+def is_one_of(value: Any, allowed: Sequence[Any]) -> bool:
     """Whether a value is allowed. False differs from 0: `logprobs: 0` requests something, `logprobs: false` does
     not."""
     return any(value == other and (type(value) is bool) == (type(other) is bool) for other in allowed)
@@ -154,7 +97,7 @@ def known_message(message: Any, path: str, ignore_unknown: bool) -> Any:
     role = message.get("role")
     content = message.get("content")
     understood = MESSAGE_FIELDS | (FIELDS_OF_ROLE.get(role, set()) if isinstance(role, str) else set())
-    understood_fields(message, understood, NEUTRAL_IN_MESSAGE, f"{path}.", ignore_unknown=ignore_unknown)
+    understood_fields(message, understood, NEUTRAL_BY_PLACE["message"], f"{path}.", ignore_unknown=ignore_unknown)
     for index, part in enumerate(content if isinstance(content, list) else []):
         if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
             place = f"{path}.content.{index}."
@@ -270,7 +213,7 @@ class Options(BaseModel):
 
 
 class StreamOptions(Options):
-    neutral = NEUTRAL_IN_STREAM_OPTIONS
+    neutral = {"include_obfuscation": (False,)}
     place = "stream_options"
 
     include_usage: bool = False
