@@ -130,6 +130,7 @@ def rounds(config: RoundConfig, names: Mapping[str, str] | None = None) -> None:
             line = measure(engine, config, batch, bandwidth)
             lines.add(with_names(line, names))
             print(table(COLUMNS, lines.all[-1:], heading=batch == config.batch[0]), flush=True)
+        engine.close()
         del engine
         gc.collect()
         torch.cuda.empty_cache()
@@ -288,9 +289,10 @@ def decode(engine: Engine, config: RoundConfig, batch: int) -> tuple[float, int,
 
 
 def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | None, dict[str, float]]:
-    """Milliseconds of a round's captured passes alone: both, the target's, the draft's."""
+    """Milliseconds of a round's captured passes alone: both, the target's, the draft's. None where other ranks, which
+    execute plans, would not take part."""
     runner = engine.runner
-    if runner.steps is None:
+    if runner.steps is None or engine.team is not None:
         return None, {}
     start_requests(engine, config, batch)
     plan = engine.planner.plan()
@@ -392,7 +394,7 @@ def passes(engine: Engine, length: float, nodes: float, hit: float | None) -> It
     drafter = engine.runner.drafter
     item = target.dtype.itemsize
     head = sum(x.nbytes for x in target.lm_head.parameters())
-    layers = [layer.mixer for layer in target.config.layers]
+    layers = [layer.mixer for layer in engine.engine_plan.part.layers]
     yield kv_bytes(layers, length, item), weight_bytes(target.layers, hit) + head
     module = getattr(drafter, "module", None)
     drafted = round(nodes) - 1

@@ -112,7 +112,7 @@ def wide_activations(spec: LayerSpec) -> int:
 
 
 def target_weights(name: str, plan: EnginePlan) -> Weights:
-    size = target_size(plan.path, plan.spec, plan.dtype, plan.config.quantization)
+    size = target_size(plan.path, plan.part, plan.dtype, plan.config.quantization)
     format = None if size.quantization is None else size.quantization.name
     return Weights(name, plan.spec.architecture, size.resident, size.read, format, size.widest_dequantized)
 
@@ -146,11 +146,26 @@ def _networks(run: DryRun) -> Iterator[str]:
         yield f"{role}: {network.name} ({network.kind}, {layers}, {kind}), weights {gigabytes(network.size)}"
     if len(run.networks) == 1:
         yield f"draft: {plan.config.draft}"
+    if plan.config.tp > 1:
+        yield _ranks(run)
     slots = plan.config.max_running
     yield f"{slots} request slots: {gigabytes(run.state_bytes())} for page tables, sampling, penalties and masks"
     size = run.networks[0].dequantized
     share = f", {gigabytes(size)} of it for a 4-bit layer in 16 bits, for many rows" if size else ""
     yield f"passes and {plan.graphs.num_graphs} CUDA graphs: about {gigabytes(run.pass_bytes())}{share}"
+
+
+def _ranks(run: DryRun) -> str:
+    """The parts of ranks, of which the sizes above and below are those of one."""
+    plan = run.plan
+    count = plan.config.tp
+    total = target_size(plan.path, plan.spec, plan.dtype, plan.config.quantization).resident
+    repeated = (count * run.networks[0].size - total) // (count - 1)
+    pairs = zip(plan.spec.attention, plan.part.attention, strict=True)
+    copies = max((count * part.num_kv_heads // spec.num_kv_heads for spec, part in pairs), default=1)
+    heads = f"; {copies} ranks have the same KV heads" if copies > 1 else ""
+    draft = " and the draft" if len(run.networks) > 1 else ""
+    return f"on each of {count} ranks; all have {gigabytes(repeated)} of the target's {gigabytes(total)}{draft}{heads}"
 
 
 def _kv(plan: EnginePlan) -> Iterator[str]:
@@ -164,7 +179,8 @@ def _kv(plan: EnginePlan) -> Iterator[str]:
 
 def _gpus(run: DryRun) -> Iterator[str]:
     config = run.plan.config
-    yield f"With {config.mem_fraction:.0%} of a GPU's memory (--mem-fraction) the KV cache holds about:"
+    gpu = "each GPU" if config.tp > 1 else "a GPU"
+    yield f"With {config.mem_fraction:.0%} of {gpu}'s memory (--mem-fraction) the KV cache holds about:"
     sizes = {f"a GPU of {name}": 1e9 * size for name, size in GPUS.items()}
     if torch.cuda.is_available():
         sizes["this GPU"] = float(torch.cuda.mem_get_info()[1])

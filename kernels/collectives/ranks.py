@@ -76,7 +76,7 @@ class NCCLRanks(GroupRanks):
         self.group.abort()
 
     def close(self) -> None:
-        torch.distributed.destroy_process_group()
+        torch.distributed.distributed_c10d._abort_process_group()  # does not wait for ranks that have exited
 
 
 def join_ranks(device: torch.device, rank: int, world: int, file: str) -> Ranks:

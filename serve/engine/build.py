@@ -1,6 +1,7 @@
 """Makes an engine from its plan: loads the weights, sizes the KV cache, captures and times passes."""
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,10 +94,13 @@ def build(
     if plan.config.tp == 1:
         return make_engine(plan, capture, find_costs, None)
     with runtime.stage("starting the ranks"):
+        is_owned = team is None
         team = team or Team(plan.config.tp, plan.device.device)
     with team.guard():
         team.order("load", plan)
         engine = make_engine(plan, capture, find_costs, team)
+        if is_owned:
+            weakref.finalize(engine, team.close)
         team.serve()
         return engine
 

@@ -124,6 +124,7 @@ class Engine:
 
         With overlap it waits for the oldest step in flight, while a newer one runs; otherwise for the step it launched.
         """
+        self.runner.check()
         try:
             return self._add_compiled() + self._step() if self._compiling else self._step()
         finally:

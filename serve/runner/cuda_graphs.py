@@ -74,6 +74,8 @@ class Capturer:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._has_warned = False
+        # A thread of NCCL asks for events at any time, which a "global" capture would not survive.
+        self._error_mode = "global" if target.ranks is None else "thread_local"
 
     def capture_all(self, kind: str, sizes: str, keys: Sequence[Any], capture: Callable[[Any], bool]) -> None:
         """Calls `capture`, which says whether memory sufficed, with each key. Logs what it took; `sizes` names them."""
@@ -104,7 +106,10 @@ class Capturer:
                 raise ValueError(f"{description} does not fit into memory; {remedy}") from error
             graphs.append(torch.cuda.CUDAGraph())
             try:
-                with _no_collection(), torch.cuda.graph(graphs[-1], pool=self._pool, stream=self._stream):
+                with (
+                    _no_collection(),
+                    torch.cuda.graph(graphs[-1], self._pool, self._stream, capture_error_mode=self._error_mode),
+                ):
                     value = part(value)  # held until the last part is captured: nothing else gets its memory
             except torch.cuda.OutOfMemoryError as error:
                 if self._target.ranks is not None:  # the others have captured it, and would wait

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from slipstream.models.layers.quantized import quantize_by_config
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve import cli
 from slipstream.serve.drafters.registry import load_drafter
-from slipstream.serve.dry_run import DryRun, report
+from slipstream.serve.dry_run import DryRun, gigabytes, report
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.tests.quantized_targets import (
@@ -29,7 +30,7 @@ from slipstream.tests.quantized_targets import (
     save_gpt_oss,
     save_quantized,
 )
-from slipstream.tests.random_targets import change_json, save_random_target
+from slipstream.tests.random_targets import MakeTarget, change_json, save_random_target
 from slipstream.tests.sources import HYBRID, TINY
 from slipstream.tests.tables import each_case
 
@@ -53,6 +54,23 @@ def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> No
     pages = sum(cache.pages.nbytes for kv in engine.runner.passes.kv for cache in kv.caches)
     assert pages == 33 * sum(run.plan.page_bytes)
     assert run.state_bytes() == engine.runner.state.nbytes
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "qwen3-5"])
+def test_ranks_have_the_bytes_that_are_told(family: str, make_target: MakeTarget) -> None:
+    """4 ranks share 2 KV heads; what all of them have is in the sum of their bytes as often as there are ranks."""
+    target = make_target(family)
+    config = ServeConfig(target=str(target), dtype="bfloat16", device="cpu", tp=4)
+    run = DryRun(config)
+    spec = load_config(target)
+    parts = [load_target(target, spec, torch.bfloat16, torch.device("cpu"), rank=rank, world=4) for rank in range(4)]
+    assert {bytes_of(part) for part in parts} == {run.networks[0].size}
+    total = bytes_of(load_target(target, spec, torch.bfloat16, torch.device("cpu")))
+    repeated = (4 * run.networks[0].size - total) // 3
+    line = f"on each of 4 ranks; all have {gigabytes(repeated)} of the target's {gigabytes(total)}; 2 ranks"
+    assert line in report(config)
+    alone = DryRun(replace(config, tp=1))
+    assert [2 * size for size in run.plan.page_bytes[:1]] == alone.plan.page_bytes[:1]
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", None])

@@ -4,23 +4,29 @@ started once for each number of them; the oracle is the engine of one rank, whic
 import os
 import pickle
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
+import psutil
 import pytest
 import torch
 
 from slipstream.serve.engine import team as teams
-from slipstream.serve.engine.build import build
+from slipstream.serve.engine.build import build, build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import DeviceFacts, read_plan
 from slipstream.serve.engine.team import RankError, Team
-from slipstream.serve.options import EngineConfig
+from slipstream.serve.http.launch import Server
+from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import Request
 from slipstream.tests.mtp_targets import KINDS, MakeMTP
 from slipstream.tests.pairwise import gate_of, grouped
@@ -28,12 +34,14 @@ from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve import correctness
 from slipstream.tests.serve.engine_runs import Answer, make_request, random_prompt, run, sized_requests, tokens_of
+from slipstream.tests.serve.fake_server import MODEL, serving
 from slipstream.tests.serve.played_graphs import equal_costs, gpu_plan, play_all
 from slipstream.tests.serve.replayed_steps import digest, record_steps
 from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.serve.test_lossless import AnyPolicy
 from slipstream.tests.serve.test_replay import SIZES as MOST_SIZES
 from slipstream.tests.serve.test_replay import requests_of_all_kinds
+from slipstream.tests.sources import TINY
 
 CPU = torch.device("cpu")
 FEW = correctness.FEW | {"prefill_budget": None, "grammar_drafts": True}
@@ -48,11 +56,10 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # draft, options
     "block": ("dflash", {}),
     "ngram": ("ngram", {}),
     "ngram first": ("eagle3", {"depth": 4, "ngram_first": 2}),
-    "whole head": ("whole", {"depth": 3}),
-    "token map": ("whole", {"depth": 3, "token_map": "map"}),
+    "token map": ("eagle", {"depth": 3, "token_map": "map"}),
 }
 FAMILIES = ("qwen3", "qwen2-moe", "qwen3-5", "gpt-oss", "gemma4-shared", "phi3-window")
-GATE = [("qwen3", "tree", 2), ("qwen3", "block", 2), ("qwen2-moe", "whole head", 2), ("qwen3-5", "ngram", 2)]
+GATE = [("qwen3", "tree", 2), ("qwen3", "block", 2), ("qwen2-moe", "eagle", 2), ("qwen3-5", "ngram", 2)]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +88,7 @@ def save_draft(target: Path, name: str, folder: Path) -> str:
         elif name == "eagle":
             save_random_eagle(target, folder / name)
         else:
-            save_random_draft(target, folder / name, draft_vocab_size=80 if name == "eagle3" else None)
+            save_random_draft(target, folder / name, draft_vocab_size=80)
     return str(folder / name)
 
 
@@ -137,7 +144,7 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
     path = save_draft(target, draft, tmp_path)
     answers, engine = answers_of(target, requests, make_team, world, draft=path, drafter=options)
     check_alike(answers, expected)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.num_preemptions > 0 or drafter == "ngram first"
     assert world * engine.engine_plan.part.num_heads == engine.engine_plan.spec.num_heads
     drafted = sum(answer.counts.drafted_tokens for answer in answers.values())
     assert (drafted > 0) == (drafter != "none")
@@ -287,6 +294,77 @@ def step_all(engine: Engine) -> None:
 
 def interrupt(_: object) -> None:
     raise KeyboardInterrupt
+
+
+def ask(client: openai.OpenAI) -> list[Any]:
+    """Answers of all kinds, and their log-probabilities."""
+    messages: Any = [{"role": "user", "content": "Tom has 3 boxes of 12 eggs. How many eggs does he have?"}]
+    options: dict[str, Any] = {"model": MODEL, "messages": messages, "seed": 1, "max_tokens": 24, "temperature": 0.8}
+    answer = client.chat.completions.create(**options, logprobs=True, top_logprobs=2).choices[0]
+    assert answer.logprobs is not None
+    assert answer.logprobs.content is not None
+    stream = client.chat.completions.create(**options, stream=True, stop=["5"])
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": correctness.PERSON}}
+    person = client.chat.completions.create(**options | {"max_tokens": 60}, response_format=schema)
+    return [
+        answer.message.content,
+        [(entry.token, round(entry.logprob, 3)) for entry in answer.logprobs.content],
+        "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices),
+        person.choices[0].message.content,
+    ]
+
+
+@contextmanager
+def served(tp: int) -> Iterator[tuple[Server, openai.OpenAI]]:
+    options: dict[str, Any] = {"target": str(TINY), "draft": "ngram", "device": "cpu", "kv_cache_tokens": 8192}
+    config = ServeConfig(**options, tp=tp, port=0, served_model_name=MODEL)
+    with serving(config, build_engine) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+        yield server, client
+
+
+@pytest.mark.slow
+def test_a_server_of_two_ranks_answers_as_one_of_one() -> None:
+    """And leaves no process."""
+    answers = []
+    for tp in (1, 2):
+        with served(tp) as (server, client):
+            answers.append(ask(client))
+            metrics = httpx.get(f"{server.url}/metrics").text
+            processes = processes_of(server)
+        assert metrics.count("slipstream_rank_memory_bytes{") == (tp if tp > 1 else 0)
+        assert len(processes) >= tp
+        assert not psutil.wait_procs(processes, 10)[1]
+    assert answers[0] == answers[1]
+
+
+def processes_of(server: Server) -> list[psutil.Process]:
+    """The engine's process, which is rank 0, and those of the other ranks."""
+    engine = psutil.Process(server.api.engine.pid)
+    return [engine, *(process for process in engine.children() if teams.MODULE in process.cmdline())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "number", "sentence"),
+    [
+        (1, signal.SIGKILL, "rank 1 (cpu) was killed by signal 9 (SIGKILL)"),
+        (1, signal.SIGSTOP, "rank 1 (cpu) has not answered for 4 s"),
+        (0, signal.SIGKILL, "the engine's process was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_a_lost_rank_ends_the_server(rank: int, number: int, sentence: str) -> None:
+    """The open request gets an error, /health is red, and no process is left."""
+    assert teams.SILENCE_SECONDS + teams.BEAT_SECONDS < 5
+    with served(2) as (server, client):
+        processes = processes_of(server)
+        options: dict[str, Any] = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 1500, "temperature": 1.0}
+        stream = client.completions.create(**options, stream=True, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        processes[rank].send_signal(number)
+        with pytest.raises(openai.APIError, match=re.escape(sentence)):
+            list(stream)
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert not psutil.wait_procs(processes, 10)[1]
 
 
 @pytest.mark.parametrize(
