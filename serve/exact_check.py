@@ -11,8 +11,9 @@ import gc
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -39,9 +40,13 @@ class ExactCheckConfig(EngineChoice):
     """Tokens of an answer."""
     seed: int = 0
     """Seed of the prompts."""
+    tp: list[int] = field(default_factory=lambda: [1])
+    """Numbers of devices that share the target, one after another; answers are compared with those of the first."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "requests", "longest_prompt", "output_len")
+        if not self.tp:
+            raise ValueError("tp is empty; give at least one number of devices")
 
     def check_inputs(self) -> None:
         """Raises ValueError for a checkpoint that does not exist, and if none names the target."""
@@ -69,16 +74,17 @@ def check(config: ExactCheckConfig) -> int:
     expected: Answers = {}
     differing = 0
     print("| setting | requests at once | equal answers | first difference |\n|---|---|---|---|")
-    for name, draft, options, levels in settings:
-        with running(config.options(draft, **options)) as engine:
+    for tp, (name, draft, options, levels) in product(config.tp, settings):
+        setting = name if config.tp == [1] else f"{name}, tp {tp}"
+        with running(config.options(draft, tp=tp, **options)) as engine:
             requests = make_requests(config, engine.info.vocab_size)
             for level in levels:
-                answers = answer(engine, requests, level, f"{name}, {level} at once")
+                answers = answer(engine, requests, level, f"{setting}, {level} at once")
                 expected = expected or answers
                 wrong = [key for key in expected if answers[key] != expected[key]]
                 first = min((first_difference(expected[key], answers[key]) for key in wrong), default=None)
                 place = "" if first is None else f"token {first}"
-                print(f"| {name} | {level} | {len(answers) - len(wrong)} of {len(answers)} | {place} |", flush=True)
+                print(f"| {setting} | {level} | {len(answers) - len(wrong)} of {len(answers)} | {place} |", flush=True)
                 differing += len(wrong)
     return differing
 

@@ -332,5 +332,5 @@ def how_it_ended(process: subprocess.Popen[bytes]) -> str:
 def bytes_of_process(device: torch.device) -> int:
     """Returns the bytes that this process has on the device, or on a CPU in main memory."""
     if device.type == "cuda":
-        return torch.cuda.memory_reserved()
+        return torch.cuda.memory_reserved(device)  # another thread has another current device
     return psutil.Process(os.getpid()).memory_info().rss

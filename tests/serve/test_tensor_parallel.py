@@ -25,6 +25,7 @@ from slipstream.serve.engine.build import build, build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import DeviceFacts, read_plan
 from slipstream.serve.engine.team import RankError, Team
+from slipstream.serve.exact_check import ExactCheckConfig, check
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import Request
@@ -44,6 +45,8 @@ from slipstream.tests.serve.test_replay import requests_of_all_kinds
 from slipstream.tests.sources import TINY
 
 CPU = torch.device("cpu")
+GPU = pytest.mark.gpu
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 FEW = correctness.FEW | {"prefill_budget": None, "grammar_drafts": True}
 # Hybrids compute prompts by 64 tokens.
 SIZES = MOST_SIZES | {"kv_cache_tokens": 96, "prefill_budget": 64, "grammar_drafts": False}
@@ -185,6 +188,43 @@ def test_every_feature_on_bundled_targets(
     assert not correctness.differences(answers, expected)
 
 
+@pytest.fixture(scope="module")
+def gpu_team() -> Iterator[MakeTeam]:
+    team = Team(2, torch.device("cuda"))
+    team.is_kept = True
+    yield lambda _world: team
+    team.close()
+
+
+@cache
+def answers_on_gpus(make: MakeTeam, tp: int, dtype: str) -> dict[str, Answer]:
+    """Answers without a draft."""
+    requests = correctness.requests_of(TINY, correctness.all_cases())
+    return answers_of(TINY, requests, make, tp, device="cuda", dtype=dtype, **FEW)[0]
+
+
+@GPU
+@TWO_GPUS
+@grouped("dtype")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("drafter", correctness.DRAFTERS)
+def test_on_gpus(dtype: str, drafter: str, gpu_team: MakeTeam, tmp_path: Path) -> None:
+    """Captured passes of the bundled target; in fp32 also against one GPU, whose sums have another order."""
+    expected = answers_on_gpus(gpu_team, 2, dtype)
+    if dtype == "float32":
+        assert not correctness.differences(expected, answers_on_gpus(gpu_team, 1, dtype))
+    name, options = correctness.DRAFTERS[drafter]
+    draft = name
+    if name not in ("none", "ngram"):
+        draft = str(tmp_path / name)
+        correctness.save_draft(TINY, name, Path(draft), expected)
+    requests = correctness.requests_of(TINY, correctness.all_cases())
+    config: dict[str, Any] = {"device": "cuda", "dtype": dtype, **FEW}
+    answers, engine = answers_of(TINY, requests, gpu_team, 2, draft=draft, drafter=options, **config)
+    assert engine.engine_plan.captures
+    assert not correctness.differences(answers, expected)
+
+
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_captured_passes_and_their_replay(
     world: int, target: Path, draft: Path, make_team: MakeTeam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -315,8 +355,8 @@ def ask(client: openai.OpenAI) -> list[Any]:
 
 
 @contextmanager
-def served(tp: int) -> Iterator[tuple[Server, openai.OpenAI]]:
-    options: dict[str, Any] = {"target": str(TINY), "draft": "ngram", "device": "cpu", "kv_cache_tokens": 8192}
+def served(tp: int, device: str = "cpu") -> Iterator[tuple[Server, openai.OpenAI]]:
+    options: dict[str, Any] = {"target": str(TINY), "draft": "ngram", "device": device, "kv_cache_tokens": 8192}
     config = ServeConfig(**options, tp=tp, port=0, served_model_name=MODEL)
     with serving(config, build_engine) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
         yield server, client
@@ -337,25 +377,37 @@ def test_a_server_of_two_ranks_answers_as_one_of_one() -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
+def test_exact_check_compares_numbers_of_ranks(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"requests": 3, "output_len": 6, "longest_prompt": 20}
+    engine: dict[str, Any] = {"exact": None, "device": "cpu"}
+    assert check(ExactCheckConfig(target=str(target), tp=[1, 2], engine=engine, **options)) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "3 of 3" in line]
+    assert [sum(f"tp {tp} " in row for row in rows) for tp in (1, 2)] == [4, 4]
+
+
 def processes_of(server: Server) -> list[psutil.Process]:
     """The engine's process, which is rank 0, and those of the other ranks."""
     engine = psutil.Process(server.api.engine.pid)
     return [engine, *(process for process in engine.children() if teams.MODULE in process.cmdline())]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "number", "sentence"),
     [
-        (1, signal.SIGKILL, "rank 1 (cpu) was killed by signal 9 (SIGKILL)"),
-        (1, signal.SIGSTOP, "rank 1 (cpu) has not answered for 4 s"),
+        (1, signal.SIGKILL, "rank 1 ({}) was killed by signal 9 (SIGKILL)"),
+        (1, signal.SIGSTOP, "rank 1 ({}) has not answered for 4 s"),
         (0, signal.SIGKILL, "the engine's process was killed by signal 9 (SIGKILL)"),
     ],
 )
-def test_a_lost_rank_ends_the_server(rank: int, number: int, sentence: str) -> None:
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=[GPU, TWO_GPUS])]
+)
+def test_a_lost_rank_ends_the_server(device: str, rank: int, number: int, sentence: str) -> None:
     """The open request gets an error, /health is red, and no process is left."""
     assert teams.SILENCE_SECONDS + teams.BEAT_SECONDS < 5
-    with served(2) as (server, client):
+    sentence = sentence.format("cpu" if device == "cpu" else "cuda:1")
+    with served(2, device) as (server, client):
         processes = processes_of(server)
         options: dict[str, Any] = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 1500, "temperature": 1.0}
         stream = client.completions.create(**options, stream=True, extra_body={"ignore_eos": True})
