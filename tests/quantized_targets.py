@@ -26,7 +26,7 @@ from transformers import (
 from slipstream.models.layers.formats.base import QuantizedLinear
 from slipstream.models.layers.formats.linear_experts import LinearExperts
 from slipstream.models.targets.decoder import Target, load_config, load_target
-from slipstream.tests.random_targets import CAPPED, SHAPE, change_json, load_model, save_random_target
+from slipstream.tests.random_targets import CAPPED, SHAPE, change_json, load_model, logits, save_random_target
 
 CONFIG = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2})
 MOE_CONFIG = Qwen3MoeConfig(
@@ -285,6 +285,24 @@ def dequantized_weights(target: Target) -> Tensors:
                 for fused in module.layers:
                     add(f"{path}.{expert}", fused, module.expert(fused, expert))
     return weights
+
+
+def check_logits(
+    target: Target, model: PreTrainedModel, plain: Path, tokens: Tensor, *, is_exact: bool, is_adapted: bool = False
+) -> float:
+    """Checks logits against the model's, and returns the effect of quantisation on them. An input on the edge between
+    two codes may fall either way; a factor of an adapted family rounds the scales once more. `plain`: the target before
+    it was quantised."""
+    expected = model(tokens[None]).logits[0]
+    output = logits(target, tokens)
+    effect = (expected - logits(load(plain), tokens)).square().mean()
+    assert effect > (1e-8 if is_adapted else 1e-4), "quantisation makes a difference"
+    if is_exact and not is_adapted:
+        torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
+    else:
+        share = 0.1 if not is_adapted else 1e-5 if is_exact else 0.2
+        assert (output - expected).square().mean() < share * effect
+    return float(effect)
 
 
 def read_by_transformers(folder: Path) -> PreTrainedModel:

@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from slipstream.serve.llm import LLM, Generation
+from slipstream.serve.request import SamplingParams
+from slipstream.tests.train.conftest import SaveData
 from slipstream.train import eagle3
 from slipstream.train.interrupts import NUMBERS
 from slipstream.train.loop import Loop
@@ -21,6 +25,7 @@ from slipstream.train.trackers import read_metrics
 
 Arguments = Callable[..., list[str]]
 Program = Callable[[list[str]], None]
+PROMPTS = [[5, 9, 33, 71, 20, 8, 64], [90, 14, 2, 45, 45, 45, 17, 3, 60, 101, 7]]
 
 
 def records(output: Path) -> list[dict[str, float]]:
@@ -57,6 +62,19 @@ def assert_same_gradients(loss: Tensor, expected: Tensor, draft: nn.Module) -> N
     references = torch.autograd.grad(expected, parameters)
     for gradient, reference in zip(gradients, references, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()))
+
+
+def save_answers(target: Path, params: SamplingParams, save_data: SaveData) -> tuple[list[list[int]], Path]:
+    """The target's answers to PROMPTS, and a dataset of these, to train and to evaluate on."""
+    answers = [answer.tokens for answer in LLM(str(target)).generate(PROMPTS, params)]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    masks = [[i >= len(prompt) for i in range(len(text))] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    return answers, save_data(*[Dataset.from_dict({"input_ids": texts, "loss_mask": masks})] * 2)
+
+
+def emitted_per_round(answers: list[Generation]) -> float:
+    emitted = sum(answer.stats.completion_tokens - answer.stats.prefills for answer in answers)
+    return emitted / sum(answer.stats.rounds for answer in answers)
 
 
 def refusal(flags: list[str], main: Program = eagle3.main) -> str:

@@ -13,6 +13,7 @@ from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.train.conftest import Document, documents, random_parts
+from slipstream.tests.train.naive_terms import state_distance, terms_of
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.tests.train.weighted_cases import check_weights
@@ -43,26 +44,15 @@ def naive_terms(
 ) -> Iterator[tuple[int, Tensor, Tensor | None, bool]]:
     """Per counting (row, step): step, aux hidden state loss, cross-entropy (None outside the vocabulary), agreement."""
     tokens = torch.tensor(document[0])
-    mask = document[1]
     naive = NaiveEagle(training.draft, *shared_weights(model))
     steps = training.options.ttt_steps
     states = naive.chains(target_aux_states(model, tokens, training.draft.config.aux_layers), tokens, steps)
     with torch.no_grad():
         output = model(input_ids=tokens[None], output_hidden_states=True)
-    for t in range(len(tokens)):
-        for step in range(steps):
-            last = t + 2 + step
-            if last >= len(tokens) or not all(mask[t + 1 : last + 1]):
-                continue
-            target_state = output.hidden_states[-1][0, last - 1]
-            state = states[t, step]
-            gap = (state - target_state).abs()
-            regression = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean()
-            teacher = output.logits[0, last - 1]
-            logits = naive.logits(state)
-            entropy = -(teacher[ids].softmax(0) * logits.log_softmax(0)).sum()
-            best = int(teacher.argmax())
-            yield step, regression, entropy if best in ids.tolist() else None, int(ids[logits.argmax()]) == best
+    for term in terms_of(naive, states, output.logits[0], ids, document[1], steps):
+        regression = state_distance(term.state, output.hidden_states[-1][0, term.place])
+        entropy = -(term.teacher[ids].softmax(0) * term.logits.log_softmax(0)).sum()
+        yield term.step, regression, entropy if term.is_known else None, term.agrees
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_targets import target_aux_states
 from slipstream.tests.train.conftest import Document, documents, make_eagle3
+from slipstream.tests.train.naive_terms import terms_of
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.tests.train.weighted_cases import check_weights
@@ -44,22 +45,13 @@ def naive_terms(
 ) -> Iterator[tuple[int, Tensor | None, bool]]:
     """Per counting (row, step) of one document: step, distance (or None outside the vocabulary), agreement."""
     tokens = torch.tensor(document[0])
-    mask = document[1]
     naive = NaiveEagle3(training.draft, model.get_input_embeddings().weight)
     states = naive.chains(target_aux_states(model, tokens, training.draft.config.aux_layers), tokens, STEPS)
     with torch.no_grad():
         target_logits = model(input_ids=tokens[None]).logits[0]  # (S, V)
-    for t in range(len(tokens)):
-        for step in range(STEPS):
-            last = t + 2 + step
-            if last >= len(mask) or not all(mask[t + 1 : last + 1]):
-                continue
-            teacher = target_logits[t + 1 + step]
-            best = int(teacher.argmax())
-            draft_logits = naive.logits(states[t, step])
-            loss = distance(teacher[ids].softmax(dim=0), draft_logits.softmax(dim=0))
-            agrees = int(ids[draft_logits.argmax()]) == best
-            yield step, loss if best in ids.tolist() else None, agrees
+    for term in terms_of(naive, states, target_logits, ids, document[1], STEPS):
+        loss = distance(term.teacher[ids].softmax(dim=0), term.logits.softmax(dim=0))
+        yield term.step, loss if term.is_known else None, term.agrees
 
 
 def test_a_batch_may_hold_fewer_rows_than_steps(

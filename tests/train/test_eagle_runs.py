@@ -4,17 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 from safetensors.torch import load_file
 
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE, SaveData
-from slipstream.tests.train.runs import records
+from slipstream.tests.train.runs import PROMPTS, emitted_per_round, records, save_answers
 from slipstream.train.eagle import EagleTraining, main
 
 DEPTH = 3
-PROMPTS = [[5, 9, 33, 71, 20, 8, 64], [90, 14, 2, 45, 45, 45, 17, 3, 60, 101, 7]]
 
 
 def test_an_overfitted_draft_is_accepted_whole(
@@ -27,10 +25,7 @@ def test_an_overfitted_draft_is_accepted_whole(
     """One batch learnt by heart: every round emits depth + 1 tokens."""
     monkeypatch.setattr(EagleTraining, "noise_spread", 0.0)
     params = SamplingParams(max_tokens=3 * (DEPTH + 1) + 1, temperature=0.0, ignore_eos=True)
-    answers = [answer.tokens for answer in LLM(str(target_path)).generate(PROMPTS, params)]
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    masks = [[i >= len(prompt) for i in range(len(text))] for prompt, text in zip(PROMPTS, texts, strict=True)]
-    data = save_data(*[Dataset.from_dict({"input_ids": texts, "loss_mask": masks})] * 2)
+    answers, data = save_answers(target_path, params, save_data)
     learnt = {"data__path": data, "data__max_length": 64, "data__batch_size": 1}
     learnt |= {"optim__name": "muon", "optim__steps": 150, "draft__ttt_steps": DEPTH, "evaluation__every": 150}
     command = run_flags(tmp_path, checkpoint__every=1000, draft__intermediate_size=256, draft__bias="false", **learnt)
@@ -42,8 +37,7 @@ def test_an_overfitted_draft_is_accepted_whole(
         drafted = LLM(str(target_path), str(tmp_path / "best"), drafter=options, width=width)
         served = drafted.generate(PROMPTS, params)
         assert [answer.tokens for answer in served] == answers
-        emitted = sum(answer.stats.completion_tokens - answer.stats.prefills for answer in served)
-        assert emitted / sum(answer.stats.rounds for answer in served) == DEPTH + 1
+        assert emitted_per_round(served) == DEPTH + 1
 
 
 def test_a_run_with_a_map_leaves_a_draft_that_changes_no_token(

@@ -19,6 +19,7 @@ from slipstream.tests.mtp_targets import NaiveModules, NaiveMTP, PlainMTP, save_
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.train.conftest import Document, documents, random_parts
+from slipstream.tests.train.naive_terms import state_distance, terms_of
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.tests.train.weighted_cases import check_weights
@@ -74,23 +75,14 @@ def naive_terms(
     """Per counting (row, step): step, distance of states, loss (None where the target's best token is outside the
     vocabulary), agreement."""
     tokens = torch.tensor(document[0])
-    mask = document[1]
     ids = naive.target_ids
     aux_states = target_aux_states(model, tokens, (4,))
     states = naive.chains(aux_states, tokens, STEPS)
     with torch.no_grad():
         targets = model(input_ids=tokens[None]).logits[0]
-    for t in range(len(tokens)):
-        for step in range(STEPS):
-            last = t + 2 + step
-            if last >= len(tokens) or not all(mask[t + 1 : last + 1]):
-                continue
-            teacher = targets[last - 1].double()
-            logits = naive.logits(states[t, step])
-            best = int(teacher.argmax())
-            loss = LOSSES[training.options.loss](teacher[ids], logits) if best in ids.tolist() else None
-            gap = (states[t, step] - aux_states[last - 1]).abs()
-            yield step, torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean(), loss, int(ids[logits.argmax()]) == best
+    for term in terms_of(naive, states, targets.double(), ids, document[1], STEPS):
+        loss = LOSSES[training.options.loss](term.teacher[ids], term.logits) if term.is_known else None
+        yield term.step, state_distance(term.state, aux_states[term.place]), loss, term.agrees
 
 
 def check_loss(training: MTPTraining, model: PreTrainedModel, naive: NaiveEagle3) -> tuple[Tensor, Tensor]:

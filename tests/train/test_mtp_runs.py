@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
 from slipstream.serve.llm import LLM
@@ -15,11 +14,10 @@ from slipstream.tests.mtp_targets import save_mtp_target
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.train.conftest import CaptureTo, SaveData
-from slipstream.tests.train.runs import assert_like_run, records, refusal
+from slipstream.tests.train.runs import PROMPTS, assert_like_run, emitted_per_round, records, refusal, save_answers
 from slipstream.train.mtp import main
 
 DEPTH = 3
-PROMPTS = [[5, 9, 33, 71, 20, 8, 64], [90, 14, 2, 45, 45, 45, 17, 3, 60, 101, 7]]
 PARAMS = SamplingParams(max_tokens=3 * (DEPTH + 1) + 1, temperature=0.0, ignore_eos=True)
 Flags = Callable[..., list[str]]
 
@@ -33,21 +31,12 @@ def mtp_path(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def learnt(target: Path, save_data: SaveData) -> Path:
-    """Saves the target's answers to PROMPTS as a dataset."""
-    answers = [answer.tokens for answer in LLM(str(target)).generate(PROMPTS, PARAMS)]
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    masks = [[i >= len(prompt) for i in range(len(text))] for prompt, text in zip(PROMPTS, texts, strict=True)]
-    return save_data(*[Dataset.from_dict({"input_ids": texts, "loss_mask": masks})] * 2)
-
-
 def accept_length(target: Path, draft: str) -> float:
     """How many tokens a round emits; the answers are those without a draft."""
     plain = LLM(str(target)).generate(PROMPTS, PARAMS)
     served = LLM(str(target), draft, drafter={"depth": DEPTH}, width=DEPTH + 1).generate(PROMPTS, PARAMS)
     assert [answer.tokens for answer in served] == [answer.tokens for answer in plain]
-    emitted = sum(answer.stats.completion_tokens - answer.stats.prefills for answer in served)
-    return emitted / sum(answer.stats.rounds for answer in served)
+    return emitted_per_round(served)
 
 
 def flags_of(run_flags: Flags, output: Path, target: Path, data: Path, **changes: object) -> list[str]:
@@ -60,7 +49,7 @@ def test_the_targets_head_becomes_better(
     tmp_path: Path, mtp_path: Path, save_data: SaveData, run_flags: Flags, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By texts that it learns by heart. Its router stays as it is."""
-    data = learnt(mtp_path, save_data)
+    data = save_answers(mtp_path, PARAMS, save_data)[1]
     main(flags_of(run_flags, tmp_path, mtp_path, data, optim__steps=60, draft__loss="forward_kl"))
     assert "starts at random" not in capsys.readouterr().out
     lines = records(tmp_path)
@@ -80,7 +69,7 @@ def test_several_modules_become_better(
     target = save_mtp_target("glm4-moe", tmp_path / "target", count=2).folder
     for file in target_path.glob("tokenizer*"):
         shutil.copy(file, target)
-    data = learnt(target, save_data)
+    data = save_answers(target, PARAMS, save_data)[1]
     main(flags_of(run_flags, tmp_path / "run", target, data, optim__steps=60, draft__loss="forward_kl"))
     lines = records(tmp_path / "run")
     assert all(lines[-1][name] > lines[0][name] + 0.3 for name in (f"accept_rate_{step}" for step in range(3)))
@@ -93,7 +82,7 @@ def test_several_modules_become_better(
 def test_an_overfitted_new_head_is_accepted_whole(
     tmp_path: Path, target_path: Path, save_data: SaveData, run_flags: Flags, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = learnt(target_path, save_data)
+    data = save_answers(target_path, PARAMS, save_data)[1]
     main(flags_of(run_flags, tmp_path, target_path, data, optim__steps=150, draft__intermediate_size=256))
     assert "the MTP layer starts at random: the target has none" in capsys.readouterr().out
     assert {"state_loss_0", "accept_rate_2", "eval_accept_rate_2"} <= records(tmp_path)[-1].keys()
@@ -118,7 +107,7 @@ def test_a_head_in_fp8_begins_with_its_values(
         values = save_quantized(LAYOUTS["compressed-channel"], tmp_path / kind, tmp_path / f"{kind}-fp8")
         for file in target_path.glob("tokenizer*"):
             shutil.copy(file, tmp_path / f"{kind}-fp8")
-        data = learnt(tmp_path / f"{kind}-fp8", save_data)
+        data = save_answers(tmp_path / f"{kind}-fp8", PARAMS, save_data)[1]
         flags = flags_of(run_flags, tmp_path / f"{kind}-run", tmp_path / f"{kind}-fp8", data)
         flags += ["--optim.steps=1", "--optim.lr=1e-12"]
         if kind == "glm4-moe":

@@ -20,6 +20,7 @@ from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
+from slipstream.tests.train.runs import PROMPTS
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import Batch, collate
 from slipstream.train.blocks import find_blocks
@@ -29,7 +30,6 @@ from slipstream.train.training import DraftTraining
 CPU = torch.device("cpu")
 BLOCK_SIZE = 6
 DEPTH = 3
-PROMPTS = [[5, 9, 33, 71, 20, 8, 64], [90, 14, 2, 45, 45, 45, 17, 3, 60, 101, 7]]
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SEED = 5  # of requests at temperature 1
 HEADS: dict[str, dict[str, Any]] = {
