@@ -38,6 +38,7 @@ from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import POST_NORM, Eagle3
 from slipstream.models.drafts.heads.table import CONFIGS
 from slipstream.models.drafts.interchange import SERVERS, broken_rules, draft_values, shown
+from slipstream.models.drafts.layouts import LAYOUTS
 from slipstream.models.drafts.mtp import MTP
 from slipstream.models.drafts.source import drafter_of
 from slipstream.models.drafts.speculators_layout import (
@@ -66,17 +67,8 @@ from slipstream.models.targets.families import MTP as MTP_FORMS
 from slipstream.models.targets.families import architecture_of
 
 CPU = torch.device("cpu")
-# Fields of config.json that drafts of every kind may have. The last two lines say nothing about the network.
-FIELDS = (
-    *(*DECODER_FIELDS, *OWN, "architectures", "draft_vocab_size", "rope_parameters", "partial_rotary_factor"),
-    *("mlp_bias", "max_window_layers", "target_hidden_size", "eagle_config", "dflash_config"),
-    *("dtype", "torch_dtype", "transformers_version", "auto_map", "_name_or_path", "initializer_range", "use_cache"),
-    *("attention_dropout", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id"),
-)
-MODELOPT_FIELDS = (  # of EAGLE3 drafts of NVIDIA's ModelOpt, in eagle_config: the tensors show the same
-    *("use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular", "parallel_draft_step"),
-    "parallel_draft_heads_num_layers",
-)
+# Fields of config.json that drafts of every kind may have.
+FIELDS = (*DECODER_FIELDS, *OWN, *LAYOUTS["other_fields"], *LAYOUTS["idle_fields"])
 BLOCK_FIELDS = (
     *("block_size", "target_layer_ids", "sliding_window_non_causal", "projector_type", *PLAIN_FIELDS, *UNSUPPORTED),
     *(*ALIASES, *ANCHOR_FIELDS, *CAUSAL_FIELDS, "use_swa", "swa_window_size", "eagle_aux_hidden_state_layer_ids"),
@@ -363,7 +355,14 @@ FORMS = {
     "eagle3": Form(
         Eagle3,
         {"sglang": checked_for_sglang, "speculators": eagle3_to_speculators, "slipstream": as_it_is},
-        (AUX_LAYERS, "use_aux_hidden_state", "num_aux_hidden_states", POST_NORM, *EAGLE3_FLAGS, *MODELOPT_FIELDS),
+        (
+            AUX_LAYERS,
+            "use_aux_hidden_state",
+            "num_aux_hidden_states",
+            POST_NORM,
+            *EAGLE3_FLAGS,
+            *LAYOUTS["modelopt_fields"],
+        ),
     ),
     "eagle": Form(Eagle, {"sglang": eagle_to_sglang, "slipstream": as_it_is}, ("bias", "qkv_bias")),
     "mtp": Form(MTP, {"target": as_it_is}, ("mtp_form",)),  # convert_mtp.py

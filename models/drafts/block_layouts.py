@@ -10,43 +10,22 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from slipstream.models.drafts.heads.table import CONFIGS, HEADS
+from slipstream.models.drafts.layouts import LAYOUTS
 
 Values = Mapping[str, Any]  # of config.json
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Fields of other trainers' files -> our fields of the same meaning.
 ALIASES = {"pard_token": "mask_token_id"} | {name: ours for kind in CONFIGS for name, ours in kind.aliases.items()}
-# Fields that say whether slot 0 predicts -> whether true means that it does.
-ANCHOR_FIELDS = {
-    "sample_from_anchor": True,
-    "query_zero_predicts_next": True,
-    "shift_label": True,
-    "dspark_bonus_anchor": False,
-}
-ANCHOR_FIRST = {  # of files without any of these, by architecture
-    "DFlashDraftModel": False,
-    "DFlash2DraftModel": False,
-    "LiLiCorrDraftModel": False,
-    "DFlashLagunaForCausalLM": False,
-    "MuseGlimmerAssistantModel": False,
-    "DSparkDraftModel": True,
-    "Qwen3DSparkModel": True,
-}
+ANCHOR_FIELDS: dict[str, bool] = LAYOUTS["anchor_fields"]
+ANCHOR_FIRST: dict[str, bool] = LAYOUTS["anchor_first"]
 # How others' tensors begin -> the beginning of DeepSpec's, which are ours; ModelOpt's, and SpecForge's at first.
 MODELOPT_NAMES = {name: ours for head in HEADS for name, ours in head.modelopt_names.items()}
 HEAD_NAMES = {"logit_head.": "markov_head."} | MODELOPT_NAMES
 HEAD_FIELDS = tuple(name for kind in CONFIGS for name in kind.names())  # of dflash_config
 CAUSAL_FIELDS = ("causal", "is_causal", "dflash_query_causal")
-UNSUPPORTED_PROJECTORS = {"xpress": "XPress's refiner", "domino": "Domino's GRU"}
+UNSUPPORTED_PROJECTORS = LAYOUTS["unsupported_projectors"]
 PROJECTORS = sorted({"dflash", *(kind.projector for kind in CONFIGS)})
-# Settings of other trainers and servers that change the network or the use of its output -> values that do not.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("attention_sink_bias", "mlp_bias", "quantization_config"), OFF),
-    **dict.fromkeys(("attention_value_scale", "embedding_scale", "logit_scale"), (None, 1)),
-    "attention_mode": (None, "gqa", "mha"),
-    "dspark_fixup_head_type": (None, "", "markov"),
-    "mlp_type": (None, "", "dense"),
-    "use_aux_hidden_state": (None, True),
-}
+UNSUPPORTED: dict[str, list[Any]] = LAYOUTS["unsupported"]
 
 
 class Convention(NamedTuple):

@@ -6,16 +6,12 @@ Such a file names no target and leaves out what its target fixes: the vocabulary
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slipstream.models.drafts.layouts import LAYOUTS
 from slipstream.models.targets.config import TargetSpec
 
 Values = dict[str, Any]
 WINDOWED = "sliding_attention"
-GATES: dict[Any, dict[str, Any] | None] = {  # Laguna's `gating`
-    True: {"activation": "softplus", "by_head": True},
-    "per-head": {"activation": "softplus", "by_head": True},
-    "per-element": {"activation": "softplus", "by_head": False},
-    False: None,
-}
+GATES: dict[Any, dict[str, Any] | None] = LAYOUTS["laguna_gates"]
 
 
 def publish(values: Mapping[str, Any], target: TargetSpec) -> Mapping[str, Any]:

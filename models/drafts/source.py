@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from slipstream.models.drafts.layouts import LAYOUTS
 from slipstream.models.drafts.speculators_layout import drafter_of_kind, speculators_kind
 from slipstream.models.files.checkpoint import (
     checkpoint_fingerprint,
@@ -29,30 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FOREIGN_ARCHITECTURES = {
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "Eagle3Qwen3ForCausalLM": "eagle3",
-    "LlamaForCausalLMEagle": "eagle",
-    "EagleLlamaForCausalLM": "eagle",
-    "Qwen2ForCausalLMEagle": "eagle",
-    "DFlashDraftModel": "dflash",
-    "DFlash2DraftModel": "dflash",
-    "DSparkDraftModel": "dflash",
-    "Qwen3DSparkModel": "dflash",
-    "LiLiCorrDraftModel": "dflash",
-    "DFlashLagunaForCausalLM": "dflash",
-    "MuseGlimmerAssistantModel": "dflash",
-    "Gemma4AssistantForCausalLM": "gemma4_assistant",
-    "Gemma4UnifiedAssistantForCausalLM": "gemma4_assistant",
-}
-UNSUPPORTED_ARCHITECTURES = {
-    "DominoDraftModel": "Domino's GRU",
-    "XPressDraftModel": "XPress's refiner",
-    "XPressSpeculator": "XPress's refiner",
-    "Eagle3DeepseekV2ForCausalLM": "latent attention (MLA)",
-    "DeepseekV4ForCausalLM": "DeepSeek-V4's bundled draft, which is part of the target's checkpoint,",
-}
+FOREIGN_ARCHITECTURES: dict[str, str] = LAYOUTS["architectures"]
+UNSUPPORTED_ARCHITECTURES: dict[str, str] = LAYOUTS["unsupported_architectures"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slipstream.models.chat.quotes import json_type
+from slipstream.models.drafts.layouts import LAYOUTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,37 +21,16 @@ OWN = (
     *("target", "target_revision", "target_fingerprint", "tokenizer_hash"),
 )
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
-# Public fields of a draft's decoder, which stand in transformer_layer_config there.
-DECODER_FIELDS = (
-    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
-    *("num_key_value_heads", "attention_bias", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_theta"),
-    *("rope_scaling", "layer_types", "sliding_window", "use_sliding_window", "vocab_size", "tie_word_embeddings"),
-)
-PUBLIC_ARCHITECTURES = {
-    "dflash": "DFlashDraftModel",
-    "dflash2": "DFlash2DraftModel",
-    "dspark": "DSparkSpeculator",
-    "eagle3": "LlamaForCausalLMEagle3",
-}
+EAGLE3_FLAGS: list[str] = LAYOUTS["eagle3_flags"]
+DECODER_FIELDS: list[str] = LAYOUTS["decoder_fields"]
+KINDS: dict[str, dict[str, Any]] = LAYOUTS["speculators"]
 CALIBRATION = ("confidence_temperatures", "confidence_biases")  # the library keeps fields that it does not know
-BLOCK_HEADS: dict[
-    str, dict[str, Any]
-] = {  # kinds of block draft: the fields of their heads, with the library's defaults
-    "dflash": {},
-    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
-    "dspark": {
-        "markov_rank": 256,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    },
-}
+BLOCK_HEADS = {kind: facts["heads"] for kind, facts in KINDS.items() if "heads" in facts}
 BLOCK_FIELDS = {  # of dflash_config, that it has places for or does not need
     *("mask_token_id", "target_layer_ids", "projector_type", *CALIBRATION),
     *(name for fields in BLOCK_HEADS.values() for name in fields),
 }
-OTHER_KINDS = {"xpress": "XPress's refiner", "mtp": "the target's own MTP layer", "peagle": "P-EAGLE's parallel draft"}
+OTHER_KINDS = LAYOUTS["unsupported_speculators"]
 EAGLE3_TOKENS = 3  # per round by default, also ours
 
 
@@ -62,7 +42,7 @@ def to_speculators(values: Values, verifier: str, architectures: list[str]) -> d
     kind = _block_kind(values) if values["drafter"] == "dflash" else values["drafter"]
     tokens, fields = _block_fields(values, kind) if kind in BLOCK_HEADS else _eagle3_fields(values)
     return {
-        "architectures": [SPECULATORS[kind]],
+        "architectures": [KINDS[kind]["architecture"]],
         "speculators_model_type": kind,
         "speculators_version": VERSION,
         "speculators_config": {
@@ -84,14 +64,6 @@ def to_speculators(values: Values, verifier: str, architectures: list[str]) -> d
         "tie_word_embeddings": False,
         **{name: values[name] for name in ("torch_dtype", *OWN) if name in values},
     }
-
-
-SPECULATORS = {
-    "dflash": "DFlashSpeculator",
-    "dflash2": "DFlash2DraftModel",
-    "dspark": "DSparkSpeculator",
-    "eagle3": "Eagle3Speculator",
-}
 
 
 def _block_kind(values: Values) -> str:
@@ -156,9 +128,9 @@ def _eagle3_fields(values: Values) -> tuple[int, dict[str, Any]]:
 def speculators_kind(values: Values) -> str | None:
     """The kind of draft in a config.json of this layout; None for another layout. Raises ValueError for other kinds."""
     kind = values.get("speculators_model_type")
-    if kind is not None and kind not in PUBLIC_ARCHITECTURES:
+    if kind is not None and kind not in KINDS:
         label = f" ({OTHER_KINDS[kind]})" if kind in OTHER_KINDS else ""
-        raise ValueError(f"speculators_model_type is {kind!r}{label}; supported: {', '.join(PUBLIC_ARCHITECTURES)}")
+        raise ValueError(f"speculators_model_type is {kind!r}{label}; supported: {', '.join(KINDS)}")
     return kind
 
 
@@ -186,7 +158,7 @@ def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(inside, dict):
         raise ValueError(f"transformer_layer_config is {json_type(inside)}; it must be an object")
     drafter = drafter_of_kind(kind)
-    public = {**inside, **values, "architectures": [PUBLIC_ARCHITECTURES[kind]], "drafter": drafter}
+    public = {**inside, **values, "architectures": [KINDS[kind]["public"]], "drafter": drafter}
     if kind in BLOCK_HEADS:
         public["dflash_config"] = {
             "mask_token_id": values.get("mask_token_id"),
