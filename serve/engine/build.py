@@ -76,7 +76,8 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def build_runner(plan: EnginePlan, capture: Capture = capture_all) -> ModelRunner:
-    """Builds the runner alone, of a plan whose space is known: an engine's."""
+    """Builds the runner alone, of a plan whose space is known: an engine's of one rank."""
+    assert plan.config.tp == 1
     runner = make_runner(plan, load_networks(plan), capture)
     runner.forget()
     return runner
@@ -93,9 +94,8 @@ def build(
     find_costs = find_costs or measured_costs
     if plan.config.tp == 1:
         return make_engine(plan, capture, find_costs, None)
-    with runtime.stage("starting the ranks"):
-        is_owned = team is None
-        team = team or Team(plan.config.tp, plan.device.device)
+    is_owned = team is None
+    team = team or Team(plan.config.tp, plan.device.device)
     with team.guard():
         team.order("load", plan)
         engine = make_engine(plan, capture, find_costs, team)
@@ -108,7 +108,7 @@ def build(
 def make_engine(plan: EnginePlan, capture: Capture, find_costs: "FindCosts", team: Team | None) -> Engine:
     """See `build`; the other ranks load their parts by now."""
     config = plan.config
-    networks = load_networks(plan, None if team is None else team.ranks)
+    networks = load_networks(plan, meet=None if team is None else team.meet)
     with runtime.stage("sizing the KV cache"):
         rooms = [measure(plan, networks), *(team.answers() if team is not None else ())]
         space = find_space(plan, min(rooms))
@@ -151,17 +151,16 @@ def make_engine(plan: EnginePlan, capture: Capture, find_costs: "FindCosts", tea
     return Engine(plan, info, planner, runner, stages, networks.drafter.check, grammars, team)
 
 
-def load_networks(plan: EnginePlan, ranks: Ranks | None = None) -> Networks:
-    """Loads target and draft; of a target that `ranks` share, this one's part."""
+def load_networks(plan: EnginePlan, rank: int = 0, meet: Callable[[], Ranks] | None = None) -> Networks:
+    """Loads target and draft; of a target that ranks share, this one's part. `meet`: joins the ranks."""
     config = plan.config
-    part = {} if ranks is None else {"rank": ranks.rank, "world": ranks.world}
     device = plan.device.device
     with runtime.stage("loading the weights"):
         target = load_target(
-            plan.path, plan.spec, plan.dtype, device, config.trust_remote_code, config.quantization, **part
+            plan.path, plan.spec, plan.dtype, device, config.trust_remote_code, config.quantization, rank, config.tp
         )
-        if ranks is not None:
-            target.join(ranks)
+        if meet is not None:
+            target.join(meet())
         drafter, stages = load_drafter(plan.draft.source, config.drafter, target)
     if any(scale is not None for scale in target.cache_scales) and not plan.networks[0].has_codes:
         logger.info("the checkpoint has scales for a KV cache in FP8, which --kv-cache-dtype fp8 would use")

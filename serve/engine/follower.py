@@ -12,8 +12,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -35,16 +36,25 @@ class Follower:
     networks: Networks
     runner: ModelRunner
 
-    def __init__(self, ranks: Ranks, channel: Channel) -> None:
-        self.ranks = ranks
+    def __init__(self, rank: int, channel: Channel, join: Callable[[], Ranks]) -> None:
+        self.rank = rank
         self.channel = channel
+        self._join = join
+        self._ranks: Ranks | None = None
         self._begun: InFlight | None = None  # a step that is launched up to where it samples
 
     def load(self, plan: EnginePlan) -> None:
         """Loads this rank's part, and answers how much room its device has."""
         self.plan = plan
-        self.networks = load_networks(plan, self.ranks)
+        self.networks = load_networks(plan, self.rank, self.meet)
         self.channel.send(measure(plan, self.networks))
+
+    def meet(self) -> Ranks:
+        """See Team."""
+        if self._ranks is None:
+            self.channel.send(None)
+            self._ranks = self._join()
+        return self._ranks
 
     def make_runner(self, space: Space, capture: Capture) -> None:
         self.runner = make_runner(replace(self.plan, space=space), self.networks, capture, RankRunner)
@@ -107,8 +117,7 @@ def main() -> None:
     threading.Thread(target=beat, args=(life, device), daemon=True).start()
     logs.configure("text", level=logging.WARNING)
     try:
-        follower = Follower(join_ranks(device, int(rank), int(world), file), channel)
-        channel.send(None)
+        follower = Follower(int(rank), channel, partial(join_ranks, device, int(rank), int(world), file))
         while True:
             order: Order = channel.receive()
             getattr(follower, order.name)(*order.args)

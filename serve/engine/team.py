@@ -103,24 +103,29 @@ class Team:
     is_kept = False
 
     def __init__(self, world: int, device: torch.device) -> None:
-        """Starts the processes, and waits until all have met. Raises RankError where one does not come."""
+        """Starts the processes, which import their modules while the caller goes on; `meet` waits for them."""
         self.failure = ""  # why there are no ranks any more
-        self.ranks: Ranks | None = None
+        self.ranks: Ranks | None = None  # once they have met
         self._limit = BUILD_SILENCE_SECONDS
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._report: Callable[[str], None] | None = None
         self._is_closed = False
         self._device = device
-        with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-            file = str(Path(folder) / "ranks")
-            self.members = [start_member(rank, world, device, file) for rank in range(1, world)]
-            threading.Thread(target=self._watch, name="slipstream-ranks", daemon=True).start()
-            with self.guard():
-                if device.type == "cuda":
-                    torch.cuda.set_device(0)
-                self.ranks = join_ranks(device, 0, world, file)
-                self.answers()
+        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-")
+        self._file = str(Path(self._folder.name) / "ranks")
+        if device.type == "cuda":
+            torch.cuda.set_device(0)
+        self.members = [start_member(rank, world, device, self._file) for rank in range(1, world)]
+        threading.Thread(target=self._watch, name="slipstream-ranks", daemon=True).start()
+
+    def meet(self) -> Ranks:
+        """Waits until all ranks have loaded their parts, and joins them."""
+        if self.ranks is None:
+            self.answers()
+            self.ranks = join_ranks(self._device, 0, 1 + len(self.members), self._file)
+            self._folder.cleanup()
+        return self.ranks
 
     def watch(self, report: Callable[[str], None]) -> None:
         """Calls `report` with a sentence, from another thread, as soon as a rank is lost."""
@@ -196,6 +201,7 @@ class Team:
             member.life.close()
         if self.ranks is not None and not self.failure:
             self.ranks.close()
+        self._folder.cleanup()
         for member in self.members:
             try:
                 member.process.wait(SILENCE_SECONDS)
