@@ -91,7 +91,8 @@ def read_turn(
     if is_cut:
         text = prompt + cut_text(answer, text[len(prompt) :], number)
     ids, start = token_ids(prompt, text, chat.encode)
-    end = end_of_answer(ids, start, end_ids)
+    # Just after the first end token of the answer; of a turn without one, its end.
+    end = next((index + 1 for index in range(start, len(ids)) if ids[index] in end_ids), len(ids))
     if not is_cut and ids[end - 1] not in end_ids:  # as of GLM, whose answers end where the next message begins
         following = chat.first_ids["tool" if answer.get("tool_calls") else "user"][:1]
         ids += [token for token in following if token in end_ids]
@@ -164,8 +165,3 @@ def token_ids(prompt: str, text: str, encode: Callable[[Sequence[str]], list[lis
         edge = text[max(0, len(prompt) - 12) : len(prompt) + 12]
         raise RowDropped("unstable_boundary", f"tokens merge across {edge!r}")
     return ids, len(before)
-
-
-def end_of_answer(ids: Sequence[int], start: int, end_ids: Set[int]) -> int:
-    """The place just after the first end token from `start` on; the end of a turn without one."""
-    return next((index + 1 for index in range(start, len(ids)) if ids[index] in end_ids), len(ids))

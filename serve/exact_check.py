@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
+from os.path import commonprefix  # of any sequences
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -82,7 +83,7 @@ def check(config: ExactCheckConfig) -> int:
                 answers = answer(engine, requests, level, f"{setting}, {level} at once")
                 expected = expected or answers
                 wrong = [key for key in expected if answers[key] != expected[key]]
-                first = min((first_difference(expected[key], answers[key]) for key in wrong), default=None)
+                first = min((len(commonprefix([expected[key], answers[key]])) for key in wrong), default=None)
                 place = "" if first is None else f"token {first}"
                 print(f"| {setting} | {level} | {len(answers) - len(wrong)} of {len(answers)} | {place} |", flush=True)
                 differing += len(wrong)
@@ -138,11 +139,6 @@ def answer(engine: "Engine", requests: Sequence[Request], level: int, name: str)
                     num_open -= 1
                     bar.update()
     return answers
-
-
-def first_difference(expected: Sequence[int], tokens: Sequence[int]) -> int:
-    pairs = zip(expected, tokens, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(tokens)))
 
 
 def check_and_report(config: ExactCheckConfig) -> None:

@@ -221,7 +221,9 @@ class ServeConfig(EngineConfig):
         if not 0 < self.health_timeout < math.inf:
             raise ValueError(f"health_timeout is {self.health_timeout}; it must be a number of seconds above 0")
         for name in ("max_body_mb", "request_timeout"):
-            check_positive(name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be a number above 0")
 
     def check_inputs(self) -> None:
         """Raises ValueError for an input that does not exist, and if none names the target."""
@@ -261,11 +263,6 @@ def check_at_least(config: object, minimum: float, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and value < minimum:
             raise ValueError(f"{name} is {value}; give at least {minimum}")
-
-
-def check_positive(name: str, value: float | None) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value}; it must be a number above 0")
 
 
 def parse_objective(objective: str) -> float | None:

@@ -259,7 +259,7 @@ def read_states(
             source.check(packed.documents)
         packed.add_states = source.add
     if not online:
-        training.target.drop_layers()
+        training.target.layers.to("meta")  # they do not run
 
 
 def document_rows(batch: Batch) -> tuple[np.ndarray, np.ndarray]:

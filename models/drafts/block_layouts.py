@@ -89,13 +89,10 @@ def merged(values: Values) -> dict[str, Any]:
                 continue
             if ours in config and config[ours] != value:
                 other = f"and{level}," if level else "and"
-                raise ValueError(f"draft config: {ours} is {config[ours]} {other} {_as(name, ours)}{value}; delete one")
+                alias = "" if name == ours else f"{name} "
+                raise ValueError(f"draft config: {ours} is {config[ours]} {other} {alias}{value}; delete one")
             config[ours] = value
     return config
-
-
-def _as(name: str, ours: str) -> str:
-    return "" if name == ours else f"{name} "
 
 
 def settle_block(values: Values, choice: bool | None) -> dict[str, Any]:

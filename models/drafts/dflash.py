@@ -213,12 +213,16 @@ class DFlashConfig(DraftConfig):
             fields |= head.to_json(fields)
         if self.architecture == "DSparkDraftModel":
             fields["projector_type"] = "dspark"
-        neutral_values = {"output_multiplier": 1.0, "input_embedding_scale": 1.0, "tap_norms": False}
-        for name, neutral in (neutral_values | {"context_norms": False}).items():
+        neutral_values = {
+            "output_multiplier": 1.0,
+            "input_embedding_scale": 1.0,
+            "tap_norms": False,
+            "context_norms": False,
+            "final_logit_softcapping": None,
+        }
+        for name, neutral in neutral_values.items():
             if getattr(self, name) != neutral:
                 fields[name] = getattr(self, name)
-        if self.final_logit_softcapping is not None:
-            fields["final_logit_softcapping"] = self.final_logit_softcapping
         if self.gate is not None:
             fields["output_gate"] = asdict(self.gate)
         return fields

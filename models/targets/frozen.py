@@ -120,10 +120,6 @@ class FrozenTarget(ABC):
             logits[:, first:last] = chunk[:, device_ids[first:last] - start]
         return logits, tokens
 
-    def drop_layers(self) -> None:
-        """Frees the decoder's layers: afterwards only `embed` and `logits` work."""
-        self.layers.to("meta")
-
 
 class DecoderTarget(FrozenTarget):
     """The decoder that serves the target."""

@@ -31,7 +31,8 @@ def read_config(path: Path, trust_remote_code: bool = False) -> "PretrainedConfi
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # a KeyError, TypeError or one of a validator of its own, depending on the field
         _refuse_code(path, error)
-        raise ValueError(f"{path / 'config.json'} cannot be read by transformers ({_in_a_line(error)})") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path / 'config.json'} cannot be read by transformers ({reason})") from error
 
 
 def find_tokenizer(path: Path, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase | None":
@@ -93,10 +94,6 @@ def _listed(file: Path) -> set[int]:
         listed = part.get("eos_token_id")
         ids += listed if isinstance(listed, list) else [listed]
     return {token for token in ids if token is not None}
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _has_vocabulary(path: Path) -> bool:

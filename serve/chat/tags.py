@@ -82,18 +82,20 @@ class AnswerGrammar:
 
     def _calls(self, choice: ToolChoice, work: Work) -> Element:
         """Returns a grammar of one or several calls and nothing else."""
+        return sequence(*self._literal(self._calls_form.first[0] + self._before_name), *self._from_name(choice, work))
+
+    @property
+    def _calls_form(self) -> ToolForm:
         assert self._tools is not None
-        return sequence(*self._literal(self._tools.first[0] + self._before_name), *self._from_name(choice, work))
+        return self._tools
 
     @property
     def _before_name(self) -> str:
-        assert self._tools is not None
-        return self._tools.call[0].partition("$name")[0]
+        return self._calls_form.call[0].partition("$name")[0]
 
     def _from_name(self, choice: ToolChoice, work: Work) -> list[Element]:
         """Returns the calls from the first one's name on."""
-        assert self._tools is not None
-        form = self._tools
+        form = self._calls_form
         call = one_of([self._call(tool, choice, work) for tool in choice.callable_tools])
         if form.ends_answer:  # with a stop token
             return [call]
@@ -102,8 +104,7 @@ class AnswerGrammar:
 
     def _call(self, tool: Tool, choice: ToolChoice, work: Work) -> Element:
         """Returns a call from its name on."""
-        assert self._tools is not None
-        form = self._tools
+        form = self._calls_form
         middle, _, end = form.call[0].partition("$name")[2].partition(ARGUMENTS)
         schema = tool.parameters if choice.mode == "required" or tool.is_strict else {"type": "object"}
         try:
@@ -115,8 +116,7 @@ class AnswerGrammar:
 
     def _free_or_calls(self, choice: ToolChoice, work: Work) -> Element:
         """Returns free content that may end with valid calls."""
-        assert self._tools is not None
-        form = self._tools
+        form = self._calls_form
         if form.at_start:
             return optional(one_of([self._calls(choice, work), sequence(NOT_A_CALL, ANY_TEXT)]))
         if self._reasoning is not None and self._reasoning.content:

@@ -1,14 +1,17 @@
 """Which engines are exact, and the program that checks it. The bits themselves are checked on a GPU."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from slipstream.serve import exact_check
 from slipstream.serve.drafters.options import NgramOptions
 from slipstream.serve.engine import engine_plan
 from slipstream.serve.engine.engine_plan import read_plan
-from slipstream.serve.exact_check import ExactCheckConfig, check, first_difference, main
+from slipstream.serve.exact_check import ExactCheckConfig, check, main
 from slipstream.serve.options import EngineConfig
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import build_engine
@@ -76,6 +79,14 @@ def test_the_check_fails_where_exact_arithmetic_is_impossible(target: Path, exit
         main(["--target", str(target), "--requests", "2", "--longest-prompt", "9", "--engine.device", "cpu"])
 
 
-def test_the_first_difference() -> None:
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 2
+def test_the_check_tells_the_first_difference(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = {"0": [1, 2, 3], "1": [4, 4, 4]}
+    answers = iter([expected, expected | {"0": [1, 5, 3], "1": [4, 4]}])
+    engine = SimpleNamespace(info=SimpleNamespace(vocab_size=9))
+    monkeypatch.setattr(exact_check, "running", lambda _: nullcontext(engine))
+    monkeypatch.setattr(exact_check, "answer", lambda *_: next(answers, expected))
+    assert check(ExactCheckConfig(target="target", requests=2, longest_prompt=9, output_len=3)) == 2
+    places = [line.split(" | ")[-1].strip(" |") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert places == ["", "token 1", "", ""]
