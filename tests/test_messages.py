@@ -71,19 +71,7 @@ def test_requests_and_rows_show_the_template_the_same(
     assert read_texts({"messages": messages})[0][2] == {"role": role, "content": content}
 
 
-CALL = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "assistant", "content": "Hi", "reasoning": "hm"},
-        {"role": "assistant", "content": "Hi", "reasoning_content": "hm", "reasoning": "hm"},
-        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
-        {"role": "tool", "content": "4", "tool_call_id": "c0"},
-    ],
-)
+@each_case()
 def test_calls_and_reasoning_are_shown_the_same(folder: Path, message: dict[str, Any]) -> None:
     messages = [*chat("How are you?"), message, *chat("What?")]
     assert served(folder, messages) == trained({"messages": messages})

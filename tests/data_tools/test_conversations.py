@@ -30,19 +30,7 @@ def example(columns: dict[str, Any], **options: Any) -> Any:
     return to_example(Row("file, line 3", columns), columns, **options)
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"messages": TURNS},
-        {"conversations": TURNS},
-        {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "fine"}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
-                      {"role": "assistant", "content": "fine", "name": None}]},
-        {"prompt": "Hello", "completion": "fine"},
-        {"prompt": TURNS[:1], "completion": TURNS[1:]},
-        {"messages": TURNS, "text": "ignored", "tools": "[]"},
-    ],
-)  # fmt: skip
+@each_case()
 def test_conversation_formats_are_one(columns: dict[str, Any]) -> None:
     result = example({"id": 7, **columns})
     assert (result.id, result.messages, result.tools, result.text, result.documents) == ("7", TURNS, None, None, None)

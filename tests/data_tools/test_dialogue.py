@@ -66,16 +66,7 @@ def test_ids_of_samples_are_unique_and_stable(tmp_path: Path) -> None:
     assert ids[0][1] == "a"
 
 
-@pytest.mark.parametrize(
-    ("columns", "questions"),
-    [
-        ({"prompt": "Hello", "chosen": "fine", "rejected": "bad"}, ["Hello"]),
-        ({"prompt": chat("Hello"), "chosen": None, "rejected": chat("", "bad")[1:]}, ["Hello"]),
-        ({"question": "Hello"}, ["Hello"]),
-        ({"turns": ["Hello", "And?"]}, ["Hello", "And?"]),
-        ({"instruction": "Hello", "input": "there", "output": None}, ["Hello\nthere"]),
-    ],
-)
+@each_case()
 def test_questions_of_every_form_are_answered(tmp_path: Path, columns: dict[str, Any], questions: list[str]) -> None:
     [dialogue], _ = read(tmp_path, [columns])
     assert dialogue.questions == [chat(question) for question in questions]

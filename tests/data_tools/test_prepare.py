@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from slipstream.data_tools import tokenization
 from slipstream.data_tools.prepare import main
 from slipstream.tests.data_tools.chats import CHATML, LLAMA, SPECIAL, THINKING, chat, join, write_jsonl
+from slipstream.tests.tables import each_case
 
 ROWS = [{"id": str(n), "split": "ab"[n % 2], "messages": chat(f"What is {n}?", f"It is {n}.")} for n in range(20)]
 
@@ -329,28 +330,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
     assert "line 6: its input_ids come from another tokenizer" in report["dropped_examples"]["malformed"][2]
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "message"),
-    [
-        ([], (), "no row to prepare; the data is empty"),
-        (ROWS[:2], ("--where", "split=z"), "no row to prepare; all 2 rows fail --where"),
-        (ROWS[:2], ("--where", "part=a"), "no column 'part' as `where` asks; it has id, messages, split"),
-        (ROWS[:2], ("--category-column", "topic"), "no column 'topic' as `category-column` asks; it has id, mess"),
-        (ROWS[:2], ("--category-column", "messages"), r"messages is no category: \[.*; give a text or a number"),
-        (
-            [{"prompt": "x"}],
-            (),
-            r"none of 1 rows could be kept \(no_assistant_turn 1\); .* the row has no answer; make answers with "
-            "`slipstream regenerate`",
-        ),
-        (ROWS[:1], ("--heldout", "0.5"), "leaves none of 1 rows to train on"),
-        (ROWS[:2], ("--where", "split=a", "--heldout-data", "other.jsonl"), "no row of heldout_data passes `where`"),
-        (ROWS[:1], ("--target", "/absent"), "target /absent does not exist"),
-        (ROWS[:1], ("--chat-template", "/absent"), "chat_template /absent does not exist; name a text file"),
-        (ROWS[:1], ("--target", "/absent", "--data", "no.jsonl"), "no.jsonl does not exist"),
-        (ROWS[:1], ("--target", "nobody/absent", "--heldout-data", "no.jsonl"), "no.jsonl does not exist"),
-    ],
-)
+@each_case()
 def test_impossible_runs_get_one_sentence(
     tmp_path: Path,
     target: Path,
@@ -362,7 +342,7 @@ def test_impossible_runs_get_one_sentence(
 ) -> None:
     monkeypatch.chdir(write_jsonl(tmp_path / "other.jsonl", ROWS[1:2]).parent)
     with pytest.raises(SystemExit) as caught:
-        prepare(tmp_path, target, rows, *options)
+        prepare(tmp_path, target, ROWS[:rows] if isinstance(rows, int) else rows, *options)
     assert caught.value.code == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("slipstream prepare: error: ")

@@ -10,6 +10,7 @@ import pytest
 from slipstream.serve.engine import memory
 from slipstream.serve.engine.host_memory import available_bytes
 from slipstream.tests.serve.engine_runs import build_engine
+from slipstream.tests.tables import each_case
 
 FREE = 9_000  # on the machine
 V1 = "5:cpu,cpuacct:/job\n4:memory:{path}\n1:name=systemd:/\n"
@@ -25,19 +26,7 @@ def write(folder: Path, version: int, limit: int | str, usage: int, cached: int 
     (folder / "memory.stat").write_text((V1_STAT if version == 1 else V2_STAT).format(cached))
 
 
-@pytest.mark.parametrize(
-    ("version", "path", "groups", "expected"),
-    [
-        (2, "/", {"": (5000, 1000, 600)}, 4603),  # a container, which sees its own group as the root
-        (2, "/a/b", {"a/b": ("max", 10, 0), "a": (2000, 1500, 40)}, 543),  # the parent's limit counts
-        (2, "/a", {"a": ("max", 10, 0)}, FREE),
-        (2, "/a", {"a": (10_000, 50, 0)}, FREE),  # the machine has less
-        (2, "/a", {"a": (100, 500, 0)}, 0),  # over its limit
-        (1, "/docker/7", {"": (5000, 1000, 600)}, 4603),  # the group is named as the host sees it
-        (1, "/a/b", {"": (2**63 - 4096, 9, 0), "a": (3000, 900, 0), "a/b": (1000, 400, 0)}, 603),
-        (1, "/a", {}, FREE),
-    ],
-)
+@each_case()
 def test_limits_of_containers_count_and_cached_files_do_not(
     version: int,
     path: str,

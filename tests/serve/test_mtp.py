@@ -48,6 +48,7 @@ from slipstream.tests.serve.engine_runs import (
 )
 from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.sources import HYBRID, ROOT
+from slipstream.tests.tables import each_case
 
 
 def bytes_of(module: torch.nn.Module) -> int:
@@ -58,20 +59,7 @@ CHAIN = {"depth": 3}
 TREE = {"depth": 3, "topk": 3, "nodes": 9}
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "temperature", "engine_options"),
-    [
-        ("ernie", TREE, 0.8, {"page_size": 16, "prefill_budget": 7}),
-        ("glm4-moe", CHAIN, 0.0, {"page_size": 16}),
-        ("glm4-moe", TREE, 0.8, {"page_size": 1, "prefill_budget": 7}),
-        ("glm4-moe-bias", {"depth": 5}, 0.8, {"page_size": 1, "prefill_budget": 7}),
-        ("hy-v3", TREE, 0.8, {"page_size": 16, "prefill_budget": 7}),
-        ("mellum", {"depth": 4}, 0.0, {"page_size": 1, "prefill_budget": 7}),
-        ("exaone-moe", TREE, 0.8, {"page_size": 16}),
-        ("qwen3-next", TREE, 0.8, {"page_size": 16, "prefill_budget": 64}),
-        ("qwen3-5", CHAIN, 0.0, {"page_size": 16}),
-    ],
-)
+@each_case()
 def test_proposals_equal_those_of_transformers(
     kind: str, options: dict[str, int], temperature: float, engine_options: dict[str, int], make_mtp: MakeMTP
 ) -> None:

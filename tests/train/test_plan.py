@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from slipstream.tests.tables import each_case
 from slipstream.tests.train.runs import records
 from slipstream.train import dflash, eagle, eagle3, plan
 from slipstream.train.eagle3 import Eagle3Training
@@ -107,17 +108,7 @@ def test_few_tokens_for_the_drafts_size_are_warned_about(
     assert "warning" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("sharding", "num_gpus", "bf16", "expected"),
-    [
-        ("ddp", 1, False, 4 + 4 + 8),  # bytes per parameter: weights, gradients, moments
-        ("ddp", 1, True, 4 + 4 + 8 + 2),  # and a copy in bf16
-        ("ddp", 8, False, 4 + 4 + 8 + 4),  # and buckets
-        ("zero2", 8, True, 2 + 2 + (4 + 4 + 8) / 8),
-        ("zero3", 4, True, 2 + (4 + 4 + 8) / 4),
-        ("zero3", 4, False, (4 + 4 + 8) / 4),
-    ],
-)
+@each_case()
 def test_bytes_by_sharding(sharding: str, num_gpus: int, bf16: bool, expected: float) -> None:
     memory = Memory(target=10**9, activations=10**8, parameters=1000, moments=2000, bf16=bf16)
     assert memory.per_gpu(sharding, num_gpus) == 10**9 + 10**8 + 1000 * expected
