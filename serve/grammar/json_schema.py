@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slipstream.models.chat.quotes import quote
-from slipstream.serve.grammar.strings import FORMATS
+from slipstream.serve.grammar.strings import FORMATS, syntax
 from slipstream.serve.grammar.work import Unsupported, Work
 
 Keywords = Mapping[str, Any]
@@ -705,7 +705,7 @@ def whole(pattern: Any, place: str = "") -> str:
     ends = False
     depth = 0
     has_bar = False
-    for index, part in _syntax(pattern):
+    for index, part in syntax(pattern):
         starts |= part == "^" and index == 0
         ends |= part == "$" and index == len(pattern) - 1
         is_inside = (part == "^" and index > 0) or (part == "$" and index < len(pattern) - 1)
@@ -717,22 +717,6 @@ def whole(pattern: Any, place: str = "") -> str:
         raise Unsupported(place, "pattern", "with an anchor in one alternative is not supported; put all into brackets")
     body = pattern[starts : len(pattern) - ends]
     return ("" if starts else ANYTHING) + f"({body})" + ("" if ends else ANYTHING)
-
-
-def _syntax(pattern: str) -> Iterator[tuple[int, str]]:
-    """Yields the places and characters of a pattern that are neither escaped nor in a class."""
-    is_escaped = in_class = False
-    for index, character in enumerate(pattern):
-        if is_escaped:
-            is_escaped = False
-        elif character == "\\":
-            is_escaped = True
-        elif in_class:
-            in_class = character != "]"
-        elif character == "[":
-            in_class = True
-        else:
-            yield index, character
 
 
 def _counts(keywords: Keywords, place: str, kind: str) -> Schema:

@@ -290,21 +290,48 @@ def test_what_is_beside_one_another_holds_together() -> None:
     assert compared > 200
 
 
-def test_formats_are_those_of_their_standards() -> None:
-    for name, rights, wrongs in (
-        ("email", "a@b.c joe.bloggs@example.com te~st@example.com", "2962 a@ @b a..b@c.d"),
-        ("date", "2024-02-29 1999-12-31 2000-02-29", "2023-02-29 1900-02-29 2020-13-01 2020-04-31 20-01-01"),
-        ("time", "08:30:06Z 23:59:59.123+01:00", "24:00:00Z 08:30:06 8:30:06Z"),
-        ("date-time", "1990-12-31T15:59:50.123-08:00", "1990-02-31T15:59:59Z 1990-12-31"),
-        ("duration", "P4DT12H30M5S PT0S P4Y PT1M P2W P1Y2M3DT4H", "P PT P1YT P1D1Y P1W2D 4D"),
-        ("ipv4", "127.0.0.1 255.255.255.255", "256.0.0.1 01.2.3.4 1.2.3"),
-        ("ipv6", "::1 :: 1:: a:b:c:d:e:f:1:2 1:2::8", "12345:: 1:2:3:4:5:6:7 1::2::3 :1 1:2:3:4:5:6:7:8:9"),
-        ("hostname", "www.example.com a-b.c", "-a.b a- a..b _x"),
-        ("uuid", "2EB8AA08-AA98-11EA-B4AA-73B441D16380", "2eb8aa08 2eb8aa08-aa98-11ea-b4aa73b441d16380"),
-        ("uri", "http://foo.bar/baz?x=1#y https://a.b:80 ftp://x.y/z%20a", "//foo http: http://-a"),
-    ):
-        assert all(re.fullmatch(FORMATS[name], text) for text in rights.split()), name
-        assert not any(re.fullmatch(FORMATS[name], text) for text in wrongs.split()), name
+FORMAT_TEXTS = {  # texts of a format, and others
+    "email": ("a@b.c joe.bloggs@example.com te~st@example.com", "2962 a@ @b a..b@c.d"),
+    "date": ("2024-02-29 1999-12-31 2000-02-29", "2023-02-29 1900-02-29 2020-13-01 2020-04-31 20-01-01"),
+    "time": ("08:30:06Z 23:59:59.123+01:00", "24:00:00Z 08:30:06 8:30:06Z"),
+    "date-time": ("1990-12-31T15:59:50.123-08:00", "1990-02-31T15:59:59Z 1990-12-31"),
+    "duration": ("P4DT12H30M5S PT0S P4Y PT1M P2W P1Y2M3DT4H", "P PT P1YT P1D1Y P1W2D 4D"),
+    "ipv4": ("127.0.0.1 255.255.255.255", "256.0.0.1 01.2.3.4 1.2.3"),
+    "ipv6": ("::1 :: 1:: a:b:c:d:e:f:1:2 1:2::8", "12345:: 1:2:3:4:5:6:7 1::2::3 :1 1:2:3:4:5:6:7:8:9"),
+    "hostname": ("www.example.com a-b.c", "-a.b a- a..b _x"),
+    "uuid": ("2EB8AA08-AA98-11EA-B4AA-73B441D16380", "2eb8aa08 2eb8aa08-aa98-11ea-b4aa73b441d16380"),
+    "uri": ("http://foo.bar/baz?x=1#y https://a.b:80 ftp://x.y/z%20a", "//foo http: http://-a"),
+}
+
+
+@pytest.mark.parametrize("name", FORMAT_TEXTS)
+def test_formats_are_those_of_their_standards(name: str) -> None:
+    rights, wrongs = (texts.split() for texts in FORMAT_TEXTS[name])
+    assert all(re.fullmatch(FORMATS[name], text) for text in rights)
+    assert not any(re.fullmatch(FORMATS[name], text) for text in wrongs)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_texts_of_a_format_are_those_of_its_pattern(name: str) -> None:
+    """Also near the bounds of its parts and of their number, and after one change anywhere."""
+    compiler = Bytes()
+    compiled = compiler.compile({"type": "string", "format": name})
+    rng = random.Random(name)
+    texts = [text for group in FORMAT_TEXTS[name] for text in group.split()]
+    for count in (63, 64, 65):
+        texts += [text.replace(part, part[0] * count, 1) for text in texts[:3] for part in re.findall(r"\w+", text)[:3]]
+    for count in (8, 9, 10):
+        texts += [text.replace(".", ".x" * count + ".", 1) for text in texts[:3]]
+    for text in texts[:]:
+        for _ in range(5):
+            place = rng.randrange(len(text) + 1)
+            texts.append(
+                text[:place] + rng.choice(["", ".", "-", "@", "a", "%", "0", ":"]) + text[place + rng.randrange(2) :]
+            )
+    verdicts = [re.fullmatch(FORMATS[name], text) is not None for text in texts]
+    assert 0 < sum(verdicts) < len(texts)
+    for text, is_right in zip(texts, verdicts, strict=True):
+        assert compiler.takes(compiled, json.dumps(text)) == is_right, text
 
 
 @pytest.mark.parametrize("text", ['a"b\\c', "\n\t\x01\x7f", "é👍", "</script>"])
@@ -503,6 +530,19 @@ def test_patterns_match_anywhere_but_where_they_are_anchored(pattern: str) -> No
     for _ in range(300):
         text = "".join(rng.choices("abcx$^\n", k=rng.randrange(5)))
         assert bool(re.fullmatch(whole(pattern), text)) == bool(re.search(oracle, text)), text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["^(ab*)?$", "^x(ab+)?b$", "^[ab]{2}(x[ab]+)?$", "^(b*a(xa*)?)?$", "^(a|bx*)?x$", "^a\\)?(xb*)?$", "^[)?]x?$"],
+)
+def test_optional_groups_are_taken_whole(pattern: str) -> None:
+    compiler = Bytes()
+    compiled = compiler.compile({"type": "string", "pattern": pattern})
+    for size in range(5):
+        for characters in itertools.product("abx", repeat=size):
+            text = "".join(characters)
+            assert compiler.takes(compiled, f'"{text}"') == (re.fullmatch(pattern, text) is not None), text
 
 
 @pytest.mark.parametrize(
