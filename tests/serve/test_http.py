@@ -10,6 +10,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from slipstream.serve.chat import notations, tools
+from slipstream.serve.grammar import grammars, json_schema, work
+from slipstream.serve.http import connections, limits
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.launch import Server
 from slipstream.serve.http.limits import ApiError
@@ -212,6 +215,24 @@ def test_chat_needs_a_template(tmp_path: Path) -> None:
     with pytest.raises(ApiError, match="/v1/completions") as caught:
         Frontend(config, info()).requests(ChatBody(messages=HELLO), "r")
     assert caught.value.status == 400
+
+
+def test_the_page_names_every_limit() -> None:
+    """By its number, with its unit where it counts bytes."""
+    page = (ROOT / "docs" / "http_api.md").read_text()
+    limit_rows = page[page.index("\n## Limits") : page.index("\n## Errors")]
+    numbers = set(re.findall(r"[0-9][0-9,]*(?: [KM]iB)?", limit_rows))
+    values = dict[str, int]()
+    for module in (limits, connections, grammars, json_schema, notations, tools, work):
+        values |= {name: value for name, value in vars(module).items() if re.match("(MAX|MOST)_", name)}
+    elsewhere = {"MAX_CHOICES_PER_PROMPT", "MAX_ERROR_CHARS", "MAX_UNREAD_BYTES", "MOST_COMPILED", "MOST_PREFIXES"}
+    seconds = {"MOST_SECONDS", "MOST_CHANGE"}
+    beyond_integers = {"MOST_INTEGER", "MOST_DOUBLE"}
+    assert values.keys() >= elsewhere | seconds | beyond_integers
+    for name in sorted(values.keys() - elsewhere - seconds - beyond_integers):
+        value = values[name]
+        spellings = {f"{value:,}", f"{value // 2**10} KiB", f"{value // 2**20} MiB"}
+        assert numbers & spellings, f"{name} is {value}"
 
 
 def test_the_page_names_every_field() -> None:
