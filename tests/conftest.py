@@ -55,12 +55,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def make_target(tmp_path_factory: pytest.TempPathFactory) -> "MakeTarget":
     """family -> folder of a random checkpoint of that family, made once per session."""
-    from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, save_random_target  # takes seconds
+    from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, WIDE, save_random_target  # takes seconds
 
     @cache
     def make(family: str) -> Path:
         folder = tmp_path_factory.mktemp("targets") / family
-        save_random_target((FAMILIES | CAPPED | RELATIVES)[family], folder)
+        save_random_target((FAMILIES | CAPPED | RELATIVES | WIDE)[family], folder)
         return folder
 
     return make

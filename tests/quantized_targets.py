@@ -18,24 +18,16 @@ from transformers import (
     CompressedTensorsConfig,
     FineGrainedFP8Config,
     GptOssConfig,
-    LlamaConfig,
     PreTrainedModel,
-    Qwen3MoeConfig,
 )
 
 from slipstream.models.layers.formats.base import QuantizedLinear
 from slipstream.models.layers.formats.linear_experts import LinearExperts
 from slipstream.models.targets.decoder import Target, load_config, load_target
-from slipstream.tests.random_targets import CAPPED, SHAPE, change_json, load_model, logits, save_random_target
+from slipstream.tests.random_targets import CAPPED, SHAPE, WIDE, change_json, load_model, logits, save_random_target
 
-CONFIG = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2})
-MOE_CONFIG = Qwen3MoeConfig(
-    **SHAPE | {"hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 2},
-    head_dim=128,
-    num_experts=3,
-    num_experts_per_tok=2,
-    moe_intermediate_size=128,
-)
+CONFIG = WIDE["wide"]
+MOE_CONFIG = WIDE["wide-moe"]
 FP8 = torch.float8_e4m3fn
 # Weights of linear layers of decoders, but for routers and gates of a few rows.
 QUANTIZED = re.compile(r"^(?!.*\.vision_).*(_proj|\.w[123]|\.in_proj_(qkv|z|qkvz))\.weight$")

@@ -54,6 +54,7 @@ def muse_glimmer(tied: bool = False, **fields: Any) -> PretrainedConfig:
 FAMILIES = configs_of(__file__, "families")
 RELATIVES = configs_of(__file__, "relatives")
 CAPPED = configs_of(__file__, "capped")
+WIDE = configs_of(__file__, "wide")
 
 
 def save_random_target(config: PretrainedConfig, folder: Path, seed: int = 0) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.bench import random_targets
-from slipstream.bench.random_targets import CONFIGS, published_spec, random_pair
+from slipstream.bench.random_targets import CONFIGS, Pair, published_spec, random_pair
 from slipstream.bench.round import (
     RoundConfig,
     bytes_read,
@@ -20,6 +20,7 @@ from slipstream.bench.round import (
 )
 from slipstream.models.targets.config import MoESpec
 from slipstream.models.targets.decoder import Target
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Output, RequestStats
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run
 
@@ -27,15 +28,21 @@ SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "vo
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 16}
 
 
+def serving(pair: Pair, **options: Any) -> Engine:
+    """An engine that has answered a request."""
+    engine = build_engine(pair.target, pair.draft, **options)
+    answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
+    assert len(answers["1"].tokens) == 9
+    return engine
+
+
 def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGS, "small", CONFIGS["qwen3-30b-a3b"] | SMALL | {"num_experts_per_tok": 2})
     monkeypatch.setattr(random_targets, "DRAFT_VOCABULARY", 50)
     with random_pair("small") as pair:
         assert sorted(file.name for file in Path(pair.target).iterdir()) == ["config.json"]
-        engine = build_engine(pair.target, pair.draft, simulate_accept_length=2.0)
-        answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
+        engine = serving(pair, simulate_accept_length=2.0)
         assert first_token_ms(engine, 30) > 0
-    assert len(answers["1"].tokens) == 9
     layers = engine.runner.target.layers
     total, experts = (sum(x.nbytes for x in part.parameters()) for part in (layers, layers[0].mlp.experts))
     assert weight_bytes(layers, 2) == total - 4 * 0.75 * experts
@@ -107,9 +114,7 @@ def test_tokens_of_a_prompt_choose_apart_in_deep_layers(monkeypatch: pytest.Monk
 def test_random_block_drafts_serve(draft: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGS, "small", CONFIGS["llama31-8b"] | SMALL)
     with random_pair("small", draft) as pair:
-        engine = build_engine(pair.target, pair.draft, drafter=options, simulate_accept_length=2.0)
-        answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
-    assert len(answers["1"].tokens) == 9
+        engine = serving(pair, drafter=options, simulate_accept_length=2.0)
     assert engine.planner.limits.most_nodes == options.get("nodes", 8)
 
 
@@ -126,9 +131,7 @@ def test_random_mtp_heads_serve_and_their_bytes_are_counted(
     monkeypatch.setitem(CONFIGS, "small", CONFIGS["qwen35-4b"] | sizes)
     monkeypatch.setitem(random_targets.MTP_HEADS, "mtp-map", 60)
     with random_pair("small", draft) as pair:
-        engine = build_engine(pair.target, pair.draft, width=4, simulate_accept_length=2.0, prefill_budget=64)
-        answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
-    assert len(answers["1"].tokens) == 9
+        engine = serving(pair, width=4, simulate_accept_length=2.0, prefill_budget=64)
     projections = 2 * 64 * 64 + 64 * 32 * (4 + 4 + 2 + 2 + 4)  # eh_proj; queries, their gate, keys, values, output
     norms = 5 * 64 + 2 * 32
     weights = projections + norms + 3 * 64 * 96 + 64 * num_tokens
@@ -144,9 +147,7 @@ def test_quantised_random_weights_serve(name: str, monkeypatch: pytest.MonkeyPat
     sizes |= {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}
     monkeypatch.setitem(CONFIGS, "small", CONFIGS[name] | sizes)
     with random_pair("small") as pair:
-        engine = build_engine(pair.target)
-        answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
-    assert len(answers["1"].tokens) == 9
+        engine = serving(pair._replace(draft="none"))
     target = engine.runner.target
     bits = 8 * weight_bytes(target.layers, 8) / sum(x.numel() for x in Target(target.config).layers.parameters())
     assert bits < (14 if name == "gpt-oss-20b" else 9), "of a weight, scales and biases included"
@@ -178,7 +179,5 @@ def test_random_weights_of_every_kind_of_layer_serve(name: str, monkeypatch: pyt
     monkeypatch.setitem(CONFIGS, "small", CONFIGS[name] | {k: v for k, v in fields.items() if k in CONFIGS[name]})
     monkeypatch.setattr(random_targets, "DRAFT_VOCABULARY", 50)
     with random_pair("small") as pair:
-        engine = build_engine(pair.target, pair.draft, simulate_accept_length=2.0)
-        answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
-    assert len(answers["1"].tokens) == 9
+        engine = serving(pair, simulate_accept_length=2.0)
     assert all(x.isfinite().all() for x in engine.runner.target.state_dict().values() if x.is_floating_point())

@@ -1,6 +1,5 @@
 """Checkpoints that compressed-tensors writes itself, against the weights and logits that it computes from them."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -17,26 +16,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.tests.quantized_targets import (
-    CONFIG,
     LAYOUTS,
-    MOE_CONFIG,
     check_logits,
     dequantized_weights,
     load,
     read_by_transformers,
 )
-from slipstream.tests.random_targets import logits, save_random_target
+from slipstream.tests.random_targets import MakeTarget, logits
 
 PRESETS = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A16_ASYM")
 TOKENS = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("targets")
-    for name, config in (("dense", CONFIG), ("moe", MOE_CONFIG)):
-        save_random_target(copy.deepcopy(config), folder / name)
-    return {name: folder / name for name in ("dense", "moe")}
+def plain(make_target: MakeTarget) -> dict[str, Path]:
+    return {"dense": make_target("wide"), "moe": make_target("wide-moe")}
 
 
 def linear(weight: Tensor) -> nn.Linear:

@@ -23,7 +23,6 @@ from slipstream.models.targets.config import MoESpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.pairwise import grouped, some_of
 from slipstream.tests.quantized_targets import (
-    CONFIG,
     GPTQ,
     LAYOUTS,
     change_tensors,
@@ -38,7 +37,7 @@ from slipstream.tests.quantized_targets import (
     w4,
     w8,
 )
-from slipstream.tests.random_targets import SHAPE, change_json, configs_of, logits, save_random_target
+from slipstream.tests.random_targets import SHAPE, MakeTarget, change_json, configs_of, logits, save_random_target
 from slipstream.tests.tables import each_case
 
 HEAD = "lm_head"
@@ -46,10 +45,8 @@ TOKENS = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("targets") / "plain"
-    save_random_target(CONFIG, folder)
-    return folder
+def plain(make_target: MakeTarget) -> Path:
+    return make_target("wide")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -19,7 +19,6 @@ from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.quantized_targets import (
     FP8,
     LAYOUTS,
-    MOE_CONFIG,
     change_tensors,
     check_logits,
     dequantized_weights,
@@ -30,7 +29,7 @@ from slipstream.tests.quantized_targets import (
     save_gpt_oss,
     save_quantized,
 )
-from slipstream.tests.random_targets import change_json, logits, save_random_target
+from slipstream.tests.random_targets import MakeTarget, change_json, logits, save_random_target
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 
 TOKENS = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
@@ -38,10 +37,8 @@ EXPERT = "model.layers.0.mlp.experts"
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("targets") / "plain"
-    save_random_target(copy.deepcopy(MOE_CONFIG), folder)
-    return folder
+def plain(make_target: MakeTarget) -> Path:
+    return make_target("wide-moe")
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-static", "compressed-channel", "awq", "packed", "on-the-fly"])

@@ -196,6 +196,14 @@ def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict
     return run(engine, requests, check)
 
 
+def check_proposals(engine: Engine, oracle: Oracle, target: Path, requests: list[Request]) -> None:
+    """Every proposal is the oracle's, some drafted tokens are accepted, and the answers are the target's."""
+    answers = run_checked(engine, oracle, requests)
+    assert tokens_of(answers) == plain_answers(target, requests)
+    counts = [answer.counts for answer in answers.values()]
+    assert 0 < sum(count.accepted_tokens for count in counts) < sum(count.drafted_tokens for count in counts)
+
+
 def remembered(oracle: Oracle) -> Oracle:
     """The same, computed once for a text, however often engines come by it."""
     nodes: dict[Any, Nodes] = {}
@@ -207,6 +215,19 @@ def remembered(oracle: Oracle) -> Oracle:
         return nodes[key]
 
     return recall
+
+
+def counted_bins(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets, for each step that teaches the policy, how many requests it teaches of."""
+    counts: list[int] = []
+    record = engine.planner.policy.record
+
+    def watch(bins: Any, *arguments: Any) -> None:
+        counts.append(len(bins))
+        record(bins, *arguments)
+
+    monkeypatch.setattr(engine.planner.policy, "record", watch)
+    return counts
 
 
 def decoding(engine: Engine) -> list[Sequence]:

@@ -24,6 +24,7 @@ from slipstream.tests.serve.engine_runs import (
     Build,
     Tokens,
     acceptance,
+    counted_bins,
     drafted_engines,
     generated,
     make_request,
@@ -237,14 +238,7 @@ def test_a_request_that_may_end_is_free_again(build: Build) -> None:
 
 def test_constrained_requests_do_not_teach_what_others_accept(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build("eagle3")
-    counted = []
-    record = engine.planner.policy.record
-
-    def watch(bins: Any, *arguments: Any) -> None:
-        counted.append(len(bins))
-        record(bins, *arguments)
-
-    monkeypatch.setattr(engine.planner.policy, "record", watch)
+    counted = counted_bins(engine, monkeypatch)
     free = make_request("free", random_prompt(9, 1), max_tokens=10, ignore_eos=True)
     bound = [
         make_request(str(index), random_prompt(9, index), max_tokens=40, ignore_eos=True, frequency_penalty=0.1)

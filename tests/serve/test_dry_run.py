@@ -24,7 +24,6 @@ from slipstream.serve.dry_run import DryRun, gigabytes, report
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.tests.quantized_targets import (
-    CONFIG,
     LAYOUTS,
     MOE_CONFIG,
     save_gpt_oss,
@@ -107,10 +106,8 @@ def test_quantised_experts_are_counted_as_they_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("targets") / "plain"
-    save_random_target(CONFIG, folder)
-    return folder
+def plain(make_target: MakeTarget) -> Path:
+    return make_target("wide")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -31,6 +31,7 @@ from slipstream.tests.serve.engine_runs import (
     Nodes,
     build_engine,
     check_prefix_hits,
+    check_proposals,
     decoding,
     make_request,
     plain_answers,
@@ -126,12 +127,8 @@ def test_proposals_of_a_batch_equal_the_oracle(
     target = make_target(family)
     draft = make_draft(family, drafter)
     engine = build_engine(target, draft, drafter=options, **engine_options)
-    answers = run_checked(
-        engine, Oracle(target, draft, TreeOptions(**options)), sized_requests(temperature=temperature)
-    )
-    counts = [answer.counts for answer in answers.values()]
-    assert 0 < sum(count.accepted_tokens for count in counts) < sum(count.drafted_tokens for count in counts)
-    assert tokens_of(answers) == plain_answers(target, sized_requests(temperature=temperature))
+    oracle = Oracle(target, draft, TreeOptions(**options))
+    check_proposals(engine, oracle, target, sized_requests(temperature=temperature))
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,7 @@ from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.dry_run import DryRun
 from slipstream.serve.engine import build, calibration
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig, ServeConfig
-from slipstream.serve.request import SamplingParams
 from slipstream.serve.runner.kv import LayerCache, NetworkKV
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, SHAPE, save_random_target
@@ -245,13 +243,6 @@ def test_a_page_takes_half_of_16_bits_and_the_dry_run_says_so(scaled: Path, tmp_
     save_random_draft(scaled, tmp_path / "draft")
     fp8 = DryRun(ServeConfig(target=str(scaled), draft=str(tmp_path / "draft"), dtype="bfloat16", drafter=FP8))
     assert [network.kv_dtype for network in fp8.plan.networks] == [torch.bfloat16, E4M3]
-
-
-def test_llm_takes_the_option() -> None:
-    options: dict[str, Any] = {"max_running": 2, "kv_cache_tokens": 256, **FP8}
-    (answer,) = LLM(str(TINY), **options).generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0.0))
-    same = run(build_engine(TINY, **options), [make_request("0", [5, 6, 7], max_tokens=8)])["0"]
-    assert answer.tokens == same.tokens
 
 
 @pytest.mark.gpu

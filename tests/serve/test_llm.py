@@ -23,7 +23,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES, save_random_target
-from slipstream.tests.serve.engine_runs import VOCAB, Tokens, make_request, random_prompt
+from slipstream.tests.serve.engine_runs import VOCAB, Tokens, build_engine, make_request, random_prompt, run
 from slipstream.tests.sources import ROOT, TINY
 
 PROMPTS = [random_prompt(length, length) for length in (4, 20, 1, 9, 33)]
@@ -240,6 +240,14 @@ def test_bad_arguments_are_named_before_anything_runs(
     with pytest.raises(ValueError, match=message):
         plain.generate(prompts, params, stop=stop)
     assert not plain.engine.has_work
+
+
+@pytest.mark.parametrize("option", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=str)
+def test_options_of_the_engine_are_taken(option: dict[str, str]) -> None:
+    options: dict[str, Any] = {"max_running": 2, "kv_cache_tokens": 256, **option}
+    (answer,) = LLM(str(TINY), **options).generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0.0))
+    same = run(build_engine(TINY, **options), [make_request("0", [5, 6, 7], max_tokens=8)])["0"]
+    assert answer.tokens == same.tokens
 
 
 def test_stream_draws_requests_as_there_is_room(plain: LLM) -> None:

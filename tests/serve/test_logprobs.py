@@ -23,6 +23,7 @@ from slipstream.tests.serve.engine_runs import (
     Build,
     acceptance,
     build_engine,
+    counted_bins,
     drafted_engines,
     make_request,
     random_prompt,
@@ -222,14 +223,7 @@ def test_processed(target: Path) -> None:
 
 def test_they_teach_what_drafts_are_accepted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Engine = build("eagle3")
-    counted = list[int]()
-    record = engine.planner.policy.record
-
-    def watch(bins: Any, *arguments: Any) -> None:
-        counted.append(len(bins))
-        record(bins, *arguments)
-
-    monkeypatch.setattr(engine.planner.policy, "record", watch)
+    counted = counted_bins(engine, monkeypatch)
     params = {"max_tokens": 9, "ignore_eos": True}
     run(engine, [make_request("a", [5, 6], logprobs=1, **params), make_request("b", [7, 8], **params)])
     assert max(counted) == 2

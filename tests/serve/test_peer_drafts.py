@@ -29,14 +29,14 @@ from slipstream.tests.peer_drafts import (
 )
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.random_targets import RELATIVES, SHAPE, save_random_target, shared_weights
-from slipstream.tests.serve import engine_runs, test_dflash, test_eagle
+from slipstream.tests.serve import test_dflash, test_eagle
 from slipstream.tests.serve.engine_runs import (
+    Oracle,
     build_engine,
-    plain_answers,
+    check_proposals,
     run_checked,
     sized_requests,
     texts_of,
-    tokens_of,
 )
 
 LAYERS = (0, 2, 3)
@@ -59,12 +59,8 @@ def save_dflash(target: Path, folder: Path, **fields: Any) -> test_dflash.Oracle
     return test_dflash.Oracle(target, folder, 4)
 
 
-def check(engine: Engine, oracle: engine_runs.Oracle, target: Path) -> None:
-    """Every proposal is the oracle's, and some are accepted."""
-    answers = run_checked(engine, oracle, requests_of())
-    assert tokens_of(answers) == plain_answers(target, requests_of())
-    counts = [answer.counts for answer in answers.values()]
-    assert 0 < sum(count.accepted_tokens for count in counts) < sum(count.drafted_tokens for count in counts)
+def check(engine: Engine, oracle: Oracle, target: Path) -> None:
+    check_proposals(engine, oracle, target, requests_of())
 
 
 def test_specforge_eagle3(target: Path, tmp_path: Path) -> None:
@@ -83,7 +79,9 @@ def test_specforge_eagle3_that_names_no_layers(target: Path, tmp_path: Path) -> 
     options = read_config(words).drafter
     assert tuple(options["aux_layers"]) == LAYERS
     check(build_engine(target, tmp_path / "theirs", drafter=options), oracle, target)
-    check(build_engine(target, tmp_path / "theirs", drafter={"aux_layers": [0, 2, 3]}), oracle, target)
+    check_proposals(
+        build_engine(target, tmp_path / "theirs", drafter={"aux_layers": [0, 2, 3]}), oracle, target, requests_of()
+    )
 
 
 def test_specforge_eagle3_of_a_deep_target_follows_the_published_rule(tmp_path: Path) -> None:
@@ -153,7 +151,9 @@ def test_speculators_eagle3(flags: tuple[str, ...], window: int | None, target: 
     """The file names its target."""
     oracle = save_eagle3(target, tmp_path / "ours", LAYERS, *flags)
     save_as_speculators_eagle3(tmp_path / "ours", target, tmp_path / "theirs", LAYERS, window)
-    check(build.build_engine(EngineConfig(draft=str(tmp_path / "theirs"), **CONFIG)), oracle, target)
+    check_proposals(
+        build.build_engine(EngineConfig(draft=str(tmp_path / "theirs"), **CONFIG)), oracle, target, requests_of()
+    )
 
 
 def test_speculators_eagle3_with_a_window_that_binds(target: Path, tmp_path: Path) -> None:
@@ -169,7 +169,9 @@ def test_speculators_eagle3_with_a_window_that_binds(target: Path, tmp_path: Pat
 def test_speculators_dflash(fields: dict[str, Any], target: Path, tmp_path: Path) -> None:
     oracle = save_dflash(target, tmp_path / "ours", **fields)
     save_as_speculators_dflash(tmp_path / "ours", target, tmp_path / "theirs")
-    check(build.build_engine(EngineConfig(draft=str(tmp_path / "theirs"), **CONFIG)), oracle, target)
+    check_proposals(
+        build.build_engine(EngineConfig(draft=str(tmp_path / "theirs"), **CONFIG)), oracle, target, requests_of()
+    )
 
 
 def save_with_package(kind: str, draft: Path, target: Path, folder: Path, layers: tuple[int, ...]) -> None:

@@ -7,14 +7,11 @@ import torch
 
 from slipstream.models.files.checkpoint import read_tensors
 from slipstream.models.layers.formats.fp8 import FP8Linear
-from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import SamplingParams
 from slipstream.tests.quantized_targets import CONFIG, LAYOUTS, save_quantized
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import save_random_target
-from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, run, sized_requests
-from slipstream.tests.sources import TINY
+from slipstream.tests.serve.engine_runs import Answer, build_engine, run, sized_requests
 
 TIE = 0.05  # between the log-probabilities of two tokens
 """On a CPU the last bit of a sum depends on the rows of a pass, and an input halfway between two codes becomes either
@@ -81,10 +78,3 @@ def test_the_option_quantises_all_but_head_and_embedding(models: tuple[Path, Pat
     for value in ("int3", "None"):
         with pytest.raises(ValueError, match=f"quantization is '{value}'; choose fp8, or leave it out$"):
             EngineConfig(quantization=value)
-
-
-def test_llm_takes_the_option() -> None:
-    options = {"quantization": "fp8", "max_running": 2, "kv_cache_tokens": 256}
-    (answer,) = LLM(str(TINY), **options).generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0.0))
-    same = run(build_engine(TINY, **options), [make_request("0", [5, 6, 7], max_tokens=8)])["0"]
-    assert answer.tokens == same.tokens
