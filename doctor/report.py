@@ -11,7 +11,7 @@ from slipstream.doctor.examination import Examination
 from slipstream.doctor.readings import STAGES
 from slipstream.doctor.replay import Score
 from slipstream.models.files.atomic import atomic_file, write_json
-from slipstream.models.files.outputs import check_output_file
+from slipstream.models.files.outputs import begins_with, check_output_file
 
 START = "<!doctype html><html lang=en><meta charset=utf-8><meta name=generator content='slipstream doctor'>"
 BOUNDS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # tokens of context
@@ -115,14 +115,9 @@ def _places(score: Score) -> list[tuple[str, str]]:
     return [(f"token {place}", f"{100 * share:.1f} % of rounds") for place, share in enumerate(score.by_position, 1)]
 
 
-def is_page(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(START)) == START.encode()
-
-
 def check_report(path: Path) -> None:
     """Raises ValueError for a file that is not an earlier page."""
-    check_output_file(str(path), is_page, "a page of the doctor", {}, overwrite=True)
+    check_output_file(str(path), begins_with(START.encode()), "a page of the doctor", {}, overwrite=True)
 
 
 def write_report(examination: Examination, path: Path) -> Path:

@@ -24,7 +24,7 @@ from matplotlib.ticker import FuncFormatter
 from slipstream.config import flatten, run
 from slipstream.models.files.atomic import atomic_file
 from slipstream.models.files.checkpoint import read_json
-from slipstream.models.files.outputs import check_output_file, step_folders
+from slipstream.models.files.outputs import begins_with, check_output_file, step_folders
 from slipstream.train.options import ReportConfig
 from slipstream.train.samples import Sample
 from slipstream.train.trackers import read_lines
@@ -142,17 +142,12 @@ class Run:
 def write_report(config: ReportConfig) -> Path:
     """Writes the page, prints its path and returns it. Raises ValueError for a folder without a training run."""
     path = Path(config.output) if config.output else Path(config.run) / "report.html"
-    check_output_file(str(path), is_report, "a report of a training run", {}, overwrite=True)
+    check_output_file(str(path), begins_with(START.encode()), "a report of a training run", {}, overwrite=True)
     page = render(load_run(Path(config.run)))
     with atomic_file(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
     print(path)
     return path
-
-
-def is_report(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(START)) == START.encode()
 
 
 def load_run(folder: Path) -> Run:

@@ -112,6 +112,16 @@ def check_output_file(
         raise ValueError(f"{option} {output} exists; name another file or add --overwrite")
 
 
+def begins_with(beginning: bytes) -> Callable[[Path], bool]:
+    """Returns the function that recognises files by their beginning."""
+
+    def begins(path: Path) -> bool:
+        with path.open("rb") as file:
+            return file.read(len(beginning)) == beginning
+
+    return begins
+
+
 def check_working_folder(output: str, inputs: Inputs) -> None:
     """For programs that add or replace single files in a folder: raises ValueError if `output` is a file, an input or
     inside one, or cannot be written."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from slipstream.kernels.limits import MAX_K, MAX_NODES, MOST_SORTED
 from slipstream.kernels.speculation.tree_shape import TreeShape
 from slipstream.models.drafts.source import DraftSource
-from slipstream.models.files.outputs import check_output_file
+from slipstream.models.files.outputs import begins_with, check_output_file
 from slipstream.serve.options import NoOptions, check_draft_cache
 
 if TYPE_CHECKING:
@@ -257,7 +257,12 @@ class NgramOptions:
         if self.save:
             inputs = {"drafter.corpus": [self.corpus]}
             check_output_file(
-                self.save, is_saved_trie, "a file of saved n-grams", inputs, overwrite=True, option="drafter.save"
+                self.save,
+                begins_with(SAVED_MAGIC),
+                "a file of saved n-grams",
+                inputs,
+                overwrite=True,
+                option="drafter.save",
             )
         if self.corpus and not Path(self.corpus).exists():
             raise ValueError(f"drafter.corpus {self.corpus} does not exist; name a prepared dataset or a .jsonl file")
@@ -328,11 +333,6 @@ def with_ngram_first(options: type) -> type:
 
     bases = (NgramFirstOptions, options)
     return make_dataclass(options.__name__, [], bases=bases, namespace={"__post_init__": check}, frozen=True)
-
-
-def is_saved_trie(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(SAVED_MAGIC)) == SAVED_MAGIC
 
 
 DRAFTERS: Mapping[str, type] = {  # files of this folder, each with a class `Drafter`, and their options
