@@ -5,11 +5,12 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention.tree import tree_attention
 from slipstream.kernels.kv.rope import Rotation, rotate_and_store
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
@@ -108,6 +109,28 @@ class Backend(Attention):
     @abstractmethod
     def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """`attend` for queries (T, Q, D) that are rotated, as `rotate_and_store` gives them, where all KV is stored."""
+
+    def attend_nodes(self, q: Tensor, layer: AttentionLayer, mask: Mask, **options: Any) -> Any:
+        """`tree_attention` of q (T, Q, D), of requests that have as many queries each; `options` are its further ones.
+        The output is (B, T / B, Q, D)."""
+        metadata = self.metadata
+        spec = layer.spec
+        keys, values = self.layers[layer.id]  # (num_pages, page_size, G, D)
+        return tree_attention(
+            q.unflatten(0, (len(metadata.query_lens), -1)),
+            keys,
+            values,
+            metadata.state.pages[self.groups[layer.id]],
+            metadata.requests,
+            metadata.lengths,
+            metadata.ancestors,
+            mask,
+            spec.score_scale,
+            first_node=metadata.first_node,
+            window=spec.window,
+            softcap=spec.softcap,
+            **options,
+        )
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         self.rotate_and_store(k[:, :0], k, v, layer._replace(norms=None))

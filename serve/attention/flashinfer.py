@@ -31,7 +31,6 @@ except ImportError as error:
 
 from slipstream import runtime
 from slipstream.kernels.attention.dense import add_sinks
-from slipstream.kernels.attention.tree import tree_attention
 from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import AttentionSpec
@@ -152,7 +151,7 @@ class Backend(base.Backend):
             mask = "causal"  # a node without others sees the same keys under every mask
         keys, values = self.layers[layer.id]  # (num_pages, page_size, G, D)
         if mask == "tree" and layer.spec.window is not None:  # windows count depth, theirs order
-            return self._tree(q, layer, sinks=layer.sinks).flatten(0, 1)
+            return self.attend_nodes(q, layer, mask, sinks=layer.sinks).flatten(0, 1)
         if (mask, layer.spec) not in self.planned:
             self.planned[mask, layer.spec] = self._plan_pass(mask, layer)
         wrapper = self.planned[mask, layer.spec]
@@ -163,35 +162,12 @@ class Backend(base.Backend):
             out, lse = self._add_tree((out, lse), q, layer)
         return out if layer.sinks is None else add_sinks(out, lse * math.log(2), layer.sinks)
 
-    def _tree(self, q: Tensor, layer: AttentionLayer, **options: Any) -> Any:
-        """`tree_attention` of q (T, Q, D)."""
-        metadata = self.metadata
-        spec = layer.spec
-        keys, values = self.layers[layer.id]
-        pages = metadata.state.pages[self.groups[layer.id]]
-        nodes = q.unflatten(0, (len(metadata.query_lens), -1))
-        return tree_attention(
-            nodes,
-            keys,
-            values,
-            pages,
-            metadata.requests,
-            metadata.lengths,
-            metadata.ancestors,
-            "tree",
-            spec.score_scale,
-            first_node=metadata.first_node,
-            window=spec.window,
-            softcap=spec.softcap,
-            **options,
-        )
-
     def _add_tree(self, committed: tuple[Tensor, Tensor], q: Tensor, layer: AttentionLayer) -> list[Tensor]:
         """Merges `committed`, attention (T, Q, D) over the committed tokens and its log2-sum-exp2 (T, Q), with that
         over the new nodes: the same two, over all."""
         T, Q, D = q.shape
         G = layer.spec.num_kv_heads
-        out, lse = self._tree(q, layer, prefix=False, return_lse=True)
+        out, lse = self.attend_nodes(q, layer, "tree", prefix=False, return_lse=True)
         rows = T * G  # a thread block merges one row: all Q heads would be too many threads
         merged = flashinfer.merge_state(
             committed[0].view(rows, Q // G, D),

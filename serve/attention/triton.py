@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from slipstream.kernels.attention.paged import MAX_HEAD_DIM
-from slipstream.kernels.attention.ragged import Segments, plan_work, ragged_attention
-from slipstream.kernels.attention.tree import tree_attention
+from slipstream.kernels.attention.ragged import plan_work, ragged_attention
 from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.targets.config import AttentionSpec
 from slipstream.serve.attention import base
@@ -28,32 +27,31 @@ class Backend(base.Backend):
 
     def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         metadata = self.metadata
-        keys, values = self.layers[layer.id]  # (num_pages, page_size, G, D)
-        if metadata.segments is not None:
-            return self._attend_ragged(metadata.segments, q, layer, mask)
-        N = metadata.query_lens[0]
+        if metadata.segments is None:
+            N = metadata.query_lens[0]
+            assert set(metadata.query_lens) == {N}, metadata.query_lens
+            out = self.attend_nodes(q, layer, mask, sinks=layer.sinks, scales=self.scales[layer.id])
+            assert isinstance(out, Tensor)
+            return out.flatten(0, 1)
         spec = layer.spec
-        assert set(metadata.query_lens) == {N}, metadata.query_lens
-        pages = metadata.state.pages[self.groups[layer.id]]
-        nodes = q.unflatten(0, (-1, N))
-        out = tree_attention(
-            nodes,
+        keys, values = self.layers[layer.id]
+        return ragged_attention(
+            q,
             keys,
             values,
-            pages,
-            metadata.requests,
-            metadata.lengths,
+            metadata.state.pages[self.groups[layer.id]],
+            metadata.segments,
             metadata.ancestors,
             mask,
             spec.score_scale,
-            first_node=metadata.first_node,
             window=spec.window,
             softcap=spec.softcap,
             sinks=layer.sinks,
             scales=self.scales[layer.id],
+            paths=metadata.paths,
+            work=metadata.works[self._geometry(spec)],
+            is_old_plan=True,  # the tokens' embedding came after it
         )
-        assert isinstance(out, Tensor)
-        return out.flatten(0, 1)
 
     def plan_reads(self, metadata: AttentionMetadata) -> None:
         """Plans the tiles of a ragged pass, before its tokens are embedded: see `ragged_attention`."""
@@ -68,28 +66,3 @@ class Backend(base.Backend):
 
     def _geometry(self, spec: AttentionSpec) -> tuple[int, int, int, int | None]:
         return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window
-
-    def _attend_ragged(self, segments: Segments, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        """q (T, Q, D) rotated -> the same shape."""
-        metadata = self.metadata
-        spec = layer.spec
-        keys, values = self.layers[layer.id]
-        pages = metadata.state.pages[self.groups[layer.id]]
-        work = metadata.works[self._geometry(spec)]
-        return ragged_attention(
-            q,
-            keys,
-            values,
-            pages,
-            segments,
-            metadata.ancestors,
-            mask,
-            spec.score_scale,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks=layer.sinks,
-            scales=self.scales[layer.id],
-            paths=metadata.paths,
-            work=work,
-            is_old_plan=True,  # the tokens' embedding came after it
-        )
