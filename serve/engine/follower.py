@@ -18,12 +18,21 @@ from functools import partial
 
 import torch
 
-from slipstream.kernels.collectives.ranks import Ranks, join_ranks
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.serve import logs
 from slipstream.serve.engine.build import Capture, Networks, load_networks, make_runner, measure
 from slipstream.serve.engine.engine_plan import EnginePlan, Space
 from slipstream.serve.engine.plan import StepPlan
-from slipstream.serve.engine.team import BEAT_SECONDS, MEMORY, MOST_BYTES, Channel, Order, RankRunner, bytes_of_process
+from slipstream.serve.engine.team import (
+    BEAT_SECONDS,
+    MEMORY,
+    MOST_BYTES,
+    Channel,
+    Order,
+    RankRunner,
+    bytes_of_process,
+    meet,
+)
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -117,7 +126,7 @@ def main() -> None:
     threading.Thread(target=beat, args=(life, device), daemon=True).start()
     logs.configure("text", level=logging.WARNING)
     try:
-        follower = Follower(int(rank), channel, partial(join_ranks, device, int(rank), int(world), file))
+        follower = Follower(int(rank), channel, partial(meet, device, int(rank), int(world), file))
         while True:
             order: Order = channel.receive()
             getattr(follower, order.name)(*order.args)

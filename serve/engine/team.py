@@ -123,8 +123,7 @@ class Team:
         """Waits until all ranks have loaded their parts, and joins them."""
         if self.ranks is None:
             self.answers()
-            self.ranks = join_ranks(self._device, 0, 1 + len(self.members), self._file)
-            self._folder.cleanup()
+            self.ranks = meet(self._device, 0, 1 + len(self.members), self._file)
         return self.ranks
 
     def watch(self, report: Callable[[str], None]) -> None:
@@ -256,6 +255,7 @@ class Team:
             report = None if quiet else self._report
         for member in self.members:
             member.process.kill()
+        self._folder.cleanup()
         if self.ranks is not None:
             self.ranks.abort()
         self._failed.set()
@@ -305,6 +305,14 @@ class LeadingRunner(RankRunner):
 
     def check(self) -> None:
         self.team.check()
+
+
+def meet(device: torch.device, rank: int, world: int, file: str) -> Ranks:
+    """Joins the ranks, and returns once all have exchanged something. Until then they read `file`, on GPUs later, too:
+    NCCL's threads do."""
+    ranks = join_ranks(device, rank, world, file)
+    ranks.collect(torch.zeros(1, device=device)).tolist()  # sync
+    return ranks
 
 
 def start_member(rank: int, world: int, device: torch.device, file: str) -> Member:
