@@ -21,7 +21,7 @@ ALLOWED = {
     "serve": ("config", "runtime", "kernels", "models", "serve"),
     "doctor": (
         *("config", "runtime", "models", "train", "data_tools", "doctor"),
-        *("serve.llm", "serve.options", "serve.request", "serve.load"),
+        *("serve.llm", "serve.options", "serve.request", "serve.load", "serve.contexts"),
         "serve.measure.server_counts",
     ),
     "data_tools": (
@@ -42,7 +42,10 @@ HTTP = ("starlette", "uvicorn", "httpx")
 # Modules of the engine that plan without torch.
 HOST_SIDE = (
     "acceptance",
+    "acceptance_alarm",
+    "acceptance_files",
     "budget",
+    "control_charts",
     "cost_files",
     "counts",
     "graph_keys",

@@ -101,6 +101,7 @@ def train_draft(
         "costs_hash": None if costs is None else hashlib.sha256(Path(costs).read_bytes()).hexdigest(),
     }
     run = {**provenance(mixture.data_hash), "data_folders": mixture.provenance(), **files.place()}
+    run["max_length"] = options.data.max_length
     progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, run, lock)
     figure = f"accept length {progress.best_accept_length:.3f}"
     if costs is not None:

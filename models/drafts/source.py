@@ -84,6 +84,10 @@ class DraftSource(ABC):
         """Reads config.json; empty without files."""
         return {}
 
+    def read_run(self) -> Mapping[str, Any]:
+        """Reads run.json, which our trainer writes; empty where there is none."""
+        return {}
+
     @property
     def shape(self) -> str:
         """A text on which the times of its passes depend."""
@@ -168,6 +172,10 @@ class DraftCheckpoint(DraftSource):
 
     def read_config(self) -> Mapping[str, Any]:
         return read_json(self.folder() / "config.json")
+
+    def read_run(self) -> Mapping[str, Any]:
+        path = self.folder() / "run.json"
+        return read_json(path) if path.exists() else {}
 
     @property
     def shape(self) -> str:

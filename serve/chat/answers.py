@@ -43,6 +43,7 @@ class AnswerFormat:
     stop_ids: tuple[int, ...] = ()
     parser: Callable[[], AnswerParser] | None = None
     has_reasoning: bool = False
+    reasons: bool = False  # the prompt leaves it to the answer to reason
     hidden: Callable[[str], str] = str  # spells a text as the decoder does
     grammar_field: str = "tools"  # field of the request that an error about the grammar names
     continues: bool = False  # the answer continues the prompt's text and is decoded with its end, unlike in a chat
@@ -94,6 +95,7 @@ class ChatFormat:
             self._stop_ids,
             lambda: AnswerParser(syntax, types, is_open=is_open),
             self.reasoning is not None,
+            self.reasoning is not None and not is_closed,
             self._markers.hidden,
         )
 

@@ -24,6 +24,8 @@ from slipstream.serve.attention.base import load_backend
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.drafters.registry import load_drafter
 from slipstream.serve.engine import cost_files
+from slipstream.serve.engine.acceptance_alarm import AcceptanceAlarm
+from slipstream.serve.engine.acceptance_files import draft_facts, trained_record
 from slipstream.serve.engine.budget import BudgetPolicy
 from slipstream.serve.engine.calibration import fill_scales, prefill, read_text, read_user_text, scales_of, tokens_of
 from slipstream.serve.engine.constraints import Constraints
@@ -147,7 +149,7 @@ def make_engine(plan: EnginePlan, capture: Capture, find_costs: "FindCosts", tea
         draft_fingerprint=plan.draft.source.fingerprint,
         num_spec_tokens=plan.usual_nodes - 1,
     )
-    planner = make_planner(plan, scheduler, costs, networks.drafter, runner)
+    planner = make_planner(plan, scheduler, costs, networks, runner)
     return Engine(plan, info, planner, runner, stages, networks.drafter.check, grammars, team)
 
 
@@ -362,7 +364,7 @@ def cost_key(plan: EnginePlan, networks: Networks) -> CostKey:
 
 
 def make_planner(
-    plan: EnginePlan, scheduler: Scheduler, costs: Costs, drafter: Drafter, runner: ModelRunner
+    plan: EnginePlan, scheduler: Scheduler, costs: Costs, networks: Networks, runner: ModelRunner
 ) -> Planner:
     config = plan.config
     policy = BudgetPolicy(
@@ -384,9 +386,18 @@ def make_planner(
         plan.limits,
         graphs,
         plan.draft.name,
+        make_alarm(plan, networks),
         host_drafts=plan.forced_nodes > 1 or plan.draft.host_widths[-1] > 1,
-        fixed_tokens=drafter.fixed_tokens,
+        fixed_tokens=networks.drafter.fixed_tokens,
     )
+
+
+def make_alarm(plan: EnginePlan, networks: Networks) -> AcceptanceAlarm:
+    source = plan.draft.source
+    alarm = AcceptanceAlarm(plan.config.max_running, trained_record(source))
+    kv_cache = "fp8" if plan.config.has_fp8_cache else "auto"
+    alarm.facts = draft_facts(source, weights_fingerprint(plan.path), format_of(networks.target), kv_cache)
+    return alarm
 
 
 def format_of(target: Target) -> str:

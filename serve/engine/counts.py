@@ -7,6 +7,7 @@ Plain data that is pickled to the server with the engine's gauges. Counts only g
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 NODE_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 SECOND_BOUNDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -31,6 +32,47 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class RecentAcceptance:
+    """Means over the last segments of requests: the rate of the first drafted token and tokens a round, and what the
+    records say of the same requests."""
+
+    segments: int = 0
+    rate: float = 0.0
+    length: float = 0.0
+    record_rate: float = 0.0
+    record_length: float = 0.0
+
+    def add(self, weight: float, rate: float, length: float, record_rate: float, record_length: float) -> None:
+        """Counts a segment with `weight`, or as much as each of those before if that is more."""
+        self.segments += 1
+        share = max(weight, 1 / self.segments)
+        self.rate += share * (rate - self.rate)
+        self.length += share * (length - self.length)
+        self.record_rate += share * (record_rate - self.record_rate)
+        self.record_length += share * (record_length - self.record_length)
+
+
+class CategoryState(NamedTuple):
+    """A chart of the acceptance alarm (acceptance_alarm.py). `record`: day or training; `clients`: one or several
+    during an alarm, else empty; `share`: evidence over what raises one."""
+
+    category: str
+    record: str
+    clients: str
+    share: float
+    recent: RecentAcceptance
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceView:
+    """`new_prompts`: share of chats whose prompts begin or end as none before; `facts` of draft and target by name."""
+
+    states: tuple[CategoryState, ...] = ()
+    new_prompts: float = 0.0
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class EngineCounts:
     """Counts since the start. Sources are those of traces: the drafter's name, and host stages (ngram, grammar)."""
 
@@ -47,6 +89,7 @@ class EngineCounts:
     time_ratio: Histogram = field(default_factory=lambda: Histogram(RATIO_BOUNDS))  # over those predicted
     kv_pages: dict[tuple[str, str], int] = field(default_factory=dict)  # now, by group and state
     rank_memory: list[int] = field(default_factory=list)  # now, bytes by rank; empty where there is one rank
+    acceptance: AcceptanceView = field(default_factory=AcceptanceView)  # now
 
     def add_step(self, *, budget: int, node_rows: int, prompt_rows: int, ms: float, predicted_ms: float) -> None:
         """Counts a step. `budget`: nodes that the policy allowed, of which the pass verified `node_rows`; 0 if no

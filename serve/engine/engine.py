@@ -13,8 +13,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
+from slipstream.serve.engine.acceptance_files import load_record, record_path, save_record
 from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.engine_plan import EnginePlan
 from slipstream.serve.engine.host_stages import HostStage
@@ -79,13 +81,14 @@ class Engine:
         self.host = HostWork(stages, planner)
         self.overlap = plan.overlap
         self.scheduler.on_admit = self._admit
-        self.scheduler.on_release = self.host.release
+        self.scheduler.on_release = self._release
         self.idle: IdlePrompts | None = None
         if plan.spec.recurrent and plan.config.idle_prompts:
             self.idle = IdlePrompts(self.scheduler, plan.limits.grid, plan.limits.prompt_rows)
             self.scheduler.on_finish = self.idle.note
         self.trace: Trace | None = None
         self.team = team
+        self._record_path: Path | None = None  # of the acceptance
         self._check = check  # the drafter's: raises ValueError
         self._grammars = grammars
         self._compiling: dict[str, tuple[Request, Future[Any]]] = {}  # by id: requests that wait for their grammar
@@ -253,6 +256,10 @@ class Engine:
         self.planner.admitted(sequence)
         self.host.admit(sequence)
 
+    def _release(self, sequence: Sequence) -> None:
+        self.planner.alarm.release(sequence)
+        self.host.release(sequence)
+
     def _tell(self, event: str, plan: StepPlan) -> None:
         if self.trace is not None:
             self.trace(event, plan)
@@ -263,8 +270,16 @@ class Engine:
         with ExitStack() as closing:  # all of them, whichever fails
             if self.team is not None:
                 closing.callback(self.team.end)
+            if self._record_path is not None:
+                closing.callback(save_record, self._record_path, self.planner.alarm)
             for stage in self.stages:
                 closing.callback(stage.close)
+
+    def keep_record(self) -> None:
+        """Goes on with the record of acceptance of an earlier server, and has `close` keep it for the next one."""
+        self._record_path = record_path(self.config.draft, self.config.target)
+        if self._record_path is not None:
+            load_record(self._record_path, self.planner.alarm)
 
     def watch(self, report: Callable[[str], None]) -> None:
         """Calls `report` with a sentence, from another thread, if the engine cannot go on, be it idle or in a step."""
@@ -284,8 +299,11 @@ class Engine:
         return gauges
 
     def counts(self) -> EngineCounts:
-        """Returns all counts since the start, and the KV pages and the ranks' memory of this moment."""
-        memory = [] if self.team is None else self.team.memory()
-        idle_tokens = 0 if self.idle is None else self.idle.num_tokens
-        usage = self.scheduler.cache.usage()
-        return replace(self.planner.counts, kv_pages=usage, rank_memory=memory, idle_tokens=idle_tokens)
+        """Returns all counts since the start, and the KV pages, the ranks' memory and the acceptance of this moment."""
+        return replace(
+            self.planner.counts,
+            kv_pages=self.scheduler.cache.usage(),
+            idle_tokens=0 if self.idle is None else self.idle.num_tokens,
+            rank_memory=[] if self.team is None else self.team.memory(),
+            acceptance=self.planner.alarm.view(),
+        )

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.engine.acceptance import is_forced
+from slipstream.serve.engine.acceptance_alarm import AcceptanceAlarm
 from slipstream.serve.engine.budget import BudgetPolicy
 from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.graph_keys import GraphTable, variant_of
@@ -104,6 +105,7 @@ class Planner:
         limits: PassLimits,
         graphs: GraphTable | None,
         drafter: str,
+        alarm: AcceptanceAlarm,
         *,
         host_drafts: bool = False,
         fixed_tokens: Collection[int] | None = None,
@@ -114,6 +116,7 @@ class Planner:
         self.graphs = graphs
         self.host_drafts = host_drafts
         self.counts = EngineCounts()
+        self.alarm = alarm
         self._tracer = Tracer(drafter, fixed_tokens)
         self._drafter = drafter
         self._number = 0
@@ -128,6 +131,7 @@ class Planner:
     def admitted(self, sequence: Sequence) -> None:
         """Notes that the scheduler gave the sequence a slot."""
         self._admissions.append(admission_of(sequence))
+        self.alarm.admit(sequence)
 
     def plan(self) -> StepPlan | None:
         """Plans the next step; None if there is nothing to do. `choose` completes it."""
@@ -270,6 +274,7 @@ class Planner:
             outputs = [ending for ending in failed if ending is not None]
         else:
             self._learn(plan, output, ms)
+            self._watch(plan, output)
         del self._launched[plan.number]
         drafted = (output.num_verified[:count] - 1).tolist()
         rows = zip(output.tokens[:count].tolist(), output.num_emitted[:count].tolist(), strict=True)
@@ -362,6 +367,26 @@ class Planner:
             return
         rows = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
         self.policy.costs.observe(rows, len(plan.drafting), plan.width, ms, filtered=launched.filtered)
+
+    def _watch(self, plan: StepPlan, output: StepOutput) -> None:
+        """Tells the alarm whether first drafted tokens were accepted, or how likely that was where none was verified.
+        Forced tokens do not count: a grammar drafts them."""
+        count = len(plan.slots)
+        if output.bins.shape[1] < 2 or not count:
+            return
+        bins = output.bins[:count, 1]
+        is_drafted = (bins >= 0) & ~is_forced(bins)
+        if not is_drafted.any():
+            return
+        sequences = self._launched[plan.number].sequences
+        is_there = [sequence.slot == slot for sequence, slot in zip(sequences, plan.slots, strict=True)]
+        places = np.flatnonzero(is_drafted & is_there)
+        rates = np.where(
+            output.num_verified[places] > 1,
+            accepted_nodes(output, count)[places, 1],
+            self.policy.acceptance.table[bins[places]],
+        )
+        self.alarm.record(np.array(plan.slots)[places], rates)
 
     def _calibrate(self, proposal: HostProposal) -> None:
         """Fills in the proposal's bins and their probabilities."""

@@ -115,7 +115,9 @@ def build_engine(config: EngineConfig) -> EngineLike:
 
     # INFO: the chosen backends and captured passes. A ServeConfig names the format, `LLM` has none.
     logs.configure(getattr(config, "log_format", "text"), level=logging.INFO)
-    return build.build_engine(config)
+    engine = build.build_engine(config)
+    engine.keep_record()
+    return engine
 
 
 def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:

@@ -254,10 +254,12 @@ class Frontend:
             tools = self.tool_choice(body)
             prompts = [self.chat_prompt(body, tools)]
             answers = self.chat.answer(tools, prompts[0], grammar)
+            labels = ("chat", *["tools"] * (tools.mode != "none"), *["reasoning"] * answers.reasons)
         else:
             prompts = self.completion_prompts(body)
             answers = AnswerFormat(self.decoder, grammar, continues=True)
             check_prompt_logprobs(body, sum(map(len, prompts)))
+            labels = ("completion",)
         seed = draw_seed() if body.seed is None else body.seed
         namespace = digest(body.cache_salt)
         requests: list[Request] = []
@@ -270,7 +272,14 @@ class Frontend:
             for choice in range(body.n):
                 request_id = f"{response_id}-{len(requests)}"
                 requests.append(
-                    Request(id=request_id, prompt=prompt, params=params, choice=choice, namespace=namespace)
+                    Request(
+                        id=request_id,
+                        prompt=prompt,
+                        params=params,
+                        choice=choice,
+                        namespace=namespace,
+                        labels=labels,
+                    )
                 )
         return requests, replace(answers, grammar_field=field)
 

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from slipstream.serve.engine import counts as engine_counts
-from slipstream.serve.engine.counts import EngineCounts
+from slipstream.serve.engine.counts import AcceptanceView, EngineCounts
 from slipstream.serve.request import MissReason, RequestStats
 
 PREFIX = "slipstream"
@@ -35,6 +35,16 @@ ENGINE_HISTOGRAMS = (
     ("step_seconds", "seconds", "Times of steps."),
     ("step_budget_nodes", "budget", "Nodes that the policy let a step verify, of all requests, roots included."),
     ("step_time_ratio", "time_ratio", "Measured times of steps over those that the cost model predicted."),
+)
+
+# The acceptance alarm's gauges: the attribute of its state, the name at /metrics, the help text.
+ACCEPTANCE_GAUGES = (
+    ("share", "accept_evidence", "Evidence for less acceptance, over what raises the alarm."),
+    ("segments", "accept_segments", "Looks at requests, each after 12 rounds or at the end, since the start."),
+    ("rate", "accept_first_rate", "Share of the last proposals whose first token was accepted."),
+    ("record_rate", "accept_record_first_rate", "The same by the record, for the same requests."),
+    ("length", "accept_recent_length", "Tokens a round of the last requests."),
+    ("record_length", "accept_record_length", "The same by the record, for the same requests."),
 )
 
 # The engine's gauges: the beginning of the name, the help text. The first that fits is taken.
@@ -197,6 +207,7 @@ class EngineCollector(Collector):
         for rank, size in enumerate(counts.rank_memory):
             memory.add_metric([str(rank)], size)
         yield memory
+        yield from acceptance_metrics(counts.acceptance)
 
     def _drafts(self) -> Iterator[Metric]:
         counts = self._engine.counts
@@ -212,6 +223,34 @@ class EngineCollector(Collector):
             for labels, count in values.items():
                 family.add_metric(labels, count)
             yield family
+
+
+def acceptance_metrics(acceptance: AcceptanceView) -> Iterator[Metric]:
+    """The acceptance alarm. The first drafted token's rates do not depend on the load, accept lengths do."""
+    labels = ["category", "record"]
+    alarms = GaugeMetricFamily(
+        f"{PREFIX}_accept_alarm",
+        "1 while drafts are accepted less than the record says, of one client's requests alone or of several.",
+        labels=[*labels, "clients"],
+    )
+    families = {
+        attribute: GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
+        for attribute, name, text in ACCEPTANCE_GAUGES
+    }
+    for state in acceptance.states:
+        for clients in ("one", "several"):
+            alarms.add_metric([state.category, state.record, clients], state.clients == clients)
+        for attribute, family in families.items():
+            holder = state if attribute == "share" else state.recent
+            family.add_metric([state.category, state.record], getattr(holder, attribute))
+    yield alarms
+    yield from families.values()
+    text = "Share of the last chats whose prompts begin or end with tokens that no chat before had there."
+    yield gauge("accept_new_prompts", text, acceptance.new_prompts)
+    facts = GaugeMetricFamily(f"{PREFIX}_draft_info", "Facts of draft and target.", labels=list(acceptance.facts))
+    if acceptance.facts:
+        facts.add_metric(list(acceptance.facts.values()), 1)
+    yield facts
 
 
 def help_of(name: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.serve.engine.counts import EngineCounts, Histogram
+from slipstream.serve.engine.counts import AcceptanceView, CategoryState, EngineCounts, Histogram, RecentAcceptance
 from slipstream.serve.http.metrics import EngineView, Metrics
 from slipstream.serve.request import RequestStats
 
@@ -90,6 +90,31 @@ def test_what_a_scrape_shows() -> None:
     assert {key: samples["slipstream_" + key[0], key[1]] for key in expected} == pytest.approx(expected)
     for name, kind in (("rounds_total", "counter"), ("open_requests", "gauge"), ("accept_length", "histogram")):
         assert kinds[f"slipstream_{name}"] == kind
+
+
+def test_a_scrape_shows_the_acceptance_alarm() -> None:
+    recent = RecentAcceptance()
+    for rate in (0.2, 0.4):
+        recent.add(1 / 32, rate, length=1.5, record_rate=0.7, record_length=2.5)
+    states = (
+        CategoryState("all", "day", "one", 1.0, recent),
+        CategoryState("context <1k", "training", "", 0.25, recent),
+    )
+    acceptance = AcceptanceView(states, new_prompts=0.5, facts={"quantization": "none", "changed": "target"})
+    _, values = read(scrape(Metrics(), {}, EngineCounts(acceptance=acceptance)))
+    day = 'category="all",record="day"'
+    expected = {
+        ("accept_alarm", 'category="all",clients="one",record="day"'): 1,
+        ("accept_alarm", 'category="all",clients="several",record="day"'): 0,
+        ("accept_evidence", day): 1,
+        ("accept_evidence", 'category="context <1k",record="training"'): 0.25,
+        **{("accept_segments", day): 2, ("accept_first_rate", day): 0.3, ("accept_record_first_rate", day): 0.7},
+        **{("accept_recent_length", day): 1.5, ("accept_record_length", day): 2.5},
+        ("accept_new_prompts", ""): 0.5,
+        ("draft_info", 'changed="target",quantization="none"'): 1,
+    }
+    samples = {(name, ",".join(sorted(labels.split(",")))): value for (name, labels), value in values.items()}
+    assert {key: samples["slipstream_" + key[0], key[1]] for key in expected} == pytest.approx(expected)
 
 
 def test_help_says_what_is_counted_and_the_process_is_seen() -> None:

@@ -1,0 +1,428 @@
+"""Notices that drafts are accepted less than before: than the last day on this server, or than in training.
+
+What is observed is the acceptance rate of the first drafted token, by rounds that have a proposal. A proposal that the
+pass did not verify counts with the probability of its acceptance bin, so a rate does not depend on how many nodes the
+load allows. A request's rate is looked at after every SEGMENT rounds, its last segments counting most. It has collapsed
+if two segments in a row, or all of a short answer, are far below the record.
+
+The record of a day is kept for each kind of request: its labels, its client, and whether it is a first segment. So a
+shift between kinds moves no rate against its record. A chart for each label, and one for all, adds up what the requests
+of any kind show (control_charts.py). While a chart is in doubt, its requests wait outside the record. Imports no torch.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.serve.contexts import context_class
+from slipstream.serve.engine.control_charts import DAY, LEAST_VARIANCE, Alarm, Chart, Level, collapse_evidence
+from slipstream.serve.engine.counts import AcceptanceView, CategoryState, RecentAcceptance
+from slipstream.serve.engine.scheduler import Sequence
+from slipstream.serve.request import Request
+
+SEGMENT = 12  # rounds
+COLLAPSED = 0.25  # share of the record's rate
+LEAST_ROUNDS = 8  # of an answer that may have collapsed
+LEAST_REQUESTS = 12  # of a record
+HALF_LIFE = DAY / 2  # seconds after which a record counts half
+PRIOR = 4.0  # segments that count with PRIOR_VARIANCE
+PRIOR_VARIANCE = 0.06
+TRAINED_SHARE = 0.5  # of the rate in training, which was measured on other texts
+UNTRAINED = frozenset(("tools", "completion", "grammar", "penalties"))  # labels of texts that training has not seen
+RECENT = 1 / 32  # weight of a segment in the figures of late
+MOST_KINDS = 64  # records of a client; the oldest gives way
+MOST_FORMS = 256  # beginnings and ends of prompts that are known
+EDGE = 4  # tokens of a prompt's beginning and end
+ALL = "all"
+
+Key = tuple[tuple[str, ...], bool]  # labels, and whether it is a first segment
+
+logger = logging.getLogger(__name__)
+
+
+class Baseline(NamedTuple):
+    """The acceptance that a record expects."""
+
+    rate: float  # of the first drafted token
+    length: float  # tokens a round
+
+
+@dataclass(slots=True)
+class Moments:
+    """Sums: segments, of which parts count less, their rates and the squares of these, and requests; rounds and the
+    tokens that they emitted; requests that have ended, and those that had collapsed."""
+
+    segments: float = 0.0
+    rates: float = 0.0
+    squares: float = 0.0
+    requests: float = 0.0
+    rounds: float = 0.0
+    tokens: float = 0.0
+    ends: float = 0.0
+    collapses: float = 0.0
+
+    def add(self, other: "Moments") -> None:
+        self.segments += other.segments
+        self.rates += other.rates
+        self.squares += other.squares
+        self.requests += other.requests
+        self.rounds += other.rounds
+        self.tokens += other.tokens
+        self.ends += other.ends
+        self.collapses += other.collapses
+
+    def scale(self, factor: float) -> None:
+        self.segments *= factor
+        self.rates *= factor
+        self.squares *= factor
+        self.requests *= factor
+        self.rounds *= factor
+        self.tokens *= factor
+        self.ends *= factor
+        self.collapses *= factor
+
+    @property
+    def collapse_share(self) -> float:
+        """The share of requests that collapse, two standard errors above the count with one more."""
+        return (self.collapses + 1 + 2 * math.sqrt(self.collapses + 1)) / (self.ends + 4)
+
+    @property
+    def baseline(self) -> Baseline:
+        return Baseline(self.rates / self.segments, self.tokens / self.rounds if self.rounds else 1.0)
+
+    @property
+    def level(self) -> Level:
+        """The mean less two standard errors, and the variance."""
+        mean = self.rates / self.segments
+        spread = max(self.squares - self.segments * mean**2, 0.0)
+        variance = max((spread + PRIOR * PRIOR_VARIANCE) / (self.segments + PRIOR), LEAST_VARIANCE)
+        return Level(max(mean - 2 * math.sqrt(variance / self.requests), 0.0), variance)
+
+
+@dataclass(slots=True)
+class Record:
+    """Acceptance of a kind of request. `waiting`: segments that came while a chart was in doubt."""
+
+    moments: Moments = field(default_factory=Moments)
+    waiting: Moments = field(default_factory=Moments)
+    time: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return self.moments.requests >= LEAST_REQUESTS
+
+    def add(self, segment: Moments, now: float, *, is_doubted: bool) -> None:
+        self.moments.scale(0.5 ** ((now - self.time) / HALF_LIFE))
+        self.time = now
+        self.waiting.add(segment)
+        if not is_doubted:
+            self.moments.add(self.waiting)
+            self.waiting = Moments()
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that is observed. `rounds` and `tokens`: its counts when the segment began."""
+
+    number: int
+    sequence: Sequence
+    labels: tuple[str, ...]
+    rate: float = 0.0
+    last: float = 1.0  # rate of the last whole segment
+    segments: int = 0
+    num_observed: int = 0  # rounds
+    collapsed: bool = False
+    rounds: int = 0
+    tokens: int = 0
+    charts: dict[str, Chart] = field(default_factory=dict)  # that have evidence of it, by name
+
+    @property
+    def labels_now(self) -> tuple[str, ...]:
+        """The labels, with that of the context's length."""
+        return (*self.labels, f"context {context_class(len(self.sequence.tokens))}")
+
+
+class PromptForms:
+    """Knows how prompts of chats begin and end, which their template decides."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, None] = {}  # in the order of their last request
+        self.new_share = 0.0  # of the last requests
+
+    def add(self, request: Request, *, is_doubted: bool) -> None:
+        edges = [f"begin {request.prompt[:EDGE]}", f"end {request.prompt[-EDGE:]}"]
+        is_new = bool(self.known) and any(edge not in self.known for edge in edges)
+        self.new_share += RECENT * (is_new - self.new_share)
+        if not is_doubted:
+            for edge in edges:
+                self.known.pop(edge, None)
+                self.known[edge] = None
+            while len(self.known) > MOST_FORMS:
+                del self.known[next(iter(self.known))]
+
+
+class AcceptanceAlarm:
+    """Observes the requests in the engine's slots. `trained`: acceptance on held-out answers in the draft's training;
+    None: not known. `clock` gives seconds."""
+
+    def __init__(
+        self, num_slots: int, trained: Baseline | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.trained = trained
+        self.facts: dict[str, str] = {}  # of draft and target, for doctors
+        self.forms = PromptForms()
+        self.charts: dict[str, dict[str, Chart]] = {"day": {}, "training": {}}  # by record and category
+        self.recent: dict[str, dict[str, RecentAcceptance]] = {"day": {}, "training": {}}
+        self.records: dict[str, dict[Key, Record]] = {}  # by client; the last used last
+        self._clock = clock
+        self._open: dict[int, OpenRequest] = {}  # by slot
+        self._sums = np.zeros(num_slots)
+        self._rounds = np.zeros(num_slots, np.int64)
+        self._number = 0
+
+    def admit(self, sequence: Sequence) -> None:
+        """Begins to observe a request, which has got its slot."""
+        if not sequence.traits.wants_drafts:
+            return
+        self._number += 1
+        stats = sequence.stats
+        self._open[sequence.slot] = OpenRequest(
+            number=self._number,
+            sequence=sequence,
+            labels=labels_of(sequence),
+            rounds=stats.rounds,
+            tokens=stats.decoded_tokens,
+        )
+        self._sums[sequence.slot] = 0.0
+        self._rounds[sequence.slot] = 0
+        if "chat" in sequence.request.labels and not sequence.num_preemptions:
+            self.forms.add(sequence.request, is_doubted=self._is_doubted([ALL], sequence.request.client))
+
+    def record(self, slots: NDArray[np.int64], rates: NDArray[np.float64]) -> None:
+        """Counts a round of the requests in `slots` (n,), each once: (n,) whether the first drafted token was accepted,
+        or the probability that it would have been."""
+        self._sums[slots] += rates
+        self._rounds[slots] += 1
+        for slot in slots[self._rounds[slots] >= SEGMENT].tolist():
+            self._end_segment(slot)
+
+    def release(self, sequence: Sequence) -> None:
+        """Ends the observation of a request that still has its slot."""
+        request = self._open.get(sequence.slot)
+        if request is None or request.sequence is not sequence:
+            return
+        if self._rounds[sequence.slot]:
+            self._end_segment(sequence.slot)
+        if request.num_observed >= LEAST_ROUNDS:
+            self._end(request)
+        del self._open[sequence.slot]
+        for chart in request.charts.values():
+            chart.release(request.number)
+
+    def view(self) -> AcceptanceView:
+        """Returns the state of every chart that has seen a request, and the draft's facts."""
+        states = [
+            CategoryState(
+                category=category,
+                record=record,
+                clients="" if chart.alarm is None else chart.alarm.clients,
+                share=chart.share,
+                recent=self.recent[record][category],
+            )
+            for record, charts in self.charts.items()
+            for category, chart in charts.items()
+        ]
+        return AcceptanceView(tuple(states), self.forms.new_share, self.facts)
+
+    def _end_segment(self, slot: int) -> None:
+        """Adds the segment of the request in `slot` to charts and record."""
+        request = self._open[slot]
+        stats = request.sequence.stats
+        num_rounds = int(self._rounds[slot])
+        rate = float(self._sums[slot]) / num_rounds
+        self._sums[slot] = 0.0
+        self._rounds[slot] = 0
+        weight = min(num_rounds / SEGMENT, 1.0)
+        is_first = request.segments == 0
+        request.rate = rate if is_first else request.rate + weight / 2 * (rate - request.rate)
+        request.segments += 1
+        if not is_first:
+            weight = 1.0
+        segment = Moments(
+            segments=weight,
+            rates=weight * request.rate,
+            squares=weight * request.rate**2,
+            requests=float(request.segments <= 2),
+            rounds=stats.rounds - request.rounds,
+            tokens=stats.decoded_tokens - request.tokens,
+        )
+        request.rounds = stats.rounds
+        request.tokens = stats.decoded_tokens
+        labels = request.labels_now
+        client = request.sequence.request.client
+        record = self._find(client, (labels, is_first))
+        if record.is_known and not request.collapsed:
+            is_short = is_first and LEAST_ROUNDS <= num_rounds < SEGMENT
+            worst = rate if is_short else max(rate, request.last)
+            if worst <= COLLAPSED * record.moments.baseline.rate:
+                request.collapsed = True
+                self._update_collapse(request)
+        request.last = rate
+        request.num_observed += num_rounds
+        self._compare(request, labels, segment, record)
+        record.add(segment, self._clock(), is_doubted=self._is_doubted((ALL, *labels), client))
+
+    def _end(self, request: OpenRequest) -> None:
+        """Counts a request that ends."""
+        client = request.sequence.request.client
+        labels = request.labels_now
+        if not request.collapsed:
+            self._update_collapse(request)
+        end = Moments(ends=1.0, collapses=float(request.collapsed))
+        record = self._find(client, (labels, True))
+        record.add(end, self._clock(), is_doubted=self._is_doubted((ALL, *labels), client))
+
+    def _update_collapse(self, request: OpenRequest) -> None:
+        """Tells the charts of the day whether a request has collapsed."""
+        client = request.sequence.request.client
+        labels = request.labels_now
+        record = self._find(client, (labels, True))
+        if record.moments.ends < LEAST_REQUESTS:
+            return
+        evidence = collapse_evidence(record.moments.collapse_share, collapsed=request.collapsed)
+        for category in (ALL, *labels):
+            chart = self.charts["day"].get(category)
+            if chart is not None:
+                is_quiet = chart.alarm is None
+                chart.update_collapse(request.number, client, evidence, self._clock())
+                request.charts[f"day {category}"] = chart
+                if is_quiet and chart.alarm is not None:
+                    log_change(category, "day", chart, self.recent["day"][category])
+
+    def _compare(self, request: OpenRequest, labels: tuple[str, ...], segment: Moments, record: Record) -> None:
+        """Tells the charts what the segment shows, by each record that there is."""
+        variance = PRIOR_VARIANCE
+        if record.is_known:
+            level = record.moments.level
+            variance = level.variance
+            evidence = level.evidence(request.rate, segment.segments)
+            self._update("day", request, labels, segment, evidence, record.moments.baseline)
+        if self.trained is not None and "chat" in labels and UNTRAINED.isdisjoint(labels):
+            level = Level(TRAINED_SHARE * self.trained.rate, variance)
+            evidence = level.evidence(request.rate, segment.segments)
+            self._update("training", request, labels, segment, evidence, self.trained)
+
+    def _update(
+        self,
+        record: str,
+        request: OpenRequest,
+        labels: tuple[str, ...],
+        segment: Moments,
+        evidence: float,
+        baseline: Baseline,
+    ) -> None:
+        """Updates the charts of a record, day or training, and their figures of late."""
+        now = self._clock()
+        length = segment.tokens / segment.rounds if segment.rounds else 1.0
+        client = request.sequence.request.client
+        for category in (ALL, *labels):
+            chart = self.charts[record].setdefault(category, Chart())
+            recent = self.recent[record].setdefault(category, RecentAcceptance())
+            recent.add(RECENT, request.rate, length, baseline.rate, baseline.length)
+            before = chart.alarm
+            chart.update(request.number, client, evidence, now)
+            request.charts[f"{record} {category}"] = chart
+            if chart.alarm is not None and record == "day" and now - chart.alarm.since > DAY:
+                self._forget(category, chart.alarm)
+                chart.clear()
+            if (chart.alarm is None) != (before is None):
+                log_change(category, record, chart, recent)
+
+    def _forget(self, category: str, alarm: Alarm) -> None:
+        """Drops the records of a category that an alarm has contradicted for a day; of one client, if it is theirs."""
+        for client, records in self.records.items():
+            if alarm.clients == "several" or client == alarm.suspect:
+                self.records[client] = {
+                    key: record for key, record in records.items() if category != ALL and category not in key[0]
+                }
+
+    def _is_doubted(self, categories: Iterable[str], client: str) -> bool:
+        charts = (self.charts["day"].get(category) for category in categories)
+        return any(chart.doubts(client) for chart in charts if chart is not None)
+
+    def _find(self, client: str, key: Key) -> Record:
+        records = self.records.setdefault(client, {})
+        record = records.pop(key, None) or Record(time=self._clock())
+        if len(records) >= MOST_KINDS:
+            del records[next(iter(records))]
+        records[key] = record
+        return record
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the records of the day and the known prompts, for a file."""
+        now = self._clock()
+        rows = [
+            {
+                "client": client,
+                "labels": labels,
+                "is_first": is_first,
+                "age": now - record.time,
+                **asdict(record.moments),
+            }
+            for client, records in self.records.items()
+            for (labels, is_first), record in records.items()
+        ]
+        return {"records": rows, "forms": list(self.forms.known)}
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """Takes what `to_json` returned. Raises KeyError, TypeError or ValueError for other data."""
+        now = self._clock()
+        records: dict[str, dict[Key, Record]] = {}
+        for row in data["records"]:
+            moments = Moments(**{name: float(row[name]) for name in asdict(Moments())})
+            key = (tuple(map(str, row["labels"])), bool(row["is_first"]))
+            records.setdefault(str(row["client"]), {})[key] = Record(moments, time=now - float(row["age"]))
+        self.forms.known = dict.fromkeys(map(str, data["forms"]))
+        self.records = records
+
+
+def labels_of(sequence: Sequence) -> tuple[str, ...]:
+    """Returns the labels of a request but for its context: those of the front end, and how it is sampled."""
+    traits = sequence.traits
+    params = sequence.request.params
+    labels = {
+        "grammar": params.grammar is not None,
+        "penalties": traits.has_processors,
+        "greedy": traits.is_greedy,
+        "sampled": not traits.is_greedy,
+    }
+    return tuple(chain(sequence.request.labels, (name for name, holds in labels.items() if holds)))
+
+
+def log_change(category: str, record: str, chart: Chart, recent: RecentAcceptance) -> None:
+    """Logs that an alarm begins or ends."""
+    figures = (
+        f"accept length {recent.length:.2f} lately, {recent.record_length:.2f} by the record; first drafted token "
+        f"{100 * recent.rate:.0f} %, {100 * recent.record_rate:.0f} %"
+    )
+    source = {"day": "the last day here", "training": "training"}[record]
+    if chart.alarm is None:
+        logger.warning("drafts: requests (%s) are accepted as in %s again (%s)", category, source, figures)
+        return
+    alarm = chart.alarm
+    whose = "of one client " if alarm.clients == "one" else ""
+    logger.warning(
+        "drafts: requests %s(%s) are accepted less than in %s, more than noise explains (%s); `slipstream doctor "
+        "--live URL` looks for the cause",
+        whose,
+        category,
+        source,
+        figures,
+    )
