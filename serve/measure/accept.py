@@ -180,6 +180,7 @@ class Record:
                 "category": conversation.question.category,
                 "drafted": drafted,
                 **asdict(setting),
+                "prompt_tokens": answer.prompt_tokens,
                 "completion_tokens": answer.num_tokens,
                 "latency_s": round(answer.latency_s, 6),
                 "source": counted_answer.source,

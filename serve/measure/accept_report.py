@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from slipstream.serve.contexts import CLASSES, context_class
 from slipstream.serve.measure.conversations import Setting
 from slipstream.serve.measure.tables import table
 
@@ -24,11 +25,13 @@ GREY = "#57606a"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Figures of one category, or of all together, at one setting. None: not known. Speeds are tokens per second of one
-    conversation: tokens over the time from request to end, summed over answers."""
+    """Figures of one category, of one class of context lengths, or of all together, at one setting. None: not known.
+    Speeds are tokens per second of one conversation: tokens over the time from request to end, summed over answers."""
 
     setting: Setting
     category: str
+    context: str = ALL
+    """Class of the context's length in the middle of answers."""
     answers: int
     tokens: int
     by_rounds: float | None
@@ -48,7 +51,12 @@ class Figures:
 
     @property
     def is_whole(self) -> bool:
-        return self.category == ALL
+        return self.category == ALL == self.context
+
+    @property
+    def name(self) -> str:
+        """The category, or the class of contexts."""
+        return self.category if self.context == ALL else f"context {self.context}"
 
     @property
     def setting_text(self) -> str:
@@ -57,8 +65,8 @@ class Figures:
 
 
 def figures_of(results: Sequence[Row], settings: Sequence[Setting]) -> list[Figures]:
-    """Returns the figures of each setting: its categories by name, then all together. Leaves out settings without
-    answers."""
+    """Returns the figures of each setting: its categories by name, its classes of context lengths, then all together.
+    Leaves out settings without answers, and classes where a server does not tell the tokens of prompts."""
     entries: list[Figures] = []
     for setting in settings:
         fields = asdict(setting)
@@ -74,10 +82,24 @@ def figures_of(results: Sequence[Row], settings: Sequence[Setting]) -> list[Figu
                 [row for row in group if row["category"] == category] for group in (drafted, without)
             )
             parts.append(figures(setting, category, drafted_part, plain_part))
+        contexts = []
+        for context in CLASSES:
+            drafted_part, plain_part = (
+                [row for row in group if context_of(row) == context] for group in (drafted, without)
+            )
+            if drafted_part:
+                contexts.append(figures(setting, ALL, drafted_part, plain_part, context=context))
         lengths = [part.by_answers for part in parts if part.by_answers is not None]
         totals = {"by_answers": mean(lengths) if lengths else None, "by_counters": counted(rows, len(drafted))}
-        entries += [*parts, figures(setting, ALL, drafted, without, **totals)]
+        entries += [*parts, *contexts, figures(setting, ALL, drafted, without, **totals)]
     return entries
+
+
+def context_of(row: Row) -> str | None:
+    """Returns the class of an answer's context; None where the tokens of its prompt are not known, as in files of
+    earlier versions."""
+    prompt_tokens = row.get("prompt_tokens")
+    return context_class(prompt_tokens + row["completion_tokens"] // 2) if prompt_tokens else None
 
 
 def figures(setting: Setting, category: str, drafted: Sequence[Row], without: Sequence[Row], **totals: Any) -> Figures:
@@ -129,18 +151,26 @@ def counted(rows: Sequence[Row], num_answers: int) -> float | None:
 
 
 def shown_figures(figures: Sequence[Figures]) -> Sequence[Figures]:
-    """Returns all figures, or only the totals if there is just one category."""
-    categories = {entry.category for entry in figures if not entry.is_whole}
-    return figures if len(categories) > 1 else [entry for entry in figures if entry.is_whole]
+    """Returns all figures but those of the only category, or of the only class of contexts."""
+    categories = {entry.category for entry in figures}
+    contexts = {entry.context for entry in figures}
+    lists_categories = len(categories) > 2
+    lists_contexts = len(contexts) > 2
+    return [
+        entry
+        for entry in figures
+        if (lists_categories or entry.category == ALL) and (lists_contexts or entry.context == ALL)
+    ]
 
 
 def shown_table(figures: Sequence[Figures]) -> str:
-    """Returns a Markdown table. With a single category, it has the totals alone."""
+    """Returns a Markdown table. A single category, or class of contexts, has no line of its own."""
     columns = [
         ("temperature", "temperature", "g"),
         ("thinking", "thinking", ""),
         ("at once", "concurrency", "d"),
         ("category", "category", ""),
+        ("context", "context", ""),
         ("answers", "answers", "d"),
         ("accept length", "by_rounds", ""),
         ("mean of answers", "by_answers", ""),
@@ -152,22 +182,26 @@ def shown_table(figures: Sequence[Figures]) -> str:
         ("accept rate by position", "rates", ""),
     ]
     lines = []
-    for entry in shown_figures(figures):
+    entries = shown_figures(figures)
+    has_contexts = any(entry.context != ALL for entry in entries)
+    for entry in entries:
         setting = {name: getattr(entry.setting, name) for name in ("temperature", "thinking", "concurrency")}
         mark = "~" if entry.is_estimated else ""
         lengths = {name: getattr(entry, name) for name in ("by_rounds", "by_answers")}
         length_texts = {name: None if length is None else f"{mark}{length:.2f}" for name, length in lengths.items()}
         rates = " ".join(f"{rate:.2f}" for rate in entry.accept_rates) or None
         names = ("category", "answers", "drafted", "tok_s", "tok_s_without", "speed_up", "by_counters")
+        setting["context"] = entry.context if has_contexts else None
         lines.append({**setting, **length_texts, "rates": rates, **{name: getattr(entry, name) for name in names}})
     if all(line["thinking"] == "default" for line in lines):
         columns = [column for column in columns if column[1] != "thinking"]
-    text = table(columns, lines, optional=("by_counters", "drafted", "tok_s_without", "speed_up", "rates"))
+    text = table(columns, lines, optional=("context", "by_counters", "drafted", "tok_s_without", "speed_up", "rates"))
     return text + (f"\n~ {ESTIMATED}" if any(entry.is_estimated for entry in figures) else "")
 
 
 def plot(figures: Sequence[Figures], name: str, path: Path) -> None:
-    """Plots accept lengths by category, in a color for each setting; accept rates by position; and the speed-up."""
+    """Plots accept lengths by category and context, in a color for each setting; accept rates by position; and the
+    speed-up."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -175,7 +209,7 @@ def plot(figures: Sequence[Figures], name: str, path: Path) -> None:
     has_rates = any(entry.accept_rates for entry in totals)
     has_speed = any(entry.speed_up is not None for entry in totals)
     figures = shown_figures(figures)
-    categories = list(dict.fromkeys(entry.category for entry in figures))
+    categories = list(dict.fromkeys(entry.name for entry in figures))
     widths = [max(1.0, 0.25 * len(categories)), *[1.0] * (has_rates + has_speed)]
     figure = Figure(figsize=(3.5 * sum(widths) + 1, 4.2), layout="constrained")
     panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
@@ -195,10 +229,10 @@ def plot(figures: Sequence[Figures], name: str, path: Path) -> None:
 def draw_lengths(
     axes: Any, figures: Sequence[Figures], totals: Sequence[Figures], names: list[str], colors: Any
 ) -> None:
-    """Draws a group of bars for each category, and one for all together."""
+    """Draws a group of bars for each category and class of contexts, and one for all together."""
     width = 0.8 / len(totals)
     for index, (total, color) in enumerate(zip(totals, colors, strict=True)):
-        lengths = {entry.category: entry.by_answers or 0.0 for entry in figures if entry.setting == total.setting}
+        lengths = {entry.name: entry.by_answers or 0.0 for entry in figures if entry.setting == total.setting}
         places = [place + width * (index + 0.5) - 0.4 for place in range(len(names))]
         bars = axes.bar(places, [lengths.get(name, 0.0) for name in names], width=width, color=color)
         if len(names) * len(totals) <= 16:

@@ -26,6 +26,7 @@ from slipstream.config import check_required, run
 from slipstream.models.files.atomic import atomic_file, write_json
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.files.text import read_key
+from slipstream.serve.contexts import context_class
 from slipstream.serve.load import Answer, Client, LoadResult, Prompt, read_levels, send_all
 from slipstream.serve.measure.compare_report import Comparison, compare_passes, plot, shown_table
 from slipstream.serve.measure.conversations import THINKING, MeasureOptions, chat_fields
@@ -208,10 +209,27 @@ def block_of(results: Sequence[LoadResult]) -> dict[str, Any]:
         "gaps_ms": [round(1000 * gap, 2) for gap in gaps],
         "rounds": sum(answer.rounds for answer in answers),
         "decoded_tokens": sum(answer.decoded_tokens for answer in answers),
+        "contexts": contexts_of(answers),
         "answers": [
             blake2b((answer.reasoning + "\0" + answer.text).encode(), digest_size=6).hexdigest() for answer in answers
         ],
     }
+
+
+def contexts_of(answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
+    """Returns the figures of the classes of context lengths in the middle of answers that occur."""
+    contexts: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        if not answer.prompt_tokens:
+            continue
+        name = context_class(answer.prompt_tokens + answer.num_tokens // 2)
+        counts = contexts.setdefault(name, {"answers": 0, "rounds": 0, "decoded_tokens": 0, "token_ms": []})
+        counts["answers"] += 1
+        counts["rounds"] += answer.rounds
+        counts["decoded_tokens"] += answer.decoded_tokens
+        time = time_per_token(answer)
+        counts["token_ms"] += [] if time is None else [round(1000 * time, 3)]
+    return contexts
 
 
 def time_per_token(answer: Answer) -> float | None:

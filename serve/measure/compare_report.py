@@ -1,12 +1,13 @@
 """Reports what `compare` measured: figures of each server, ratios to the first with intervals, table and plot."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 from string import ascii_uppercase
 from typing import Any
 
+from slipstream.serve.contexts import CLASSES
 from slipstream.serve.load import percentile
 from slipstream.serve.measure.intervals import Ratio, paired_ratio
 from slipstream.serve.measure.tables import table
@@ -39,6 +40,17 @@ class Comparison:
     """(tokens - 1) / rounds, if answers tell their rounds."""
     same_answers: int | None
     """Number of answers that equal the first server's."""
+    contexts: list["Context"] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """A server's answers of one class of context lengths, as in Comparison."""
+
+    context: str
+    answers: int
+    token_ms: float | None
+    accept_length: float | None
 
 
 def compare_passes(passes: Sequence[Pass], num_servers: int) -> list[Comparison]:
@@ -77,7 +89,28 @@ def comparison(level: int, place: int, blocks: Sequence[Pass], first: Sequence[P
         token=None if is_first else ratio_of_means(first, blocks, "token_ms"),
         accept_length=sum(block["decoded_tokens"] for block in blocks) / rounds if rounds else None,
         same_answers=None if is_first else sum(base == answer for base, answer in pairs),
+        contexts=contexts_of(blocks),
     )
+
+
+def contexts_of(blocks: Sequence[Pass]) -> list[Context]:
+    """Returns the classes of context lengths that occur; none in files of earlier versions."""
+    contexts = []
+    for name in CLASSES:
+        counts = [block["contexts"][name] for block in blocks if name in block.get("contexts", {})]
+        if not counts:
+            continue
+        times = [time for part in counts for time in part["token_ms"]]
+        rounds = sum(part["rounds"] for part in counts)
+        contexts.append(
+            Context(
+                context=name,
+                answers=sum(part["answers"] for part in counts),
+                token_ms=mean(times) if times else None,
+                accept_length=sum(part["decoded_tokens"] for part in counts) / rounds if rounds else None,
+            )
+        )
+    return contexts
 
 
 def speed(block: Pass) -> float:
@@ -105,7 +138,7 @@ def shown(ratio: Ratio | None) -> str | None:
 
 
 def shown_table(comparisons: Sequence[Comparison], urls: Sequence[str], *, greedy: bool) -> str:
-    """Returns a Markdown table, and a sentence on each level and server."""
+    """Returns a Markdown table, one by context if several classes occur, and a sentence on each level and server."""
     columns = [
         ("at once", "concurrency", "d"),
         ("server", "letter", ""),
@@ -130,7 +163,26 @@ def shown_table(comparisons: Sequence[Comparison], urls: Sequence[str], *, greed
         )
     servers = [f"{letter(place)}: {url}" for place, url in enumerate(urls)]
     text = table(columns, lines, optional=("accept_length", "same_text", "speed_text", "ttft_text", "token_text"))
+    if any(len(row.contexts) > 1 for row in comparisons):
+        text += f"\n\n{context_table(comparisons)}"
     return "\n".join([*servers, "", text, "", *(verdict(row) for row in comparisons if row.speed is not None)])
+
+
+def context_table(comparisons: Sequence[Comparison]) -> str:
+    columns = [
+        ("at once", "concurrency", "d"),
+        ("server", "letter", ""),
+        ("context", "context", ""),
+        ("answers", "answers", "d"),
+        ("ms per token", "token_ms", ".2f"),
+        ("accept length", "accept_length", ".2f"),
+    ]
+    lines = [
+        {"concurrency": row.concurrency, "letter": letter(row.server), **asdict(context)}
+        for row in comparisons
+        for context in row.contexts
+    ]
+    return table(columns, lines, optional=("accept_length",))
 
 
 def verdict(comparison: Comparison) -> str:

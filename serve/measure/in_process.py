@@ -51,6 +51,7 @@ class OpenAnswer:
             text=generation.text,
             reasoning=generation.reasoning,
             finish_reason=generation.finish_reason,
+            prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.completion_tokens,
             latency_s=now,
             arrivals_s=self.arrivals_s,

@@ -41,6 +41,7 @@ class PacedServer:
     pace: float = 0.0
     jitter: float = 0.0
     has_usage: bool = True
+    prompt_lens: dict[str, int] = field(default_factory=dict)  # tokens by last message; of others 5
     process_start: float | None = None  # as /metrics tells it
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -105,7 +106,8 @@ class PacedServer:
             if response is not None:
                 await self.send(response, choice(pieces[-1]))
         self.count(emitted)
-        usage = {"usage": {"completion_tokens": place, "prompt_tokens": 5}} if self.has_usage else {}
+        counts = {"completion_tokens": place, "prompt_tokens": self.prompt_lens.get(text, 5)}
+        usage = {"usage": counts} if self.has_usage else {}
         closing = {**usage, **self.metrics_of(emitted)}
         if response is None:
             stopped = {"message": {"role": "assistant", "content": "".join(pieces)}, "finish_reason": "stop"}

@@ -4,6 +4,7 @@ import copy
 import gzip
 import json
 import random
+import re
 import shutil
 from collections import defaultdict
 from pathlib import Path
@@ -57,7 +58,7 @@ def figures(output: Path) -> list[dict[str, Any]]:
 
 
 def whole(output: Path) -> list[dict[str, Any]]:
-    return [figure for figure in figures(output) if figure["category"] == "all"]
+    return [figure for figure in figures(output) if figure["category"] == "all" and figure["context"] == "all"]
 
 
 # What is asked, in the words of paced_server.py, which does not read earlier turns.
@@ -95,6 +96,23 @@ def test_accept_lengths_of_other_servers(
     printed = capsys.readouterr()
     assert ("~" in printed.out) == (source == "pieces")
     assert "--baseline-url" in printed.out + printed.err
+
+
+def test_figures_by_context_length(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = {"Write about rain and the sea.": 1020, "And twice that?": 16384, "Half of it?": 20000}
+    with paced("vllm-detailed", prompt_lens=lengths) as server:
+        accept(AcceptConfig(url=server.url, questions=[questions], output=str(tmp_path)))
+    entries = {entry["context"]: entry for entry in figures(tmp_path) if entry["category"] == "all"}
+    assert list(entries) == ["<1k", "1-4k", "16k+", "all"]  # rain: the middle of its answer lies beyond 1,024
+    texts = {(row["question_id"], place): text for row in TURNS for place, text in enumerate(row["turns"])}
+    classes = {turn: {1020: "1-4k", 5: "<1k"}.get(lengths.get(text, 5), "16k+") for turn, text in texts.items()}
+    for name in ("<1k", "1-4k", "16k+"):
+        counts = [count for turn, emitted in ROUNDS.items() if classes[turn] == name for count in emitted]
+        assert entries[name]["by_rounds"] == pytest.approx(mean(counts))
+        assert entries[name]["answers"] == [*classes.values()].count(name)
+    printed = capsys.readouterr().out
+    assert "| category | context |" in printed
+    assert re.search(r"\| all +\| 16k\+ +\| 2 \|", printed)
 
 
 def test_a_speed_up_against_another_server(questions: str, tmp_path: Path) -> None:

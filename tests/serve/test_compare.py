@@ -168,6 +168,22 @@ class Log(list[dict[str, Any]]):
         self.log.append(self.name)
 
 
+def test_figures_by_context_length(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = {QUESTIONS[0]: 5000, QUESTIONS[1]: 5000}
+    with paced("vllm-detailed", prompt_lens=lengths) as first, paced("plain", pace=0.001) as other:
+        urls = [first.url, other.url]
+        compare(CompareConfig(url=urls, questions=[questions], seconds=0.0, concurrency="2", output=str(tmp_path)))
+    primary, second = json.loads((tmp_path / "compare.json").read_text())["figures"]
+    texts = [QUESTIONS[place % len(QUESTIONS)] for place in range(48)]
+    assert [part["context"] for part in primary["contexts"]] == ["<1k", "4-16k"]
+    for part, is_long in zip(primary["contexts"], (False, True), strict=True):
+        counts = [count for text in texts if (text in lengths) == is_long for count in rounds_of(length_of(text))]
+        assert part["accept_length"] == pytest.approx(mean(counts))
+        assert part["answers"] == sum((text in lengths) == is_long for text in texts)
+    assert [(part["context"], part["accept_length"]) for part in second["contexts"]] == [("<1k", None)]
+    assert "| at once | server | context |" in capsys.readouterr().out
+
+
 def test_one_server_alone_is_measured(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with paced("plain") as server:
         options: dict[str, Any] = {"questions": [questions], "concurrency": "2", "seconds": 0.0}
