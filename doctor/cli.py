@@ -21,6 +21,7 @@ from slipstream.doctor.answers import open_engine
 from slipstream.doctor.diagnosis import SOUND_LENGTH, Diagnosis, Finding, diagnose
 from slipstream.doctor.endpoint import Endpoint, ask_endpoint, check_endpoint
 from slipstream.doctor.examination import Examination
+from slipstream.doctor.live import examine_live, live_text
 from slipstream.doctor.mtp import facts
 from slipstream.doctor.options import QUESTIONS, DoctorConfig
 from slipstream.doctor.replay import FAMILIES, Replay, Subject
@@ -55,6 +56,10 @@ LONGEST = 1 << 20  # tokens of a text
 
 
 def examine_and_report(config: DoctorConfig) -> None:
+    if config.live is not None:
+        report = examine_live(config.live, read_key(config.api_key_file))
+        print(live_text(report))
+        raise SystemExit(int(report.is_wrong))
     check_report(Path(config.output))
     examination = examine(config)
     print_report(examination)

@@ -26,6 +26,8 @@ class DoctorConfig(ConversationOptions):
     """Tokens of the target's answers."""
     depth: int = 5
     """Tokens that a chain draft proposes in a round. A block draft proposes its block."""
+    live: str | None = None
+    """URL of a running server, alone: says whether its drafts are accepted less than before, and why."""
     endpoint: str | None = None
     """URL of a server with this draft, which is asked the same conversations."""
     api_key_file: str | None = None
@@ -43,12 +45,16 @@ class DoctorConfig(ConversationOptions):
 
     def __post_init__(self) -> None:
         ConversationOptions.__post_init__(self)
-        check_required(self)
+        if self.live is None:
+            check_required(self)
+        elif self.draft or self.endpoint:
+            raise ValueError(f"live is {self.live!r}, which is asked without a replay; leave draft and endpoint out")
         check_at_least(self, 2, "max_tokens")
         check_at_least(self, 1, "depth", "limit")
 
     def check_inputs(self) -> None:
         """Raises ValueError for an input that does not exist."""
         ConversationOptions.check_inputs(self)
-        source_of(self.draft, self.target).check_files()
+        if self.live is None:
+            source_of(self.draft, self.target).check_files()
         check_file("api_key_file", self.api_key_file, KEY_FILE)
