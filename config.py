@@ -246,6 +246,9 @@ def instantiate(parser: ArgumentParser, config_class: type[ConfigT], namespace: 
     try:
         values = parser.instantiate(namespace).as_dict()
         values.pop("config", None)
+        for name, remedy in getattr(config_class, "REQUIRED", {}).items():
+            if not values[name]:
+                raise ValueError(f"{name} is empty; name {remedy}")
         return config_class(**values)
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
@@ -382,13 +385,6 @@ def _items(value: str, has_numbers: bool) -> list[Any]:
     if isinstance(items, list):
         return items
     return list(value.split(",")) if has_numbers else [value]
-
-
-def check_required(config: Any) -> None:
-    """Raises ValueError if an option that the class of `config` lists in REQUIRED is empty."""
-    for name, remedy in config.REQUIRED.items():
-        if not getattr(config, name):
-            raise ValueError(f"{name} is empty; name {remedy}")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from slipstream.config import check_required
 from slipstream.data_tools.options import ConversationOptions, TokenizeOptions, check_source
 from slipstream.models.drafts.source import source_of
 from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, check_folder
@@ -46,7 +45,6 @@ class PrepareConfig(TokenizeOptions):
 
     def __post_init__(self) -> None:
         TokenizeOptions.__post_init__(self)
-        check_required(self)
         if not 0.0 <= self.heldout < 1.0:
             raise ValueError(f"heldout is {self.heldout}; it must be at least 0 and below 1")
 
@@ -105,7 +103,6 @@ class RegenerateConfig(ConversationOptions):
 
     def __post_init__(self) -> None:
         ConversationOptions.__post_init__(self)
-        check_required(self)
         if not self.endpoint and not self.target:
             raise ValueError("target and endpoint are empty; name a model to run here, or endpoints that serve it")
         if self.endpoint and (self.draft != "none" or self.engine):
@@ -185,7 +182,6 @@ class FrequencyMapConfig(TokenizeOptions):
 
     def __post_init__(self) -> None:
         TokenizeOptions.__post_init__(self)
-        check_required(self)
         if bool(self.data) + bool(self.merge) + bool(self.from_responses) != 1:
             raise ValueError(
                 "give either data (datasets or conversations), from_responses (served answers) or merge (token maps)"
@@ -249,7 +245,6 @@ class CaptureConfig:
     """Do not ask before writing."""
 
     def __post_init__(self) -> None:
-        check_required(self)
         check_at_least(self, 2, "max_length")
         check_at_least(self, 1, "batch_tokens", "train_documents", "heldout_documents")
         if self.shard_gb <= 0:
@@ -300,9 +295,6 @@ class ConvertConfig:
     """Whether the next step of an EAGLE3 draft reads the state after the final norm; for unclear files."""
     sample_from_anchor: bool | None = None
     """Whether slot 0 of a block draft, the anchor, predicts the token after it; for files that do not say it."""
-
-    def __post_init__(self) -> None:
-        check_required(self)
 
     def check_inputs(self) -> None:
         """Raises ValueError for an input that does not exist."""

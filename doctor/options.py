@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config import check_required
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.models.drafts.source import source_of
 from slipstream.models.files.names import KEY_FILE, check_file
@@ -16,10 +15,9 @@ QUESTIONS = Path(__file__).resolve().parent.parent / "assets" / "gsm8k.jsonl.gz"
 class DoctorConfig(ConversationOptions):
     """Says why a draft is accepted badly, and what to do."""
 
-    REQUIRED = {"draft": "a draft checkpoint, as a folder or a hub id, or mtp"}
-
     draft: str = ""
-    """Draft checkpoint, of any trainer whose files can be read; or mtp, the head in the target's files."""
+    """Draft checkpoint, of any trainer whose files can be read; or mtp, the head in the target's files. Required, but
+    for live."""
     limit: int | None = 64
     """Conversations to replay; null: all. Without data: held-out questions of GSM8K."""
     max_tokens: int = 128
@@ -45,9 +43,9 @@ class DoctorConfig(ConversationOptions):
 
     def __post_init__(self) -> None:
         ConversationOptions.__post_init__(self)
-        if self.live is None:
-            check_required(self)
-        elif self.draft or self.endpoint:
+        if self.live is None and not self.draft:
+            raise ValueError("draft is empty; name a draft checkpoint, as a folder or a hub id, or mtp")
+        if self.live is not None and (self.draft or self.endpoint):
             raise ValueError(f"live is {self.live!r}, which is asked without a replay; leave draft and endpoint out")
         check_at_least(self, 2, "max_tokens")
         check_at_least(self, 1, "depth", "limit")

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.config import check_required
 from slipstream.models.files.names import check_checkpoint
 
 
@@ -31,7 +30,6 @@ class KernelsConfig:
     """Run the checkpoint's own Python code, if its config needs that."""
 
     def __post_init__(self) -> None:
-        check_required(self)
         if not self.rows or min(self.rows) < 1:
             raise ValueError(f"rows is {list(self.rows)}; give numbers of at least 1, such as [1, 8, 64]")
 

@@ -7,7 +7,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
-from slipstream.config import check_required
 from slipstream.models.files.names import check_folder
 
 AT_LEAST_ONE = (
@@ -185,9 +184,6 @@ class ReportConfig:
     """Output folder of a training run; also accepted as the first argument, without a flag."""
     output: str | None = None
     """HTML file to write. Default: report.html in that folder."""
-
-    def __post_init__(self) -> None:
-        check_required(self)
 
     def check_inputs(self) -> None:
         """Raises ValueError for a run that does not exist."""

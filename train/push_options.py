@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass
 
-from slipstream.config import check_required
 from slipstream.models.files.names import check_folder
 
 REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -38,7 +37,6 @@ class PushConfig:
     """Folder to write the same files into; nothing is uploaded."""
 
     def __post_init__(self) -> None:
-        check_required(self)
         for option, name in (("repo", self.repo), ("target", self.target)):
             if name and not REPOSITORY.fullmatch(name):
                 raise ValueError(f"{option} {name} is not a repository of the hub; give a name such as owner/name")

@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from slipstream.config import check_required, run
+from slipstream.config import run
 from slipstream.models.files.atomic import atomic_file, write_json
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.files.text import read_key
@@ -68,7 +68,6 @@ class CompareConfig(MeasureOptions):
     """Folder for passes, figures and plot; an interrupted run in it continues."""
 
     def __post_init__(self) -> None:
-        check_required(self)
         read_levels(self.concurrency)
         check_at_least(self, 1, "max_tokens", "requests")
         if self.thinking not in THINKING:
