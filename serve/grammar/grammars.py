@@ -522,13 +522,12 @@ class Filler:
         masks before, the next masks come one after the other, which tells whose are slow."""
         shared = [entry for entry in entries if self._is_certain and entry[0].matcher.last_seconds > 0]
         costs = [walk.matcher.last_seconds for walk, _ in shared]
-        if len(shared) < 2 or sum(costs) <= WORTH_SHARING_S:
-            shared = []
+        is_worth = len(shared) > 1 and sum(costs) > WORTH_SHARING_S
         self._is_certain = True
         for walk, row in entries:
-            if (walk, row) not in shared:
+            if not is_worth or walk.matcher.last_seconds == 0:  # never measured
                 walk.fill(masks, row)
-        if not shared:
+        if not is_worth:
             return
         start = time.perf_counter()
         handles = [walk.matcher.library for walk, _ in shared]
