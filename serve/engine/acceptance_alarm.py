@@ -38,8 +38,12 @@ TRAINED_SHARE = 0.5  # of the rate in training, which was measured on other text
 UNTRAINED = frozenset(("tools", "completion", "grammar", "penalties"))  # labels of texts that training has not seen
 RECENT = 1 / 32  # weight of a segment in the figures of late
 MOST_KINDS = 64  # records of a client; the oldest gives way
-MOST_FORMS = 256  # beginnings and ends of prompts that are known
-EDGE = 4  # tokens of a prompt's beginning and end
+EDGE_LENGTHS = (1, 2, 3, 4)  # tokens of a prompt's beginning and end
+MOST_FORMS = 256  # of an edge
+LEAST_FORM = 5  # requests from which on a form is not new
+FORM_SHARE = 0.02  # likewise, as a share of all
+RECENT_FORMS = 1 / 8  # weight of a request among the last ones
+SELDOM = 0.1  # share of new forms up to which a template decides an edge
 ALL = "all"
 
 Key = tuple[tuple[str, ...], bool]  # labels, and whether it is a first segment
@@ -142,6 +146,7 @@ class OpenRequest:
     rounds: int = 0
     tokens: int = 0
     charts: dict[str, Chart] = field(default_factory=dict)  # that have evidence of it, by name
+    forms: dict[str, tuple[str, bool]] = field(default_factory=dict)  # of its prompt, by edge
 
     @property
     def labels_now(self) -> tuple[str, ...]:
@@ -149,23 +154,59 @@ class OpenRequest:
         return (*self.labels, f"context {context_class(len(self.sequence.tokens))}")
 
 
+@dataclass(slots=True)
+class PromptEdge:
+    """Counts the first or last few tokens of chats' prompts: `forms` of requests that ended while no chart was in
+    doubt. A form is new below LEAST_FORM requests, or FORM_SHARE of all. `usual` and `recent`: shares of new ones among
+    the requests that were counted, and among the last ones."""
+
+    forms: dict[str, float] = field(default_factory=dict)
+    total: float = 0.0
+    usual: float = 0.0
+    recent: float = 0.0
+
+    def see(self, form: str) -> bool:
+        """Counts a request among the last ones. Returns whether its form is new."""
+        is_new = self.forms.get(form, 0.0) < max(LEAST_FORM, FORM_SHARE * self.total)
+        self.recent += RECENT_FORMS * (is_new - self.recent)
+        return is_new
+
+    def learn(self, form: str, *, is_new: bool) -> None:
+        self.forms[form] = self.forms.get(form, 0.0) + 1
+        self.total += 1
+        self.usual += max(1 / self.total, 1 / MOST_FORMS) * (is_new - self.usual)
+        if len(self.forms) > MOST_FORMS or self.total > MOST_FORMS**2:
+            self.forms = {name: count / 2 for name, count in self.forms.items() if count > 1}
+            self.total = sum(self.forms.values())
+
+
 class PromptForms:
-    """Knows how prompts of chats begin and end, which their template decides."""
+    """Tells whether prompts of chats begin and end as before, which their template decides. How many tokens it decides
+    is found out: edges of several lengths are counted, and those count whose forms are seldom new."""
 
     def __init__(self) -> None:
-        self.known: dict[str, None] = {}  # in the order of their last request
-        self.new_share = 0.0  # of the last requests
+        self.edges = {f"{end} {length}": PromptEdge() for end in ("first", "last") for length in EDGE_LENGTHS}
 
-    def add(self, request: Request, *, is_doubted: bool) -> None:
-        edges = [f"begin {request.prompt[:EDGE]}", f"end {request.prompt[-EDGE:]}"]
-        is_new = bool(self.known) and any(edge not in self.known for edge in edges)
-        self.new_share += RECENT * (is_new - self.new_share)
-        if not is_doubted:
-            for edge in edges:
-                self.known.pop(edge, None)
-                self.known[edge] = None
-            while len(self.known) > MOST_FORMS:
-                del self.known[next(iter(self.known))]
+    def see(self, request: Request) -> dict[str, tuple[str, bool]]:
+        """Returns the form of each edge of the request's prompt, and whether it is new."""
+        forms = {}
+        for name, edge in self.edges.items():
+            end, length = name.split()
+            tokens = request.prompt[: int(length)] if end == "first" else request.prompt[-int(length) :]
+            form = " ".join(map(str, tokens))
+            forms[name] = form, edge.see(form)
+        return forms
+
+    def learn(self, forms: Mapping[str, tuple[str, bool]]) -> None:
+        """Counts the forms of a request that has ended."""
+        for name, (form, is_new) in forms.items():
+            self.edges[name].learn(form, is_new=is_new)
+
+    @property
+    def new_share(self) -> float:
+        """The share of new forms among the last requests, of the edge with the most."""
+        shares = [edge.recent for edge in self.edges.values() if edge.total and edge.usual <= SELDOM]
+        return max(shares, default=0.0)
 
 
 class AcceptanceAlarm:
@@ -203,7 +244,7 @@ class AcceptanceAlarm:
         self._sums[sequence.slot] = 0.0
         self._rounds[sequence.slot] = 0
         if "chat" in sequence.request.labels and not sequence.num_preemptions:
-            self.forms.add(sequence.request, is_doubted=self._is_doubted([ALL], sequence.request.client))
+            self._open[sequence.slot].forms = self.forms.see(sequence.request)
 
     def record(self, slots: NDArray[np.int64], rates: NDArray[np.float64]) -> None:
         """Counts a round of the requests in `slots` (n,), each once: (n,) whether the first drafted token was accepted,
@@ -222,6 +263,8 @@ class AcceptanceAlarm:
             self._end_segment(sequence.slot)
         if request.num_observed >= LEAST_ROUNDS:
             self._end(request)
+        if not self._is_doubted([ALL], sequence.request.client):
+            self.forms.learn(request.forms)
         del self._open[sequence.slot]
         for chart in request.charts.values():
             chart.release(request.number)
@@ -379,7 +422,7 @@ class AcceptanceAlarm:
             for client, records in self.records.items()
             for (labels, is_first), record in records.items()
         ]
-        return {"records": rows, "forms": list(self.forms.known)}
+        return {"records": rows, "forms": {name: asdict(edge) for name, edge in self.forms.edges.items()}}
 
     def load(self, data: Mapping[str, Any]) -> None:
         """Takes what `to_json` returned. Raises KeyError, TypeError or ValueError for other data."""
@@ -389,8 +432,9 @@ class AcceptanceAlarm:
             moments = Moments(**{name: float(row[name]) for name in asdict(Moments())})
             key = (tuple(map(str, row["labels"])), bool(row["is_first"]))
             records.setdefault(str(row["client"]), {})[key] = Record(moments, time=now - float(row["age"]))
-        self.forms.known = dict.fromkeys(map(str, data["forms"]))
+        edges = {name: PromptEdge(**data["forms"][name]) for name in self.forms.edges}
         self.records = records
+        self.forms.edges = edges
 
 
 def labels_of(sequence: Sequence) -> tuple[str, ...]:

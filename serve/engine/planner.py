@@ -375,9 +375,9 @@ class Planner:
         if output.bins.shape[1] < 2 or not count:
             return
         bins = output.bins[:count, 1]
-        is_drafted = (bins >= 0) & ~is_forced(bins)
-        if not is_drafted.any():
+        if not np.any(bins >= 0):
             return
+        is_drafted = (bins >= 0) & ~is_forced(bins)
         sequences = self._launched[plan.number].sequences
         is_there = [sequence.slot == slot for sequence, slot in zip(sequences, plan.slots, strict=True)]
         places = np.flatnonzero(is_drafted & is_there)

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from slipstream.serve.engine import acceptance_files
-from slipstream.serve.engine.acceptance_alarm import ALL, AcceptanceAlarm, Baseline
+from slipstream.serve.engine.acceptance_alarm import ALL, AcceptanceAlarm, Baseline, PromptForms
 from slipstream.serve.engine.control_charts import DAY, THRESHOLD, Chart, Cusum, Level, collapse_evidence
 from slipstream.serve.engine.engine import Engine
+from slipstream.serve.request import Request
 from slipstream.tests.serve.acceptance_traffic import CHAT, MIXED, Kind, Traffic
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.sources import ROOT, TINY
@@ -219,6 +220,35 @@ def test_a_client_alone_counts_for_all() -> None:
     assert chart.doubts("b")
 
 
+def chat(prompt: list[int]) -> Request:
+    return make_request("chat", prompt)
+
+
+def test_a_new_template_is_noticed_whatever_users_write() -> None:
+    """The template decides the first two tokens and the last three; texts the others."""
+    generator = random.Random(0)
+
+    def prompt(head: list[int], tail: list[int]) -> list[int]:
+        return [*head, *(generator.randrange(100, 5000) for _ in range(generator.randrange(1, 40))), *tail]
+
+    def serve(forms: PromptForms, head: list[int], tail: list[int], count: int, *, learns: bool = True) -> None:
+        for _ in range(count):
+            edges = forms.see(chat(prompt(head, tail)))
+            if learns:
+                forms.learn(edges)
+
+    for head, tail in (([1, 9], [3, 4, 5]), ([1, 2], [3, 8, 5]), ([7], [3, 4, 5])):
+        forms = PromptForms()
+        serve(forms, [1, 2], [3, 4, 5], 400)
+        assert forms.new_share < 0.05
+        serve(forms, head, tail, 4)  # before a chart is in doubt
+        assert forms.new_share > 0.3
+        serve(forms, head, tail, 40, learns=False)
+        assert forms.new_share > 0.9
+        serve(forms, head, tail, 60)  # it has come to stay
+        assert forms.new_share < 0.1
+
+
 def test_the_record_outlives_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLIPSTREAM_CACHE", raising=False)
     assert acceptance_files.record_path("draft", "target") is None
@@ -239,7 +269,7 @@ def test_the_record_outlives_the_server(tmp_path: Path, monkeypatch: pytest.Monk
     assert second.to_json() == first.to_json()
     traffic.quality = 0.02
     assert traffic.run(second, 100, lambda: (ALL, "day") in alarms_of(second))
-    for text in ("{", "[]", json.dumps({"format": 1, "facts": {}, "records": [{}], "forms": []}), '{"format": 2}'):
+    for text in ("{", "[]", json.dumps({"format": 1, "facts": {}, "records": [{}], "forms": {}}), '{"format": 2}'):
         path.write_text(text)
         third = alarm_of(traffic)
         acceptance_files.load_record(path, third)
@@ -259,6 +289,40 @@ def questions(start: int, count: int) -> list[Any]:
         for question in rows
     ]
     return [make_request(f"{start}-{i}", prompt, max_tokens=64) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "width"),
+    [
+        (DRAFT, {"depth": 3}, 4),
+        (DRAFT, {"depth": 3, "topk": 3, "nodes": 8}, 8),
+        (DRAFT.with_name("dflash"), {}, 6),
+        ("ngram", {"nodes": 9}, 9),
+    ],
+    ids=["chain", "tree", "block", "ngram"],
+)
+def test_rates_are_those_of_first_tokens(draft: Path | str, options: dict[str, Any], width: int) -> None:
+    """All proposals are verified. In a tree the first token is the best child of the root, one of those counted."""
+    engine = build_engine(TINY, draft, drafter=options, width=width, kv_cache_tokens=8192)
+    rates: list[float] = []
+    record = engine.planner.alarm.record
+
+    def note(slots: Any, values: Any) -> None:
+        rates.extend(values.tolist())
+        record(slots, values)
+
+    engine.planner.alarm.record = note  # type: ignore[method-assign]
+    run(engine, questions(0, 8))
+    counts = engine.planner.counts
+    accepted = sum(count for (_, place), count in counts.accepted.items() if place == "1")
+    assert len(rates) == counts.rounds.total()
+    assert set(rates) <= {0.0, 1.0}
+    if (draft, width) == (DRAFT, 8) or draft == "ngram":
+        assert 0.5 * accepted < sum(rates) <= accepted
+    else:
+        assert sum(rates) == accepted
+    moments = [record.moments for record in engine.planner.alarm.records[""].values()]
+    assert sum(part.ends for part in moments) == pytest.approx(8, abs=0.01)  # the first ones count a little less
 
 
 def noise_weights(engine: Engine) -> None:
