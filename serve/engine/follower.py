@@ -54,6 +54,7 @@ class Follower:
 
     def load(self, plan: EnginePlan) -> None:
         """Loads this rank's part, and answers how much room its device has."""
+        logs.configure(getattr(plan.config, "log_format", "text"))
         self.plan = plan
         self.networks = load_networks(plan, self.rank, self.meet)
         self.channel.send(measure(plan, self.networks))
@@ -124,7 +125,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     threading.Thread(target=beat, args=(life, device), daemon=True).start()
-    logs.configure("text", level=logging.WARNING)
+    logs.configure("text")
     try:
         follower = Follower(int(rank), channel, partial(meet, device, int(rank), int(world), file))
         while True:

@@ -21,8 +21,9 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import DeviceFacts, read_plan
 from slipstream.serve.engine.team import RankError, Team
 from slipstream.serve.exact_check import ExactCheckConfig, check
+from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import Request
+from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.mtp_targets import KINDS, MakeMTP
 from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
@@ -35,7 +36,7 @@ from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.serve.test_lossless import AnyPolicy
 from slipstream.tests.serve.test_replay import SIZES as MOST_SIZES
 from slipstream.tests.serve.test_replay import requests_of_all_kinds
-from slipstream.tests.sources import TINY
+from slipstream.tests.sources import HYBRID, TINY
 
 CPU = torch.device("cpu")
 GPU = pytest.mark.gpu
@@ -44,8 +45,8 @@ SOME = ("none", "eagle3, tree", "dflash", "ngram")
 FEATURES = [("dense", 2, name) for name in correctness.DRAFTERS]
 FEATURES += [(kind, 2, name) for kind in ("hybrid", "windows") for name in SOME] + [("dense", 4, name) for name in SOME]
 FEW = correctness.FEW | {"prefill_budget": None, "grammar_drafts": True}
-# Hybrids compute prompts by 64 tokens.
-SIZES = MOST_SIZES | {"kv_cache_tokens": 96, "prefill_budget": 64, "grammar_drafts": False}
+SIZES = MOST_SIZES | {"kv_cache_tokens": 96, "grammar_drafts": False}
+HYBRID_SIZES = SIZES | {"prefill_budget": 64}  # they compute prompts by 64 tokens
 MakeTeam = Callable[[int], Team]
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # draft, options
     "none": ("none", {}),
@@ -112,9 +113,14 @@ def long_requests() -> list[Request]:
 
 
 @cache
-def answers_alone(target: Path) -> dict[str, Answer]:
+def answers_alone(target: Path, family: str) -> dict[str, Answer]:
     """The answers of one rank, without a draft."""
-    return run(build(read_plan(EngineConfig(target=str(target), device="cpu", **SIZES))), long_requests())
+    config = EngineConfig(target=str(target), device="cpu", **sizes_of(family))
+    return run(build(read_plan(config)), long_requests())
+
+
+def sizes_of(family: str) -> dict[str, Any]:
+    return HYBRID_SIZES if family == "qwen3-5" else SIZES
 
 
 def check_alike(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
@@ -133,15 +139,16 @@ def check_alike(answers: dict[str, Answer], expected: dict[str, Answer]) -> None
 def test_answers_do_not_depend_on_the_number_of_ranks(
     family: str, drafter: str, world: int, make_target: MakeTarget, make_team: MakeTeam, tmp_path: Path
 ) -> None:
-    """Requests of all kinds with prefix hits, preemption, masks and log-probabilities."""
+    """Requests of all kinds with prefix hits, chunks of prompts, preemption, masks and log-probabilities."""
     target = make_target(family)
     draft, options = DRAFTERS[drafter]
     if "token_map" in options:
         options = options | {"token_map": save_map(tmp_path)}
     requests = long_requests()
-    expected = answers_alone(target)
+    expected = answers_alone(target, family)
     path = save_draft(target, draft, tmp_path)
-    answers, engine = answers_of(target, requests, make_team, world, draft=path, drafter=options)
+    sizes = sizes_of(family)
+    answers, engine = answers_of(target, requests, make_team, world, draft=path, drafter=options, **sizes)
     check_alike(answers, expected)
     assert engine.scheduler.num_preemptions > 0 or drafter == "ngram first"
     assert world * engine.engine_plan.part.num_heads == engine.engine_plan.spec.num_heads
@@ -328,6 +335,36 @@ def step_all(engine: Engine) -> None:
 
 def interrupt(_: object) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_idle_work_and_the_next_turn(make_team: MakeTeam) -> None:
+    """The next turn finds what ranks have computed of an ended conversation."""
+    turns = []
+    for world in (1, 2):
+        config = EngineConfig(target=str(HYBRID), device="cpu", tp=world, kv_cache_tokens=2048, max_running=2)
+        engine = build(read_plan(config), team=make_team(world) if world > 1 else None)
+        prompt = random_prompt(90, 0)
+        answer = run(engine, [make_request("0", prompt, max_tokens=60, ignore_eos=True)])["0"]
+        while engine.work_idle():
+            pass
+        text = [*prompt, *answer.tokens, *random_prompt(9, 1)]
+        turns.append(run(engine, [make_request("1", text, max_tokens=20)])["1"])
+        engine.close()
+    alone, shared = turns
+    assert shared.tokens == alone.tokens
+    assert shared.counts.cached_tokens == alone.counts.cached_tokens >= 128
+
+
+@pytest.mark.slow
+def test_llm_over_ranks() -> None:
+    """In the caller's process, which may run another group of processes: the ranks leave that alone."""
+    params = SamplingParams(max_tokens=16, temperature=0.7, seed=3)
+    answers = []
+    for tp in (1, 2):
+        with LLM(str(TINY), "ngram", device="cpu", kv_cache_tokens=2048, tp=tp) as llm:
+            answers.append(llm.generate(["Tom has 3 apples", "1 2 3 4"], params))
+    assert [answer.text for answer in answers[0]] == [answer.text for answer in answers[1]]
 
 
 @pytest.mark.slow
