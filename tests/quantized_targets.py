@@ -25,6 +25,7 @@ from slipstream.models.layers.formats.base import QuantizedLinear
 from slipstream.models.layers.formats.linear_experts import LinearExperts
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.tests.random_targets import CAPPED, SHAPE, WIDE, change_json, load_model, logits, save_random_target
+from slipstream.tests.tables import table_of
 
 CONFIG = WIDE["wide"]
 MOE_CONFIG = WIDE["wide-moe"]
@@ -160,55 +161,24 @@ def w4(size: int, symmetric: bool) -> dict[str, Any]:
 
 BLOCKS = {"weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
 GPTQ = {"quant_method": "gptq", "bits": 4}
-LAYOUTS = {
-    "fp8-blocks": Layout(blockwise, {"quant_method": "fp8", **BLOCKS}, "block"),
-    "fp8-tensor": Layout(per_tensor, {"quant_method": "fp8", "activation_scheme": "dynamic"}, "row"),
-    "fp8-static": Layout(per_tensor_static, {"quant_method": "fp8", "activation_scheme": "static"}, "static"),
-    "compressed-channel": Layout(
-        per_channel, compressed("float-quantized", w8("channel"), w8("token", dynamic=True)), "row"
-    ),
-    "compressed-blocks": Layout(
-        lambda weight: blockwise(weight, "weight_scale"),
-        compressed(
-            "float-quantized",
-            w8("block", block_structure=[128, 128]),
-            w8("group", group_size=128, dynamic=True),
-        ),
-        "block",
-    ),
-    "modelopt": Layout(
-        per_tensor_static,
-        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
-        "static",
-        "hf_quant_config.json",
-    ),
-    "modelopt-blocks": Layout(blockwise_modelopt, {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, "block"),
-    "awq": Layout(awq, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}),
-    "awq-old": Layout(
-        lambda weight: awq(weight, 64),
-        {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"},
-        file="quant_config.json",
-    ),
-    "gptq-order": Layout(
-        lambda weight: gptq(weight, 32, True, True, 1), GPTQ | {"group_size": 32, "desc_act": True, "sym": True}
-    ),
-    "gptq-v2": Layout(
-        lambda weight: gptq(weight, -1, False, False, 0),
-        GPTQ | {"group_size": -1, "desc_act": False, "sym": False, "checkpoint_format": "gptq_v2"},
-    ),
-    "gptq-old": Layout(
-        lambda weight: gptq(weight, 128, False, False, 1),
-        {"bits": 4, "group_size": 128, "desc_act": False, "sym": False},
-        file="quantize_config.json",
-    ),
-    "packed": Layout(
-        lambda weight: pack_quantized(weight, 32, True), compressed("pack-quantized", w4(32, True))
-    ),
-    "packed-asymmetric": Layout(
-        lambda weight: pack_quantized(weight, 128, False), compressed("pack-quantized", w4(128, False))
-    ),
-    "on-the-fly": Layout(per_channel, {}, "row"),
-}  # fmt: skip
+QUANTIZERS: dict[str, Callable[[Tensor], Quantized]] = {
+    "fp8-blocks": blockwise,
+    "fp8-tensor": per_tensor,
+    "fp8-static": per_tensor_static,
+    "compressed-channel": per_channel,
+    "compressed-blocks": partial(blockwise, name="weight_scale"),
+    "modelopt": per_tensor_static,
+    "modelopt-blocks": blockwise_modelopt,
+    "awq": awq,
+    "awq-old": partial(awq, size=64),
+    "gptq-order": partial(gptq, size=32, symmetric=True, act_order=True, offset=1),
+    "gptq-v2": partial(gptq, size=-1, symmetric=False, act_order=False, offset=0),
+    "gptq-old": partial(gptq, size=128, symmetric=False, act_order=False, offset=1),
+    "packed": partial(pack_quantized, size=32, symmetric=True),
+    "packed-asymmetric": partial(pack_quantized, size=128, symmetric=False),
+    "on-the-fly": per_channel,
+}
+LAYOUTS = {name: Layout(QUANTIZERS[name], **fields) for name, fields in table_of(__file__, "layouts").items()}
 
 
 def save_quantized(layout: Layout, plain: Path, folder: Path, ignored: Sequence[str] = ()) -> Tensors:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target, load_config
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.sources import TINY
-
-CPU = torch.device("cpu")
+from slipstream.tests.tables import each_case
 
 
 def small_eagle3(**fields: Any) -> Eagle3Draft:
@@ -98,37 +96,23 @@ def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes() -> None:
     assert config.rope == load_config(TINY).rope
 
 
-@pytest.mark.parametrize(
-    ("model", "draft", "shape", "message"),
-    [
-        ({"architecture": "Qwen2ForCausalLM"}, small_eagle3, {}, "target is a Qwen2ForCausalLM; only Qwen3ForCausalLM"),
-        ({}, small_eagle3, {"hidden_size": 2048}, "hidden_size is 256 and would be 2048; it can grow by 4, 16"),
-        ({}, small_eagle3, {"hidden_size": 256}, "hidden_size is 256 and would be 256"),
-        ({}, small_eagle3, {"num_kv_heads": 4}, "target has 4 query and 1 KV heads, the shape 8 and 4; the ratio"),
-        ({}, partial(small_eagle3, num_kv_heads=4), {}, "draft has 4 query and 4 KV heads"),
-        ({}, small_eagle3, {"intermediate_size": 700}, "target has intermediate_size 768, more than the shape's"),
-        ({}, small_eagle3, {"num_layers": 5}, "num_layers: 6 do not fit into the shape, which has room for 5"),
-        ({}, small_eagle3, {"vocab_size": 4096}, "vocab_size: 4096 do not fit .* has room for 4095"),
-        ({}, small_eagle3, {"draft_vocab_size": 1000}, "draft_vocab_size: 1024 do not fit"),
-        ({}, small_eagle3, {"vocab_size": 5000}, "unused draft tokens: 1024 do not fit .* has room for 904"),
-        ({}, partial(small_eagle3, hidden_size=128), {}, "draft has hidden_size 128, its target 256; make them equal"),
-        ({}, partial(small_dflash, num_layers=6), {}, "draft num_layers: 6 do not fit .* has room for 5"),
-        ({}, partial(small_dflash, aux_layers=tuple(range(6))), {}, "draft aux_layers: 6 do not fit"),
-        ({}, partial(small_dflash, attention_bias=True), {}, "draft has attention_bias; only drafts without"),
-        (
-            {},
-            partial(small_dflash, lilicorr=LiLiCorrConfig(hidden_size=512)),
-            {},
-            "draft has a LiLiCorr scorer; only block drafts without one",
-        ),
-        ({}, partial(small_eagle3, norm_output=True), {}, "draft sets norm_output; only EAGLE3 drafts without"),
-    ],
+@each_case(
+    ({}, "dflash", {"aux_layers": tuple(range(6))}, {}, "draft aux_layers: 6 do not fit"),
+    (
+        {},
+        "dflash",
+        {"lilicorr": LiLiCorrConfig(hidden_size=512)},
+        {},
+        "draft has a LiLiCorr scorer; only block drafts without one",
+    ),
 )
-def test_what_does_not_fit_is_named(model: dict[str, Any], draft: Any, shape: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_named(
+    model: dict[str, Any], drafter: str, draft: dict[str, Any], shape: dict[str, Any], message: str
+) -> None:
     config = replace(load_config(TINY), **model)
     sizes = replace(SHAPES["mid"], **shape)
     with pytest.raises(ValueError, match=message):
-        draft().check(config, sizes)
+        (small_eagle3 if drafter == "eagle3" else small_dflash)(**draft).check(config, sizes)
 
 
 def test_other_drafters_are_refused(tmp_path: Path, exits: Any) -> None:

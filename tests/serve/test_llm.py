@@ -25,6 +25,7 @@ from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.tests.serve.engine_runs import VOCAB, Tokens, build_engine, make_request, random_prompt, run
 from slipstream.tests.sources import ROOT, TINY
+from slipstream.tests.tables import each_case
 
 PROMPTS = [random_prompt(length, length) for length in (4, 20, 1, 9, 33)]
 PARAMS = [
@@ -215,31 +216,28 @@ def test_a_seeded_call_repeats_and_its_equal_prompts_differ(plain: LLM, folders:
     assert list(served.values())[::2] == tokens_of(answers), "choice 0 of every prompt"
 
 
-@pytest.mark.parametrize(
-    ("prompts", "params", "stop", "message"),
-    [
-        (PROMPTS, PARAMS[:2], (), "params has 2 entries for 5 prompts; give one, or one per prompt"),
-        *(([PROMPTS[0], prompt], PARAMS[0], (), "prompt") for prompt in ([], [5] * 300, [5, 500], "")),
-        ([["a"]], PARAMS[0], (), r"prompts\[0\] holds 'a'; token ids are integers"),
-        ([[5], [5, 1.5]], PARAMS[0], (), r"prompts\[1\] holds 1.5; token ids are integers"),
-        ([None], PARAMS[0], (), r"prompts\[0\] is None; give a text or a list of token ids"),
-        ([{"input_ids": [5]}], PARAMS[0], (), r"prompts\[0\] is {'input_ids': \[5\]}; give a text or a list"),
-        (["a\ud83d"], PARAMS[0], (), r"prompts\[0\] holds \\ud83d at character 1, half of a surrogate pair"),
-        (None, PARAMS[0], (), "prompts is None; give a list of prompts"),
-        ({"input_ids": [[5]]}, PARAMS[0], (), "prompts is {.*}; give a list of prompts"),
-        ("w3 w4", PARAMS[0], (), "prompts is 'w3 w4'; give a list of prompts"),
-        ([[5]], None, (), "params is None; give SamplingParams, one for all or one per prompt"),
-        ([[5]], [{"max_tokens": 5}], (), r"params\[0\] is {'max_tokens': 5}; give SamplingParams"),
-        ([[5]], PARAMS[0], ("a", ""), "stop has an empty string"),
-        ([[5]], PARAMS[0], ("a", 5), "stop holds 5; give a text or a list of texts"),
-    ],
+@each_case(
+    *(([PROMPTS[0], prompt], (), "prompt") for prompt in ([], [5] * 300, [5, 500], "")),
+    (["a\ud83d"], (), r"prompts\[0\] holds \\ud83d at character 1, half of a surrogate pair"),
 )
-def test_bad_arguments_are_named_before_anything_runs(
-    prompts: Any, params: Any, stop: Any, message: str, plain: LLM
+def test_bad_prompts_and_stops_are_named_before_anything_runs(
+    prompts: Any, stop: Any, message: str, plain: LLM
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        plain.generate(prompts, params, stop=stop)
+        plain.generate(prompts, PARAMS[0], stop=stop)
     assert not plain.engine.has_work
+
+
+def test_bad_params_are_named_before_anything_runs(plain: LLM) -> None:
+    bad_params: dict[str, Any] = {
+        "params has 2 entries for 5 prompts; give one, or one per prompt": PARAMS[:2],
+        "params is None; give SamplingParams, one for all or one per prompt": None,
+        r"params\[0\] is {'max_tokens': 5}; give SamplingParams": [{"max_tokens": 5}] * 5,
+    }
+    for message, params in bad_params.items():
+        with pytest.raises(ValueError, match=message):
+            plain.generate(PROMPTS, params)
+        assert not plain.engine.has_work
 
 
 @pytest.mark.parametrize("option", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=str)
