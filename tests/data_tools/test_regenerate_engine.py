@@ -16,6 +16,8 @@ from slipstream.tests.data_tools.fake_answers import EXPECTED, ROWS, FakeLLM, an
 from slipstream.tests.random_targets import SHAPE, save_random_target
 from slipstream.tests.tables import each_case
 
+with_llms = pytest.mark.usefixtures("llms")
+
 
 @pytest.fixture
 def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
@@ -47,7 +49,7 @@ def test_engine_answers_every_turn(
     assert (report(tmp_path)["rows_in"], report(tmp_path)["rows_kept"]) == (30, 30)
 
 
-@pytest.mark.usefixtures("llms")
+@with_llms
 def test_engine_rows_hold_the_exact_tokens_and_prepare_takes_them(tmp_path: Path, target: Path) -> None:
     rows = run(tmp_path, "--target", target)
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -69,13 +71,13 @@ def test_engine_rows_hold_the_exact_tokens_and_prepare_takes_them(tmp_path: Path
     assert prepared["rows_kept"] == 30
 
 
-@pytest.mark.usefixtures("llms")
+@with_llms
 def test_turns_that_come_due_when_no_dialogue_is_left(tmp_path: Path, target: Path) -> None:
     rows = run(tmp_path, "--target", target, rows=ROWS[4:5])
     assert [row["messages"] for row in rows] == EXPECTED[4:5]
 
 
-@pytest.mark.usefixtures("llms")
+@with_llms
 def test_answers_depend_on_seed_and_id_alone(tmp_path: Path, target: Path) -> None:
     rows = run(tmp_path, "--target", target, "--seed", 5)
     assert [row["messages"] for row in rows] == [answered(row, 5) for row in ROWS]
@@ -102,7 +104,7 @@ def test_cut_answers(tmp_path: Path, target: Path, llms: list[FakeLLM]) -> None:
     assert llms[-1].requests == []  # what was dropped on purpose is not tried again
 
 
-@pytest.mark.usefixtures("llms")
+@with_llms
 def test_rows_that_the_engine_ends_are_failures(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -149,14 +151,14 @@ def test_a_run_is_continued_where_it_was_interrupted(
     assert len({request.id for request in llms[-1].requests}) == total - len(prefix)
 
 
-@pytest.mark.usefixtures("llms")
+@with_llms
 def test_a_run_that_was_killed_before_its_report_begins_anew(tmp_path: Path, target: Path) -> None:
     for ending in ("", ".dropped"):
         (tmp_path / f"out.jsonl{ending}").touch()
     assert [row["messages"] for row in run(tmp_path, "--target", target)] == EXPECTED
 
 
-@pytest.mark.usefixtures("llms")
+@with_llms
 def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> None:
     run(tmp_path, "--target", target, rows=ROWS[:2])
     assert "seed is 1, but" in error(capsys, tmp_path, "--target", target, "--seed", 1)
@@ -191,7 +193,7 @@ def test_each_prompt_gets_several_answers(tmp_path: Path, target: Path, llms: li
     assert answer("--samples", 3, "--overwrite") == rows
 
 
-@pytest.mark.usefixtures("llms")
+@with_llms
 def test_a_file_that_a_version_with_fewer_options_began_is_continued(tmp_path: Path, target: Path, capsys: Any) -> None:
     run(tmp_path, "--target", target, rows=ROWS[:2])
     path = tmp_path / "out.jsonl.report"
@@ -216,7 +218,7 @@ def test_the_target_of_a_file_does_not_change_under_its_name(
     assert len(llms) == 1
 
 
-@pytest.mark.usefixtures("llms")
+@with_llms
 def test_a_run_that_ended_before_its_first_row_binds_the_next_one_to_nothing(
     tmp_path: Path, target: Path, capsys: Any
 ) -> None:
@@ -233,7 +235,7 @@ def test_bad_options_get_one_sentence(tmp_path: Path, options: tuple[str, ...], 
     assert message in error(capsys, tmp_path, *options)
 
 
-@pytest.mark.usefixtures("llms")
+@with_llms
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, target: Path, capsys: Any) -> None:
     message = error(capsys, tmp_path, "--target", target, "--output", "/proc/x/a.jsonl")
     assert "output /proc/x/a.jsonl cannot be used (No such file or directory: /proc/x); check the path" in message

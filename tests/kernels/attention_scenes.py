@@ -62,6 +62,40 @@ GPU_CASES = objects_of(__file__, "gpu_cases", real_case)
 GPU_CASES["batch 64, long enough for even parts"] = replace(REAL, lengths=(*LONG, *(8000 - x for x in LONG)))
 
 
+def random_parents(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [-1, *(rng.randrange(max(0, node - 5), node) for node in range(1, count))]
+
+
+def path_of(parents: list[int], node: int) -> list[int]:
+    """The node and its ancestors."""
+    path = [node]
+    while (above := parents[path[-1]]) >= 0:
+        path.append(above)
+    return sorted(path)
+
+
+def signed_mask(nodes: list[int]) -> int:
+    """Their bits as an int64."""
+    mask = sum(1 << node for node in nodes)
+    return mask - 2**64 if mask >= 2**63 else mask
+
+
+def attend_in_fp64(
+    q: Tensor, keys: Tensor, values: Tensor, softcap: float | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """q (Q, D); keys, values (S, G, D) -> output (Q, D), and log-sum-exp (Q,) without sinks. Scores are times 0.3."""
+    G = keys.shape[1]
+    scores = torch.einsum("grd,sgd->grs", q.double().view(G, -1, q.shape[1]), keys.double()) * 0.3
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    lse = scores.logsumexp(-1).flatten()
+    if sinks is not None:  # a score more, without a value
+        scores = torch.cat((scores, sinks.double().view(G, -1, 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : len(keys)]
+    return torch.einsum("grs,sgd->grd", weights, values.double()).flatten(0, 1), lse
+
+
 class Scene:
     """Slots that hold nothing or lie before every window are NaN; page tables are shuffled; every other row of a batch
     pads it."""
@@ -86,9 +120,8 @@ class Scene:
             slots = self.slots(request)
             for x in (self.keys, self.values):
                 x.flatten(0, 1)[slots] = torch.randn(len(slots), case.G, case.D, **options).to(dtype)
-        self.parents = [self._parents(seed) for seed in range(2 * B)]
-        masks = [[sum(1 << node for node in self.allowed(b, n)) for n in range(case.N)] for b in range(2 * B)]
-        masks = [[mask - 2**64 if mask >= 2**63 else mask for mask in row] for row in masks]  # as int64
+        self.parents = [random_parents(seed, case.N) for seed in range(2 * B)]
+        masks = [[signed_mask(self.allowed(b, n)) for n in range(case.N)] for b in range(2 * B)]
         self.ancestors = torch.tensor(masks, device=device) if case.mask == "tree" else None
         self.sinks = 2 * torch.randn(case.Q, **options).to(dtype) if case.sinks else None
         self.give_back(first_position=0)
@@ -104,30 +137,19 @@ class Scene:
             self.values.flatten(0, 1)[self.slots(request)[:passed]] = torch.nan
             self.pages[self.rows[request], : passed // self.case.page_size] = 0
 
-    def _parents(self, seed: int) -> list[int]:
-        rng = random.Random(seed)
-        return [-1, *(rng.randrange(max(0, node - 5), node) for node in range(1, self.case.N))]
-
     def slots(self, request: int) -> Tensor:
         """Returns the slots of the request's committed tokens and new nodes."""
         positions = torch.arange(int(self.lengths[request]) + self.case.N, device=self.pages.device)
         page = self.pages[self.rows[request], positions // self.case.page_size]
         return page * self.case.page_size + positions % self.case.page_size
 
-    def path(self, request: int, node: int) -> list[int]:
-        """The node and its ancestors."""
-        path = [node]
-        while (above := self.parents[request][path[-1]]) >= 0:
-            path.append(above)
-        return sorted(path)
-
     def depth(self, request: int, node: int) -> int:
-        return len(self.path(request, node)) - 1 if self.case.mask == "tree" else node
+        return len(path_of(self.parents[request], node)) - 1 if self.case.mask == "tree" else node
 
     def allowed(self, request: int, node: int) -> list[int]:
         """The nodes that a node sees without a window."""
         if self.case.mask == "tree":
-            return self.path(request, node)
+            return path_of(self.parents[request], node)
         return list(range(node + 1 if self.case.mask == "causal" else self.case.N))
 
     def seen(self, request: int, node: int) -> list[int]:
@@ -158,16 +180,10 @@ class Scene:
         lse = torch.empty(B, case.N, case.Q, dtype=torch.float64, device=self.q.device)
         for request in range(0, 2 * B, 2):
             slots = self.slots(request)
-            keys, values = (x.flatten(0, 1)[slots].double() for x in (self.keys, self.values))  # (S, G, D)
+            keys, values = (x.flatten(0, 1)[slots] for x in (self.keys, self.values))  # (S, G, D)
             for node in range(case.N):
                 tokens = self.seen(request, node)
-                q = self.q[request, node].double().view(case.G, -1, case.D)
-                scores = torch.einsum("grd,sgd->grs", q, keys[tokens]) * 0.3
-                if case.softcap is not None:
-                    scores = case.softcap * torch.tanh(scores / case.softcap)
-                lse[request // 2, node] = scores.logsumexp(-1).flatten()
-                if self.sinks is not None:  # a score more, without a value
-                    scores = torch.cat((scores, self.sinks.double().view(case.G, -1, 1)), dim=-1)
-                weights = scores.softmax(-1)[..., : len(tokens)]
-                out[request // 2, node] = torch.einsum("grs,sgd->grd", weights, values[tokens]).flatten(0, 1)
+                out[request // 2, node], lse[request // 2, node] = attend_in_fp64(
+                    self.q[request, node], keys[tokens], values[tokens], case.softcap, self.sinks
+                )
         return out, lse

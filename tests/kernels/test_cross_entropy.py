@@ -22,6 +22,8 @@ LABEL_SHAPES = [(1, 1), (3, 300), (2, 1025), pytest.param((4096, 151936), marks=
 PRECISIONS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}  # the interpreter cuts bf16 off
 Run = Callable[..., tuple[Tensor, Tensor]]
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+each_run = pytest.mark.parametrize("run", RUNS)
+each_label_run = pytest.mark.parametrize("run", LABEL_RUNS)
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +91,7 @@ def check(run: Run, student: Tensor, teacher: Tensor, weights: Tensor, kind: str
 @each_device
 @pytest.mark.parametrize(("shape", "dtypes"), rotating(SHAPES, DTYPES))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_values_and_gradients(
     run: Run, kind: str, shape: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], device: str
 ) -> None:
@@ -114,7 +116,7 @@ def far_logits() -> Tensor:
 @grouped()
 @each_device
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_extreme_logits(run: Run, kind: str, device: str) -> None:
     far = far_logits()
     near = far + torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
@@ -127,7 +129,7 @@ def test_extreme_logits(run: Run, kind: str, device: str) -> None:
 @grouped()
 @each_device
 @pytest.mark.parametrize("kind", ["soft_ce", "forward_kl", "tv", "lk"])
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_columns_that_the_teacher_rules_out(run: Run, kind: str, device: str) -> None:
     """-inf is probability 0: the same as a teacher of a very low logit there; whole tiles, too."""
     student = random((4, 300), torch.float32, device, 0)
@@ -145,7 +147,7 @@ def test_columns_that_the_teacher_rules_out(run: Run, kind: str, device: str) ->
 
 
 @each_device
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_limits_of_the_losses(run: Run, device: str) -> None:
     student = random((3, 200), torch.float32, device, 0)
     weights = torch.ones(3, device=device)
@@ -169,7 +171,7 @@ def test_limits_of_the_losses(run: Run, device: str) -> None:
 @grouped()
 @each_device
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_rows_without_weight_do_not_exist(run: Run, kind: str, device: str) -> None:
     student = random((4, 200), torch.float32, device, 0)
     teacher = random((4, 200), torch.float32, device, 1)
@@ -231,7 +233,7 @@ def test_the_gradient_can_take_the_place_of_the_logits(device: str) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_no_rows_and_no_gradient_for_the_teacher(run: Run, device: str) -> None:
     student = torch.randn(4, 50, device=device)
     teacher = torch.randn(4, 50, device=device, requires_grad=True)
@@ -293,13 +295,13 @@ def check_labels(run: Run, logits: Tensor, labels: Tensor) -> None:
 @grouped("shape")
 @each_device
 @pytest.mark.parametrize(("shape", "dtype"), rotating(LABEL_SHAPES, PRECISIONS))
-@pytest.mark.parametrize("run", LABEL_RUNS)
+@each_label_run
 def test_losses_best_columns_and_gradients(run: Run, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     check_labels(run, *labelled(shape, dtype, device))
 
 
 @each_device
-@pytest.mark.parametrize("run", LABEL_RUNS)
+@each_label_run
 def test_nothing_is_written_between_the_rows(run: Run, device: str) -> None:
     wide = torch.full((3, 400), torch.nan, device=device)
     wide[:, 50:350], labels = labelled((3, 300), torch.float32, device)
@@ -310,7 +312,7 @@ def test_nothing_is_written_between_the_rows(run: Run, device: str) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("run", LABEL_RUNS)
+@each_label_run
 def test_labels_extreme_logits(run: Run, device: str) -> None:
     far = far_logits()
     logits = torch.cat((far, far[5:] - 6e4, torch.linspace(-1e20, 1e20, 300)[None]))
@@ -319,7 +321,7 @@ def test_labels_extreme_logits(run: Run, device: str) -> None:
 
 @each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("run", LABEL_RUNS)
+@each_label_run
 def test_labels_columns_that_are_ruled_out(run: Run, dtype: torch.dtype, device: str) -> None:
     """-inf is probability 0, whole tiles, too: it costs infinitely much as a label, and gets no gradient else."""
     logits, _ = labelled((3, 300), dtype, device)
@@ -332,7 +334,7 @@ def test_labels_columns_that_are_ruled_out(run: Run, dtype: torch.dtype, device:
 
 
 @each_device
-@pytest.mark.parametrize("run", LABEL_RUNS)
+@each_label_run
 def test_a_logit_that_is_no_number_makes_its_row_none(run: Run, device: str) -> None:
     logits, labels = labelled((3, 300), torch.float32, device)
     logits[1, 200] = torch.nan
@@ -342,7 +344,7 @@ def test_a_logit_that_is_no_number_makes_its_row_none(run: Run, device: str) -> 
 
 
 @each_device
-@pytest.mark.parametrize("run", LABEL_RUNS)
+@each_label_run
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_labels_no_rows(with_gradient: bool, run: Run, device: str) -> None:
     labels = torch.zeros(0, dtype=torch.int64, device=device)

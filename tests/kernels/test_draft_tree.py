@@ -13,6 +13,7 @@ from slipstream.kernels.speculation.verify import unpack
 from slipstream.tests.pairwise import grouped, rotating
 
 VOCAB = 40
+each_run = pytest.mark.parametrize("run", ["reference", "triton"])
 
 
 class Node(NamedTuple):
@@ -82,7 +83,7 @@ def build(shape: TreeShape, B: int, kind: str, page_size: int, run: Any, ids: Te
 
 
 @grouped()
-@pytest.mark.parametrize("run", ["reference", "triton"])
+@each_run
 @pytest.mark.parametrize(
     ("size", "kind"),
     rotating([(3, 4, 16), (2, 1, 3), (4, 5, 64), (4, 3, 16), (1, 3, 4)], ["plain", "ties", "certain", "filtered"]),
@@ -144,7 +145,7 @@ def check_tree(tokens: Tensor, parents: Tensor) -> None:
     assert len(set(pairs)) == len(pairs)
 
 
-@pytest.mark.parametrize("run", ["reference", "triton"])
+@each_run
 def test_probabilities_above_one_do_not_tear_a_tree(run: str) -> None:
     """Rounding may leave a log-probability just above 0; a child must not overtake its parent."""
     shape = TreeShape(2, 3)
@@ -164,7 +165,7 @@ def test_probabilities_above_one_do_not_tear_a_tree(run: str) -> None:
     assert scores.tolist() == [[0.0] * 4]
 
 
-@pytest.mark.parametrize("run", ["reference", "triton"])
+@each_run
 def test_every_prefix_is_the_tree_of_that_width(run: str) -> None:
     place, candidates, _ = build(TreeShape(4, 4), 3, "plain", 16, run, None)
     del place

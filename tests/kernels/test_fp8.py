@@ -26,6 +26,7 @@ from slipstream.tests.pairwise import grouped, rotating
 SHAPES = [(1, 256, 272), (3, 320, 128), (8, 128, 4096), (70, 70, 512)]
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 ROWS = [1, 2, 7, 16, 33, 64, 65, 100, 128, 200, 300, 513, 1024]
+by_row_and_block = pytest.mark.parametrize("by_block", [False, True])
 
 
 def layer(outputs: int, inputs: int, blocks: bool, device: str) -> tuple[Tensor, Tensor]:
@@ -89,7 +90,7 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks
 
 
 @each_device
-@pytest.mark.parametrize("by_block", [False, True])
+@by_row_and_block
 def test_inputs_are_quantised_by_row(by_block: bool, device: str) -> None:
     """Codes times powers of two come back: the interpreter does not round to e4m3 as GPUs do."""
     generator = torch.Generator(device).manual_seed(0)
@@ -246,7 +247,7 @@ def test_norms_quantise_their_output(input_format: tuple[float | None, bool], de
 
 
 @each_device
-@pytest.mark.parametrize("by_block", [False, True])
+@by_row_and_block
 def test_gated_activations_are_quantised_in_one_kernel(by_block: bool, device: str) -> None:
     gate_up = torch.randn(7, 2 * 272 + 16, device=device).half()[:, : 2 * 272]
     for static in (None, torch.tensor(0.01, device=device)):
@@ -260,7 +261,7 @@ def test_gated_activations_are_quantised_in_one_kernel(by_block: bool, device: s
 
 
 @each_device
-@pytest.mark.parametrize("by_block", [False, True])
+@by_row_and_block
 def test_gates_of_attention_are_quantised_in_one_kernel(by_block: bool, device: str) -> None:
     """The gate stands beside queries, keys and values."""
     gate = torch.randn(7, 3 * 272, device=device).half()[:, 272 : 2 * 272]

@@ -23,6 +23,7 @@ RUNS = ["reference", "triton"]
 # The interpreter has no product of bfloat16.
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 VOCAB = 97
+each_run = pytest.mark.parametrize("run", RUNS)
 
 
 def lattice_of(B: int, K: int, k: int, kind: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -43,7 +44,7 @@ def lattice_of(B: int, K: int, k: int, kind: str, device: str) -> tuple[Tensor, 
 
 @grouped()
 @each_device
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 @pytest.mark.parametrize(
     ("shape", "form", "dtype"),
     rotating([(2, 4, 5, 24), (1, 1, 16, 64), (3, 2, 33, 100)], ["plain", "product", "gated"], DTYPES),
@@ -96,7 +97,7 @@ def log_sure(confidence: Confidence, request: int, slot: int, before: int) -> fl
 
 @grouped()
 @each_device
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 @pytest.mark.parametrize(
     ("shape", "kind"), rotating([(3, 5, 4), (1, 1, 1), (2, 7, 16)], ["plain", "ties", "alike", "filtered"])
 )
@@ -127,7 +128,7 @@ def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, 
 
 @grouped("confidence")
 @each_device
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 @pytest.mark.parametrize(
     ("shape", "kind", "topk", "count"),
     rotating([(2, 3, 4), (1, 1, 3), (2, 4, 3)], ["plain", "ties", "alike", "filtered"], [2, 4], [9, 2, 24]),
@@ -185,7 +186,7 @@ def test_kernel_and_reference_agree_on_ties() -> None:
 
 
 @each_device
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_noise_is_that_of_the_sample(run: str, device: str) -> None:
     scores = torch.randn(4, 5, device=device)
     tokens = torch.randint(300_000, (4, 5), device=device)

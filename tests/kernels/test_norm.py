@@ -88,8 +88,7 @@ def test_add_rms_norm(
     residual = random_rows(shape, dtype, device, 0)
     delta = random(shape, dtype, device, 1)
     weight = random(shape[1:], dtype, device, 2)
-    wide = torch.full((shape[0], 3 * shape[1]), torch.nan, dtype=dtype, device=device)
-    out = wide[:, shape[1] : 2 * shape[1]]
+    before, out, after = torch.full((shape[0], 3 * shape[1]), torch.nan, dtype=dtype, device=device).chunk(3, dim=1)
     with poisoned():
         result, summed = kernel(residual, delta, weight, EPS, out if with_out else None)
     is_cut = device == "cpu" and dtype == torch.bfloat16  # the interpreter drops the lower bits instead of rounding
@@ -97,8 +96,8 @@ def test_add_rms_norm(
     check(result, normed(summed, weight), dtype)
     if with_out:
         assert torch.equal(out, summed)
-        assert wide[:, : shape[1]].isnan().all()
-        assert wide[:, 2 * shape[1] :].isnan().all()
+        assert before.isnan().all()
+        assert after.isnan().all()
 
 
 def random_increment(shape: tuple[int, int], parts: str, dtype: torch.dtype, device: str) -> Increment:
@@ -132,8 +131,7 @@ def test_grow_and_norm(
     residual = random_rows(shape, dtype, device, 0)
     increment = random_increment(shape, parts, dtype, device)
     weights = [random(shape[1:], (dtype, torch.float32)[index % 2], device, 6 + index) for index in range(count)]
-    wide = torch.full((shape[0], 3 * shape[1]), torch.nan, dtype=dtype, device=device)
-    out = wide[:, shape[1] : 2 * shape[1]]
+    before, out, after = torch.full((shape[0], 3 * shape[1]), torch.nan, dtype=dtype, device=device).chunk(3, dim=1)
     with poisoned():
         results, summed = kernel(residual, increment, weights, EPS, out if with_out else None)
     first, second, outer, factor = increment
@@ -148,8 +146,8 @@ def test_grow_and_norm(
         check(result, normed(summed, weight), dtype)
     if with_out:
         assert torch.equal(out, summed)
-        assert wide[:, : shape[1]].isnan().all()
-        assert wide[:, 2 * shape[1] :].isnan().all()
+        assert before.isnan().all()
+        assert after.isnan().all()
 
 
 @grouped()

@@ -33,13 +33,14 @@ from slipstream.kernels.attention.ragged import (
 )
 from slipstream.kernels.attention.tree import fit_blocks
 from slipstream.kernels.grid_sync import done_counters
+from slipstream.tests.kernels.attention_scenes import attend_in_fp64, path_of, random_parents, signed_mask
 from slipstream.tests.kernels.triton_runs import NO_INTERPRETER, SLOW, each_device, poisoned
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.tables import objects_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter, masked rows
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the norm
-SCALE = 0.3
+SCALE = 0.3  # as attend_in_fp64 has it
 
 Rows = tuple[tuple[int, int], ...]  # committed tokens and rows of each segment
 
@@ -134,12 +135,10 @@ class Scene:
             generator = torch.Generator().manual_seed(1000 + self.seeds[s])
             queries = torch.randn(length + rows, case.Q, case.D, generator=generator)[length:]
             self.q[starts[s] : starts[s + 1]] = queries.to(device, dtype)
-            rng = random.Random(self.seeds[s])
-            self.parents.append([-1, *(rng.randrange(max(0, node - 5), node) for node in range(1, rows))])
+            self.parents.append(random_parents(self.seeds[s], rows))
             if s < len(case.nodes):
-                masks = [sum(1 << node for node in self.path(s, node)) for node in range(rows)]
-                signed = [mask - 2**64 if mask >= 2**63 else mask for mask in masks]
-                ancestors[starts[s] : starts[s + 1]] = torch.tensor(signed, dtype=torch.int64)
+                masks = [signed_mask(self.path(s, node)) for node in range(rows)]
+                ancestors[starts[s] : starts[s + 1]] = torch.tensor(masks, dtype=torch.int64)
         self.keys, self.values = cache.unflatten(1, (-1, page))
         self.pages = pages.to(device)
         self.ancestors = ancestors.to(device)
@@ -156,10 +155,7 @@ class Scene:
 
     def path(self, s: int, node: int) -> list[int]:
         """The node and its ancestors."""
-        path = [node]
-        while (above := self.parents[s][path[-1]]) >= 0:
-            path.append(above)
-        return sorted(path)
+        return path_of(self.parents[s], node)
 
     def seen(self, s: int, row: int) -> list[int]:
         """Returns the places that a row sees."""
@@ -207,17 +203,11 @@ class Scene:
         for s, (length, rows) in enumerate(case.segments):
             token = torch.arange(length + rows, device=self.q.device)
             at = self.pages[self.segments.slots[s]][token // case.page_size] * case.page_size + token % case.page_size
-            keys, values = (x.flatten(0, 1)[at].double() for x in (self.keys, self.values))
+            keys, values = (x.flatten(0, 1)[at] for x in (self.keys, self.values))
             for row in range(rows):
-                q = self.q[starts[s] + row].double().view(case.G, -1, case.D)
                 tokens = self.seen(s, row)
-                scores = torch.einsum("grd,sgd->grs", q, keys[tokens]) * SCALE
-                if case.softcap is not None:
-                    scores = case.softcap * torch.tanh(scores / case.softcap)
-                if self.sinks is not None:  # a score more, without a value
-                    scores = torch.cat((scores, self.sinks.double().view(case.G, -1, 1)), dim=-1)
-                weights = scores.softmax(dim=-1)[..., : len(tokens)]
-                right = torch.einsum("grs,sgd->grd", weights, values[tokens]).flatten(0, 1)
+                q = self.q[starts[s] + row]
+                right, _ = attend_in_fp64(q, keys[tokens], values[tokens], case.softcap, self.sinks)
                 error = (out[starts[s] + row].double() - right).norm() / right.norm()
                 assert error < TOLERANCES[out.dtype], (s, row)
 

@@ -47,11 +47,12 @@ SHAPES = [
     (4, 2 * TILE + 7, 5),
     *(pytest.param(x, marks=pytest.mark.gpu) for x in BIG),
 ]
+each_run = pytest.mark.parametrize("run", RUNS)
 
 
 @grouped()
 @each_device
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, [torch.float32, torch.bfloat16]))
 def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, run, device: str) -> None:
     R, V, k = shape
@@ -68,7 +69,7 @@ def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, run, devic
 
 
 @each_device
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_several_k(run, device: str) -> None:
     logits = torch.randn(2, 40, device=device)
     positions = torch.tensor([5, 9], device=device)
@@ -82,7 +83,7 @@ def test_several_k(run, device: str) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 @pytest.mark.parametrize(("columns", "k"), [(50, 37), pytest.param(TILE + 70, 64, marks=SLOW)])
 def test_more_than_a_few(columns: int, k: int, run, device: str) -> None:
     logits = torch.randn(1, columns, generator=torch.Generator().manual_seed(k)).to(device)
@@ -94,7 +95,7 @@ def test_more_than_a_few(columns: int, k: int, run, device: str) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_ties_and_infinities(run, device: str) -> None:
     """The lower column first, across tiles, too; columns of -inf come last, in order."""
     logits = torch.full((4, 2 * TILE + 3), -torch.inf, device=device)
@@ -113,7 +114,7 @@ def test_ties_and_infinities(run, device: str) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_filters(run, device: str) -> None:
     """Cut columns have no probability; a greedy row has no filters."""
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).to(device) * 3
@@ -133,7 +134,7 @@ def test_filters(run, device: str) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_parameters_by_entry(run, device: str) -> None:
     logits = torch.randn(6, 300, device=device)
     positions = torch.arange(6, device=device)

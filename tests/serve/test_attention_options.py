@@ -16,6 +16,7 @@ from slipstream.tests.tables import each_case
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
+with_flashinfer = pytest.mark.usefixtures("flashinfer")
 
 
 def formats(
@@ -57,20 +58,20 @@ def test_a_name_stands_for_all_phases_or_for_its_own() -> None:
     assert mixed == {"prefill": SDPABackend, "verify": TritonBackend, "draft": TritonBackend}
 
 
-@pytest.mark.usefixtures("flashinfer")
+@with_flashinfer
 def test_a_name_may_carry_a_variant() -> None:
     option = "prefill=flashinfer:fa2,verify=flashinfer,draft=flashinfer:fa2"
     assert names(option, formats()) == ["flashinfer FA2Backend", "flashinfer Backend", "flashinfer FA2Backend"]
 
 
-@pytest.mark.usefixtures("flashinfer")
+@with_flashinfer
 @each_case()
 def test_wrong_options_name_the_fault(option: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^attention (backend )?{message}"):
         find_backends(option, formats())
 
 
-@pytest.mark.usefixtures("flashinfer")
+@with_flashinfer
 @pytest.mark.parametrize(
     ("option", "kv", "message"),
     [
@@ -106,7 +107,7 @@ def test_a_phase_without_kernels_says_what_lacks_and_who_has_it(
         find_backends(option, kv)
 
 
-@pytest.mark.usefixtures("flashinfer")
+@with_flashinfer
 def test_features_of_layers_are_served_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for fields, lack in (({"softcap": 30.0}, "soft caps of scores"), ({"sinks": torch.zeros(1)}, "attention sinks")):
         layers = asking_layer().spec, asking_layer(head_dim=64, **fields).spec
@@ -120,7 +121,7 @@ def test_features_of_layers_are_served_or_refused_by_name(monkeypatch: pytest.Mo
                 find_backends("sdpa", formats_of_phases)
 
 
-@pytest.mark.usefixtures("flashinfer")
+@with_flashinfer
 def test_an_fp8_cache_is_read_by_our_kernels_and_sdpa() -> None:
     kv = {phase: form._replace(has_codes=True) for phase, form in formats().items()}
     assert names("auto", kv) == ["sdpa Backend", "triton Backend", "triton Backend"]
@@ -131,7 +132,7 @@ def test_an_fp8_cache_is_read_by_our_kernels_and_sdpa() -> None:
 
 
 @pytest.mark.parametrize("fitting", [torch.bfloat16, torch.float16])
-@pytest.mark.usefixtures("flashinfer")
+@with_flashinfer
 def test_each_phase_is_checked_against_its_own_kv(fitting: torch.dtype) -> None:
     draft_only = formats(dtype=fitting) | {"draft": KVFormat(GPU, fitting, (asking_layer(head_dim=80).spec,))}
     find_backends("prefill=flashinfer,verify=flashinfer,draft=sdpa", draft_only)
@@ -141,7 +142,7 @@ def test_each_phase_is_checked_against_its_own_kv(fitting: torch.dtype) -> None:
     find_backends("flashinfer", draft_only)
 
 
-@pytest.mark.usefixtures("flashinfer")
+@with_flashinfer
 @pytest.mark.parametrize(("capability", "fits"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
 def test_fa3_needs_hopper(capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -167,13 +168,13 @@ def test_kernels_that_cannot_be_compiled_are_refused_at_the_start(tmp_path: Path
         find_backends("flashinfer", formats())
 
 
-@pytest.mark.usefixtures("flashinfer")
+@with_flashinfer
 def test_auto_is_sdpa_on_the_cpu() -> None:
     assert find_backends("auto", formats(CPU)) == dict.fromkeys(PHASES, SDPABackend)
     assert find_backends("auto") == dict.fromkeys(PHASES, SDPABackend)
 
 
-@pytest.mark.usefixtures("flashinfer")
+@with_flashinfer
 def test_auto_is_flashinfer_and_triton_on_the_gpu(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert names("auto", formats()) == ["flashinfer Backend", "triton Backend", "triton Backend"]
@@ -182,7 +183,7 @@ def test_auto_is_flashinfer_and_triton_on_the_gpu(caplog: pytest.LogCaptureFixtu
     ]
 
 
-@pytest.mark.usefixtures("flashinfer")
+@with_flashinfer
 @pytest.mark.parametrize(
     ("kv", "lack"), [(formats(dtype=torch.float32), "for torch.float32"), (formats(head_dim=16), "for head dim 16")]
 )

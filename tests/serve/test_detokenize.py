@@ -53,6 +53,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
 TEXTS = st.text(alphabet=st.one_of(st.sampled_from("the abX.\n▁"), st.characters(codec="utf-8")), max_size=60)
+each_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 
 def push_in_chunks(stream: TextStream, tokens: list[int], seed: int, finish: str = "length") -> list[str]:
@@ -76,7 +77,7 @@ def naive_stop(text: str, stop: list[str]) -> int | None:
     return None
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@each_tokenizer
 @given(text=TEXTS, seed=st.integers(0, 1000))
 @settings(max_examples=100, deadline=None)
 def test_pieces_join_to_the_full_decoding(name: str, text: str, seed: int) -> None:
@@ -99,7 +100,7 @@ def test_random_ids_with_broken_characters(tokens: list[int], seed: int) -> None
     assert "".join(pieces) == byte_level().decode(tokens, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@each_tokenizer
 @given(
     text=st.text(alphabet="abc 你👍\n", max_size=40),
     stop=st.lists(st.text(alphabet="abc 你👍\n", min_size=1, max_size=4), min_size=1, max_size=4),
@@ -143,7 +144,7 @@ class CountingDecoder(Decoder):
         return super().__call__(tokens)
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@each_tokenizer
 @given(data=st.data(), seed=st.integers(0, 1000))
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_any_ids_decode_alike_whole_and_in_pieces_after_any_prompt(name: str, data: st.DataObject, seed: int) -> None:
@@ -198,7 +199,7 @@ def test_an_answer_goes_on_from_its_prompt(tokenizer: PreTrainedTokenizerFast, w
         assert before + "".join(push_in_chunks(stream, tokens[end:], end)) == decoded
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@each_tokenizer
 @pytest.mark.parametrize("bytes_of_tokens", [b"\xa1", b"\xf0\x9f", b"\xe6\x97\xa5\xe6", b""])
 def test_the_work_is_linear_for_any_tokens(name: str, bytes_of_tokens: bytes) -> None:
     """Bytes that complete no character, and ids that have no text at all; text is told as it comes."""
@@ -307,7 +308,7 @@ class Shouting(PreTrainedTokenizerFast):
         return super()._decode(*arguments, **options).upper()
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@each_tokenizer
 def test_the_backend_decodes_what_transformers_does(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     rng = random.Random(7)

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "chunks": {"page_size": 1, "prefill_budget": 7},
     "one-by-one": {"page_size": 1, "prefill_budget": 1},
 }
+chain_and_tree = pytest.mark.parametrize("drafted", ["chain", "tree"])
 
 
 @grouped("kind", "count")
@@ -86,20 +88,27 @@ def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transforme
     assert engine.scheduler.num_preemptions > 0
 
 
-def copying_target(target: MTPTarget, folder: Path, count: int) -> MTPTarget:
-    save_almost_copying(target.folder, folder, count)
-    model = load_float64(folder)
-    return MTPTarget(folder, model, MtpModel.from_pretrained(model).double(), zero_first=False)
+@pytest.fixture
+def copying(make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], MTPTarget]:
+    """count of modules -> a target that almost copies."""
+
+    def make(count: int) -> MTPTarget:
+        origin = make_mtp("glm4-moe", count)
+        monkeypatch.setattr(type(origin.model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[4-9]\..*"])
+        folder = tmp_path / "target"
+        save_almost_copying(origin.folder, folder, count)
+        model = load_float64(folder)
+        return MTPTarget(folder, model, MtpModel.from_pretrained(model).double(), zero_first=False)
+
+    return make
 
 
-@pytest.mark.parametrize("drafted", ["chain", "tree"])
+@chain_and_tree
 @pytest.mark.parametrize("count", [2, 3])
 def test_modules_keep_up_when_several_tokens_are_accepted(
-    count: int, drafted: str, make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, drafted: str, copying: Callable[[int], MTPTarget]
 ) -> None:
-    origin = make_mtp("glm4-moe", count)
-    monkeypatch.setattr(type(origin.model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[4-9]\..*"])
-    target = copying_target(origin, tmp_path / "target", count)
+    target = copying(count)
     options = TreeOptions(**DRAFTED[drafted])
     requests = sized_requests((1, 9, 50), max_tokens=21, ignore_eos=True, temperature=0.3)
     width = options.verified_nodes
@@ -114,12 +123,8 @@ def test_modules_keep_up_when_several_tokens_are_accepted(
     assert answers["50"].counts.cached_tokens > 0
 
 
-def test_hits_and_chunks_change_no_accept_length(
-    make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    origin = make_mtp("glm4-moe", 3)
-    monkeypatch.setattr(type(origin.model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[4-9]\..*"])
-    target = copying_target(origin, tmp_path / "target", 3)
+def test_hits_and_chunks_change_no_accept_length(copying: Callable[[int], MTPTarget]) -> None:
+    target = copying(3)
     request = make_request("long", random_prompt(150, 1), max_tokens=40, temperature=0.8, ignore_eos=True)
     answers = []
     for budget, runs in ((256, 1), (64, 2), (3, 1)):
@@ -146,14 +151,12 @@ class Proposals:
         return proposal
 
 
-@pytest.mark.parametrize("drafted", ["chain", "tree"])
+@chain_and_tree
 def test_passes_as_a_gpu_has_them_propose_what_transformers_does(
-    drafted: str, make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drafted: str, copying: Callable[[int], MTPTarget]
 ) -> None:
     """Ragged passes of fixed size, filled up with padding, which is written to the dump page only."""
-    origin = make_mtp("glm4-moe", 3)
-    monkeypatch.setattr(type(origin.model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[4-9]\..*"])
-    target = copying_target(origin, tmp_path / "target", 3)
+    target = copying(3)
     options = TreeOptions(**DRAFTED[drafted])
     sizes: dict[str, Any] = {"max_running": 3, "prefill_budget": 32, "prefill_graph_tokens": 32, "page_size": 1}
     sizes |= {"drafter": DRAFTED[drafted], "width": options.verified_nodes, "kv_cache_tokens": 512}
@@ -210,7 +213,7 @@ CAPTURED: dict[str, Any] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("drafted", ["chain", "tree"])
+@chain_and_tree
 @pytest.mark.parametrize("kind", ["ernie", "glm4-moe", "hy-v3"])
 def test_captured_steps_change_no_token(kind: str, drafted: str, make_mtp: MakeMTP) -> None:
     folder = make_mtp(kind, 3).folder
@@ -221,7 +224,7 @@ def test_captured_steps_change_no_token(kind: str, drafted: str, make_mtp: MakeM
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("drafted", ["chain", "tree"])
+@chain_and_tree
 def test_captured_steps_accept_what_eager_ones_do(drafted: str, make_mtp: MakeMTP, tmp_path: Path) -> None:
     """The proposals of captured steps are seen in what is accepted alone."""
     save_almost_copying(make_mtp("glm4-moe", 3).folder, tmp_path / "target", 3)
