@@ -15,6 +15,7 @@ from slipstream.models.drafts.base import DraftNetwork
 from slipstream.models.targets.families import Hidden
 from slipstream.serve.drafters.options import TreeOptions
 from slipstream.serve.request import Request
+from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_drafts import load_float64
 from slipstream.tests.random_targets import (
@@ -191,27 +192,19 @@ class NaiveModules(NaiveMTP):
         return states
 
 
-class PlainMTP(NaiveEagle3):
+class PlainMTP(NaiveEagle):
     """The module of a draft checkpoint for a target of a family without, written out from its public tensors, in fp64.
     `embeddings` and `head` (V, H) are the target's."""
 
     def __init__(self, draft: Path | DraftNetwork, embeddings: Tensor, head: Tensor) -> None:
-        self.target_ids = torch.arange(len(head))
-        super().__init__(draft, embeddings)
+        super().__init__(draft, embeddings, head)
         self.layer = f"layers.{self.config['num_target_layers']}"
-        self.head = head.double()[self.target_ids]
-
-    def fuse(self, aux_states: Tensor) -> Tensor:
-        return aux_states.double()
 
     def states(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         x = self._project(torch.cat((self._norm(embeds, "enorm"), self._norm(hidden, "hnorm")), dim=-1), "eh_proj")
         x = x + self._attention(self._norm(x, f"{self.layer}.input_layernorm"), f"{self.layer}.self_attn")
         x = x + self._project(self._gated(x, self.layer), f"{self.layer}.mlp.down_proj")
         return self._norm(x, "norm")
-
-    def logits(self, states: Tensor) -> Tensor:
-        return states.double() @ self.head.T
 
 
 class Oracle:

@@ -229,6 +229,17 @@ def fuse_experts(tensors: Tensors) -> Tensors:
     return result
 
 
+def save_in_two_files(tensors: Tensors, apart: Path, folder: Path) -> None:
+    """With an index, and the other files of `apart`."""
+    folder.mkdir()
+    for file in apart.glob("*.json"):
+        (folder / file.name).write_text(file.read_text())
+    files = {key: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, key in enumerate(sorted(tensors))}
+    for name in set(files.values()):
+        save_file({key: tensors[key] for key in files if files[key] == name}, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
 def dequantized_weights(target: Target) -> Tensors:
     """Weights of the linear layers that are quantised, experts included, by their names in files."""
     weights: Tensors = {}

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.adapt import adapt_values
 from slipstream.models.targets.config import MoESpec
-from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.decoder import Target, load_config
 from slipstream.tests.pairwise import grouped, some_of
 from slipstream.tests.quantized_targets import (
     GPTQ,
     LAYOUTS,
+    Tensors,
     change_tensors,
     check_logits,
     compressed,
@@ -33,6 +35,7 @@ from slipstream.tests.quantized_targets import (
     load,
     read_by_transformers,
     reference,
+    save_in_two_files,
     save_quantized,
     w4,
     w8,
@@ -73,16 +76,26 @@ WIDE = SHAPE | {"hidden_size": 256, "intermediate_size": 384, "num_attention_hea
 ADAPTED = configs_of(__file__, "adapted", WIDE)
 
 
+def save_adapted(family: str, name: str, folder: Path, ignored: Sequence[str] = ()) -> tuple[Path, Tensors]:
+    """Saves the target in a layout beside a plain one, whose folder it returns, and the weights in fp32."""
+    plain = folder / "plain"
+    save_random_target(copy.deepcopy(ADAPTED[family]), plain)
+    return plain, save_quantized(LAYOUTS[name], plain, folder / name, ignored)
+
+
+def check_adapted(target: Target, name: str, plain: Path, values: Tensors) -> None:
+    layout = LAYOUTS[name]
+    model = reference(layout, plain, plain.with_name(name), values)
+    check_logits(target, model, plain, TOKENS, is_exact=layout.inputs == "exact", is_adapted=True)
+
+
 @grouped("family")
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("family", some_of(ADAPTED, ["ernie", "granite", "laguna", "qwen3-5"]))
 @torch.no_grad()
 def test_quantised_files_are_adapted_too(family: str, name: str, tmp_path: Path) -> None:
     """Where rows are packed across outputs they cannot be reordered, and the error says so."""
-    layout = LAYOUTS[name]
-    plain = tmp_path / "plain"
-    save_random_target(copy.deepcopy(ADAPTED[family]), plain)
-    values = save_quantized(layout, plain, tmp_path / name)
+    plain, values = save_adapted(family, name, tmp_path)
     if family.startswith("ernie") and (name.startswith(("awq", "gptq")) or name == "packed-asymmetric"):
         with pytest.raises(ValueError, match="rows of Ernie4_5ForCausalLM are reordered when they are loaded"):
             load(tmp_path / name, name)
@@ -92,8 +105,7 @@ def test_quantised_files_are_adapted_too(family: str, name: str, tmp_path: Path)
             load(tmp_path / name, name)
         return
     target = load(tmp_path / name, name)
-    model = reference(layout, plain, tmp_path / name, values)
-    check_logits(target, model, plain, TOKENS, is_exact=layout.inputs == "exact", is_adapted=True)
+    check_adapted(target, name, plain, values)
 
 
 IGNORED = {  # by family: modules that published files leave in 16 bits
@@ -110,18 +122,14 @@ IGNORED = {  # by family: modules that published files leave in 16 bits
 @pytest.mark.parametrize("family", some_of([name for name in IGNORED if name in ADAPTED], ["qwen3-5-moe", "glm4-moe"]))
 @torch.no_grad()
 def test_modules_that_a_config_lists_stay_in_16_bits(family: str, name: str, tmp_path: Path) -> None:
-    layout = LAYOUTS[name]
-    plain = tmp_path / "plain"
-    save_random_target(copy.deepcopy(ADAPTED[family]), plain)
-    values = save_quantized(layout, plain, tmp_path / name, IGNORED[family])
+    plain, values = save_adapted(family, name, tmp_path, IGNORED[family])
     target = load(tmp_path / name)
     formats = read_quantization(tmp_path / name)
     for path, module in target.named_modules():
         if isinstance(module, FP8Linear | Int4Linear):
             assert all(formats.listed_format(f"{path.rpartition('.')[0]}.{part}") for part in module.parts or
                        [path.rpartition(".")[2]]), path  # fmt: skip
-    model = reference(layout, plain, tmp_path / name, values)
-    check_logits(target, model, plain, TOKENS, is_exact=layout.inputs == "exact", is_adapted=True)
+    check_adapted(target, name, plain, values)
 
 
 @pytest.mark.skipif("muse-glimmer" not in ADAPTED, reason="this transformers does not know it")
@@ -141,10 +149,7 @@ def test_a_gate_is_projected_with_queries_where_their_format_allows_it(
     name: str, ignored: list[str], is_joined: bool, tmp_path: Path
 ) -> None:
     """And the norm before them quantises for one layer then."""
-    layout = LAYOUTS[name]
-    plain = tmp_path / "plain"
-    save_random_target(copy.deepcopy(ADAPTED["muse-glimmer"]), plain)
-    values = save_quantized(layout, plain, tmp_path / name, ignored)
+    plain, values = save_adapted("muse-glimmer", name, tmp_path, ignored)
     target = load(tmp_path / name, name)
     for layer in target.layers:
         mixer: Any = layer.mixer
@@ -154,8 +159,7 @@ def test_a_gate_is_projected_with_queries_where_their_format_allows_it(
         is_fp8 = isinstance(mixer.qkv_proj, FP8Linear)
         assert (layer.input_layernorm.quantize is not None) == (is_joined and is_fp8)
         assert (layer.pre_feedforward_layernorm.quantize is not None) == is_fp8
-    model = reference(layout, plain, tmp_path / name, values)
-    check_logits(target, model, plain, TOKENS, is_exact=layout.inputs == "exact", is_adapted=True)
+    check_adapted(target, name, plain, values)
 
 
 @pytest.mark.skipif("muse-glimmer" not in ADAPTED, reason="this transformers does not know it")
@@ -206,9 +210,6 @@ def test_fused_projections_and_several_files(name: str, plain: Path, tmp_path: P
     save_quantized(LAYOUTS[name], plain, tmp_path / "apart")
     tensors = load_file(tmp_path / "apart" / "model.safetensors")
     fused = tmp_path / "fused"
-    fused.mkdir()
-    for file in (tmp_path / "apart").glob("*.json"):
-        (fused / file.name).write_text(file.read_text())
     expected = load(tmp_path / "apart")
     along = {"awq": 1, "gptq-v2": 1}.get(name, 0)
     for index in range(4):
@@ -223,11 +224,7 @@ def test_fused_projections_and_several_files(name: str, plain: Path, tmp_path: P
             tensors[f"{prefix}qkv_proj.{end}"] = joined.contiguous()
             if end == "weight_shape":
                 del tensors[f"{prefix}qkv_proj.{end}"]
-    names = sorted(tensors)
-    files = {key: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, key in enumerate(names)}
-    for file in set(files.values()):
-        save_file({key: tensors[key] for key in names if files[key] == file}, fused / file)
-    (fused / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    save_in_two_files(tensors, tmp_path / "apart", fused)
     layer, expected_layer = (target.layers[2].self_attn.qkv_proj for target in (load(fused), expected))
     if name.startswith("fp8") and name != "fp8-blocks":
         assert torch.equal(layer.weight_scale, torch.full((len(layer.weight),), 0.5))

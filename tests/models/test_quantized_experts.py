@@ -1,7 +1,6 @@
 """Checkpoints with quantised experts: each layout against transformers on dequantised weights, and refusals."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from slipstream.tests.quantized_targets import (
     read_by_transformers,
     reference,
     save_gpt_oss,
+    save_in_two_files,
     save_quantized,
 )
 from slipstream.tests.random_targets import MakeTarget, change_json, logits, save_random_target
@@ -86,13 +86,7 @@ def test_other_layouts_are_stored_as_they_mean(name: str, plain: Path, tmp_path:
 def test_fused_experts_in_several_files(plain: Path, tmp_path: Path) -> None:
     save_quantized(LAYOUTS["fp8-blocks"], plain, tmp_path / "apart")
     fused = tmp_path / "fused"
-    fused.mkdir()
-    (fused / "config.json").write_text((tmp_path / "apart" / "config.json").read_text())
-    tensors = fuse_experts(load_file(tmp_path / "apart" / "model.safetensors"))
-    files = {key: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, key in enumerate(sorted(tensors))}
-    for file in set(files.values()):
-        save_file({key: tensors[key] for key in files if files[key] == file}, fused / file)
-    (fused / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    save_in_two_files(fuse_experts(load_file(tmp_path / "apart" / "model.safetensors")), tmp_path / "apart", fused)
     buffers, expected = (dict(load(folder).named_buffers()) for folder in (fused, tmp_path / "apart"))
     assert buffers.keys() == expected.keys()
     assert all(torch.equal(buffers[key].float(), expected[key].float()) for key in expected)
