@@ -32,15 +32,15 @@ from slipstream.data_tools.options import (
 from slipstream.data_tools.rows import check_data
 from slipstream.data_tools.target_tokenizer import ChatTemplate, TargetTokenizer, load_target_tokenizer
 from slipstream.data_tools.verb_options import RegenerateConfig
-from slipstream.models.files.atomic import atomic_file, full_disk_errors, open_locked, write_json
+from slipstream.models.files.atomic import LineFile, atomic_file, write_json
 from slipstream.models.files.checkpoint import read_json, resolve, weights_fingerprint
 from slipstream.models.files.outputs import check_output_file
 from slipstream.models.files.text import read_key
 from slipstream.serve.llm import LLM
 
 
-class Journal:
-    """A JSONL file of rows with an `id`, appended and flushed one by one; `ids` are those in it. A context manager.
+class Journal(LineFile):
+    """A JSONL file of rows with an `id`; `ids` are those in it.
 
     Every line is whole: opening the file cuts off a row that a killed writer left unfinished.
     Locks the file before reading it or, with `anew`, emptying it. Raises ValueError for other content and while another
@@ -48,22 +48,14 @@ class Journal:
     """
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
-        self.path = path
         self.ids: set[str] = set()
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.is_new = not path.exists()
-        self._file = open_locked(path)
+        super().__init__(path)
         try:
             self._file.truncate(0 if anew else self._read())
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> "Journal":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
     def _read(self) -> int:
         """Fills `ids`; returns the number of bytes in whole lines."""
@@ -77,9 +69,7 @@ class Journal:
 
     def append(self, row: Mapping[str, Any]) -> None:
         assert row["id"] not in self.ids
-        with full_disk_errors(self.path):
-            self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-            self._file.flush()
+        self.write(row)
         self.ids.add(row["id"])
 
 

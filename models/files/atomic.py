@@ -24,11 +24,11 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 STAGING = re.compile(r"\.(.+)\.tmp")
 LOCK = "lock"
@@ -144,6 +144,26 @@ def open_locked(path: Path) -> BinaryIO:
             if _is_same_file(file, path):  # otherwise the previous holder renamed or deleted it before we got the lock
                 stack.pop_all()
                 return file
+
+
+class LineFile:
+    """A file of JSON lines, made if missing and locked until closed; lines are appended whole. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = open_locked(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        with full_disk_errors(self.path):
+            self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
 
 
 class FolderLock:

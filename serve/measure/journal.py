@@ -7,9 +7,9 @@ draft, every other line one result. A line that a killed writer left unfinished 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from slipstream.models.files.atomic import open_locked
+from slipstream.models.files.atomic import LineFile
 
 Fields = Mapping[str, Any]
 OPTIONS = "options"
@@ -17,8 +17,8 @@ IDENTITY = "identity"
 REMEDY = "name another output, or add --overwrite"
 
 
-class Journal:
-    """The results in `path`, made if missing. A context manager; locks the file.
+class Journal(LineFile):
+    """The results in `path`.
 
     `identity` says which target and draft are measured; None: nobody tells. Raises ValueError, and leaves the file as
     it is, if another process writes it, if it is not one of `program`'s, or if it was begun with other options or for
@@ -34,12 +34,10 @@ class Journal:
         *,
         anew: bool = False,
     ) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
         self.results: list[dict[str, Any]] = []
         self.is_identified = True  # the results are of the same target and draft as those to come
         new_head = json.loads(json.dumps({"program": program, OPTIONS: options, IDENTITY: identity}))  # as in the file
-        self._file = open_locked(path)
+        super().__init__(path)
         try:
             head = self._read(program)
             continues = head[OPTIONS] is not None and not anew
@@ -49,16 +47,10 @@ class Journal:
             else:
                 self._file.truncate(0)
                 self.results = []
-                self._write(new_head)
+                self.write(new_head)
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
     def _read(self, program: str) -> dict[str, Any]:
         """Fills `results`, cuts off an unfinished line. Returns the first line, without options if there was none."""
@@ -102,8 +94,4 @@ class Journal:
 
     def add(self, result: Fields) -> None:
         self.results.append(dict(result))
-        self._write(result)
-
-    def _write(self, line: Fields) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+        self.write(result)
