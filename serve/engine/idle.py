@@ -11,6 +11,7 @@ tree. Chunks take free pages only, and those that the answer had were given back
 windows and states they take what a prompt may.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
 from slipstream.serve.request import Request, SamplingParams
 
 MOST_TEXTS = 64
-CHUNK_MS = 20.0  # for which a request that arrives may wait
+CHUNK_MS = 20.0  # for which a request that arrives may wait, or so often
+LEAST_CHUNKS = 1.5  # the least time of a chunk: a pass takes that however few its rows are
 SLOW_MS = 100.0  # a chunk that takes longer is the last of its text, and most texts are left out, as after PATIENCE
 PATIENCE = 16  # texts in a row that no request found, after which most texts are left out:
 RARELY = 16  # all but one in so many
@@ -48,6 +50,7 @@ class IdlePrompts:
         self._most_rows = most_rows
         self._texts: deque[Text] = deque()
         self._rows = grid  # of the next chunk
+        self._least_ms = math.inf  # of a chunk so far
         self._num_unused = 0  # texts in a row that no request found
         self._num_ended = 0  # requests
 
@@ -118,6 +121,8 @@ class IdlePrompts:
         if is_slow or chunk.end == self._texts[-1].end:
             self._texts.pop()
             self._num_unused += PATIENCE if is_slow else 1
+        self._least_ms = min(self._least_ms, ms)
         if num_rows == self._rows:  # grows by blocks, since few rows may take as long: a pass reads all weights
-            rows = num_rows + self._grid if ms < CHUNK_MS else int(num_rows * CHUNK_MS / ms) // self._grid * self._grid
+            limit = max(CHUNK_MS, LEAST_CHUNKS * self._least_ms)
+            rows = num_rows + self._grid if ms < limit else int(num_rows * limit / ms) // self._grid * self._grid
             self._rows = min(max(rows, self._grid), self._most_rows)

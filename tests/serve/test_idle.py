@@ -50,6 +50,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block each, whatever time one takes."""
     monkeypatch.setattr(idle, "CHUNK_MS", 0.0)
+    monkeypatch.setattr(idle, "LEAST_CHUNKS", 0.0)
     monkeypatch.setattr(idle, "SLOW_MS", math.inf)
 
 
@@ -123,6 +124,7 @@ def check_turns(engine: Engine, temperature: float, **options: Any) -> None:
                 assert counts.idle_tokens == num_found - found(engine, answered[name][:-MOST_TOKENS])
             answered[name] = request.prompt + answers[request.id].tokens
             texts[name] = answered[name] + random_prompt(9, turn)
+        engine.drain()
         computed = engine.counts()
         assert work(engine) >= len(requests)
         assert engine.counts().steps == computed.steps, "no step of a request"
@@ -248,6 +250,27 @@ def test_a_slow_device_rarely_computes_a_text(drafts: Path, monkeypatch: pytest.
         answered(engine, turn_of(str(seed), random_prompt(100, seed), max_tokens=100 if seed == 0 else 30))
         computed.append(work(engine))
     assert computed == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fixed_ms", "row_ms", "blocks"), [(1.0, 0.1, [1, 2, 3, 2, 3]), (36.0, 0.04, [*range(1, 10), 8, 9])]
+)
+def test_chunks_grow_while_they_take_little_longer_than_the_shortest(
+    fixed_ms: float, row_ms: float, blocks: list[int], drafts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where launches take most of a short pass."""
+    monkeypatch.undo()
+    scheduler = build_drafted(drafts, kv_cache_tokens=4096).scheduler
+    prompts = idle.IdlePrompts(scheduler, GRID, 4096)
+    end = GRID * sum(blocks)
+    prompts._texts.append(idle.Text(turn_of("text", random_prompt(end + 1, 1)), 0, end))
+    sizes = list[int]()
+    for _ in blocks:
+        chunk = prompts.begin()
+        assert chunk is not None
+        sizes.append(chunk.end - chunk.start)
+        prompts.end(chunk, fixed_ms + row_ms * sizes[-1])
+    assert sizes == [GRID * count for count in blocks]
 
 
 def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(drafts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
