@@ -205,7 +205,7 @@ class Engine:
         step = self._steps.popleft()
         assert step.flight is not None
         output = step.flight.read()
-        self.runner.check()
+        self.runner.note(step.plan, output)
         step.state = State.READ
         self._tell("read", step.plan)
         landed = time.perf_counter()

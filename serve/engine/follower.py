@@ -24,13 +24,14 @@ from slipstream.serve.engine.build import Capture, Networks, load_networks, make
 from slipstream.serve.engine.engine_plan import EnginePlan, Space
 from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.engine.team import (
+    BEAT,
     BEAT_SECONDS,
-    MEMORY,
     MOST_BYTES,
     Channel,
     Order,
     RankRunner,
     bytes_of_process,
+    digest_of,
     meet,
 )
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
@@ -49,8 +50,10 @@ class Follower:
         self.rank = rank
         self.channel = channel
         self._join = join
+        self.last = (0, 0)  # number and digest of the last step that was read
         self._ranks: Ranks | None = None
         self._begun: InFlight | None = None  # a step that is launched up to where it samples
+        self._launched: InFlight | None = None  # the last step
 
     def load(self, plan: EnginePlan) -> None:
         """Loads this rank's part, and answers how much room its device has."""
@@ -81,24 +84,34 @@ class Follower:
 
     def launch(self, plan: StepPlan, up_to_sampling: bool) -> None:
         flight = self.runner.launch(plan, up_to_sampling=up_to_sampling)
-        self._begun = flight if up_to_sampling else None
+        if up_to_sampling:
+            self._begun = flight
+        else:
+            self._read_before(flight)
 
     def finish(self, plan: StepPlan) -> None:
         assert self._begun is not None
-        self.runner.finish(self._begun, plan)
+        self._read_before(self.runner.finish(self._begun, plan))
         self._begun = None
+
+    def _read_before(self, flight: InFlight) -> None:
+        """Reads the step before `flight`, while that runs: rank 0 compares the tokens with its own."""
+        if self._launched is not None:
+            self.last = self._launched.plan.number, digest_of(self._launched.read())
+        self._launched = flight
 
     def end(self) -> None:
         """Frees the engine's memory."""
         del self.runner, self.networks
-        self._begun = None
+        self._begun = self._launched = None
+        self.last = (0, 0)
 
 
-def beat(life: socket.socket, device: torch.device) -> None:
+def beat(life: socket.socket, device: torch.device, follower: Follower) -> None:
     """Sends signs of life. Exits at once when rank 0 is gone, even during a step or while loading."""
     while True:
         try:
-            life.send(MEMORY.pack(bytes_of_process(device)))
+            life.send(BEAT.pack(bytes_of_process(device), *follower.last))
         except OSError:
             os._exit(1)
         time.sleep(BEAT_SECONDS)
@@ -110,7 +123,7 @@ def report(life: socket.socket, error: Exception) -> None:
     sentence = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
     message = sentence.encode()[: MOST_BYTES // 2]
     try:
-        life.send(message.ljust(MEMORY.size + 1))  # longer than a sign of life
+        life.send(message.ljust(BEAT.size + 1))  # longer than a sign of life
     except OSError:
         return
     if not isinstance(error, ValueError):
@@ -124,10 +137,10 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=int(channel_end)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    threading.Thread(target=beat, args=(life, device), daemon=True).start()
+    follower = Follower(int(rank), channel, partial(meet, device, int(rank), int(world), file))
+    threading.Thread(target=beat, args=(life, device, follower), daemon=True).start()
     logs.configure("text")
     try:
-        follower = Follower(int(rank), channel, partial(meet, device, int(rank), int(world), file))
         while True:
             order: Order = channel.receive()
             getattr(follower, order.name)(*order.args)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ import torch
 
 from slipstream.kernels.collectives.ranks import Ranks, join_ranks
 from slipstream.models.files.cost_tables import CostTables
-from slipstream.serve.engine.plan import StepPlan
+from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
 MODULE = "slipstream.serve.engine.follower"
@@ -37,7 +38,8 @@ SILENCE_SECONDS = 4.0  # without a sign of life, after which a rank that serves 
 BUILD_SILENCE_SECONDS = 60.0  # likewise while it builds: compilers hold Python's lock
 BLAME_SECONDS = 1.0  # in which the watch finds out why a call failed
 HEADER = struct.Struct("!Q")
-MEMORY = struct.Struct("!Q")
+BEAT = struct.Struct("!QQI")  # bytes of memory; number of the last step that was read, and a digest of its tokens
+MOST_DIGESTS = 1024  # of steps, that rank 0 keeps
 MOST_BYTES = 1 << 16  # of a sign of life, or of a sentence
 
 logger = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ class Member:
     name: str  # rank and device, for messages
     process: subprocess.Popen[bytes]
     channel: Channel
-    life: socket.socket  # brings signs of life, each with the bytes of memory that the rank has, or a last sentence
+    life: socket.socket  # brings signs of life (BEAT), or a last sentence
     heard: float = field(default_factory=time.monotonic)
     memory: int = 0
 
@@ -111,6 +113,7 @@ class Team:
         self._failed = threading.Event()
         self._report: Callable[[str], None] | None = None
         self._is_closed = False
+        self._digests: dict[int, int] = {}  # of rank 0's tokens, by number of the step
         self._device = device
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-")
         self._file = str(Path(self._folder.name) / "ranks")
@@ -176,6 +179,12 @@ class Team:
         if self.failure or (self.ranks is not None and self.ranks.is_lost()):
             raise self.blame(RuntimeError("a rank is lost"))
 
+    def note(self, plan: StepPlan, output: StepOutput) -> None:
+        """Keeps what the other ranks' tokens of a step must equal."""
+        self._digests[plan.number] = digest_of(output)
+        if len(self._digests) > MOST_DIGESTS:
+            del self._digests[next(iter(self._digests))]
+
     def memory(self) -> list[int]:
         """Returns the bytes of memory that each rank has."""
         return [bytes_of_process(self._device), *(member.memory for member in self.members)]
@@ -183,6 +192,7 @@ class Team:
     def end(self) -> None:
         """Ends the engine of the ranks and, unless they are kept, the ranks."""
         if self.is_kept and not self.failure:
+            self._digests = {}
             self._limit = BUILD_SILENCE_SECONDS
             self.order("end")
         else:
@@ -229,9 +239,11 @@ class Team:
             message = member.life.recv(MOST_BYTES)
         except ConnectionError:
             message = b""
-        if len(message) == MEMORY.size:
+        if len(message) == BEAT.size:
             member.heard = time.monotonic()
-            (member.memory,) = MEMORY.unpack(message)
+            member.memory, number, digest = BEAT.unpack(message)
+            if self._digests.get(number, digest) != digest:
+                self._fail(f"{member.name} has drawn other tokens than rank 0 in step {number}")
         elif message:
             self._fail(self._cause() or f"{member.name} failed: {message.decode(errors='replace').rstrip()}")
         else:
@@ -306,6 +318,10 @@ class LeadingRunner(RankRunner):
     def check(self) -> None:
         self.team.check()
 
+    def note(self, plan: StepPlan, output: StepOutput) -> None:
+        self.team.check()
+        self.team.note(plan, output)
+
 
 def meet(device: torch.device, rank: int, world: int, file: str) -> Ranks:
     """Joins the ranks, and returns once all have exchanged something. Until then they read `file`, on GPUs later, too:
@@ -330,6 +346,11 @@ def start_member(rank: int, world: int, device: torch.device, file: str) -> Memb
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return Member(f"rank {rank} ({name})", process, Channel(channel), life)
+
+
+def digest_of(output: StepOutput) -> int:
+    """A digest of a step's tokens."""
+    return zlib.crc32(output.tokens.tobytes(), zlib.crc32(output.num_emitted.tobytes()))
 
 
 def how_it_ended(process: subprocess.Popen[bytes]) -> str:

@@ -159,6 +159,9 @@ class ModelRunner:
     def check(self) -> None:
         """Raises an error if what passes gave may be wrong."""
 
+    def note(self, plan: StepPlan, output: StepOutput) -> None:
+        """Sees the output of each step."""
+
     def prepare(self, plan: StepPlan) -> None:
         """Packs what a plan says of slots and pages, while the step before it runs. `launch` does so otherwise."""
         if plan.number > self._prepared:

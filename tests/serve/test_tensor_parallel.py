@@ -328,9 +328,23 @@ def test_an_interrupt_within_a_step_ends_the_ranks(target: Path, monkeypatch: py
     assert engine.team.members[0].process.wait(5) == -signal.SIGKILL
 
 
-def step_all(engine: Engine) -> None:
+@pytest.mark.slow
+def test_ranks_that_draw_other_tokens_end(target: Path) -> None:
+    """Here by other noise on rank 0; each would go on with a text of its own."""
+    config = EngineConfig(target=str(target), device="cpu", tp=2, kv_cache_tokens=512, max_model_len=256)
+    engine = build(read_plan(config))
+    engine.add(make_request("0", random_prompt(9, 0), max_tokens=240, temperature=1.0, ignore_eos=True))
+    engine.step()
+    engine.runner.state.keys += 1
+    with pytest.raises(RankError, match=r"rank 1 \(cpu\) has drawn other tokens than rank 0 in step"):
+        step_all(engine, pause=0.01)
+    engine.close()
+
+
+def step_all(engine: Engine, pause: float = 0.0) -> None:
     while engine.has_work:
         engine.step()
+        time.sleep(pause)  # as long as a large target takes
 
 
 def interrupt(_: object) -> None:
