@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, "MLPActivation"] = {"silu": "silu", "swish": "silu", "gel
 # `refusal` appends this to its reason; README's table and docs/families.md list the same.
 NOT_SERVED = (
     "Slipstream does not serve hybrid and recurrent targets but for gated delta nets (Mamba, RWKV), multi-head latent "
-    "attention (MLA), encoder-decoders, image inputs, LoRA adapters on targets, or a target over several GPUs"
+    "attention (MLA), encoder-decoders, image inputs, or LoRA adapters on targets"
 )
 # Fields of the code of Laguna's makers -> what they are in transformers' code, which has none of them.
 LAGUNA_FIELDS: dict[str, Any] = {

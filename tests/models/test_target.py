@@ -405,7 +405,6 @@ def test_pages_list_what_is_not_served(page: str) -> None:
         "encoder-decoders",
         "image",
         "LoRA",
-        "several GPUs",
     ):
         assert name in NOT_SERVED
         assert name in text
