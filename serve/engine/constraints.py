@@ -125,7 +125,7 @@ class ConstrainedRequest:
     bad_words: BadWords
     matcher: Matcher | None = None
     wants_drafts: bool = True
-    request_id: str = ""
+    request: Request | None = None
 
     @property
     def is_done(self) -> bool:
@@ -176,11 +176,12 @@ class Constraints(HostStage):
             ends=TokenSet.of(ends if params.min_tokens else ()),
             bad_words=BadWords.of(params.bad_words),
             wants_drafts=params.wants_drafts,
-            request_id=request.id,
+            request=request,
         )
         answer = tokens[len(request.prompt) :]
         preempted = self._preempted.pop(request.id, None)
-        if preempted is not None and answer[: len(preempted.answer)] == preempted.answer:
+        is_same = preempted is not None and preempted.request is request  # not a later one of its name
+        if preempted is not None and is_same and answer[: len(preempted.answer)] == preempted.answer:
             state = preempted
         elif params.grammar is not None:
             assert self.grammars is not None
@@ -196,8 +197,8 @@ class Constraints(HostStage):
 
     def _keep(self, state: ConstrainedRequest) -> None:
         """Keeps the state of a preempted request, for a grammar may take long to follow its text again."""
-        if state.matcher is not None:
-            self._preempted[state.request_id] = state
+        if state.matcher is not None and state.request is not None:
+            self._preempted[state.request.id] = state
         if len(self._preempted) > MOST_PREEMPTED:
             self._preempted.popitem(last=False)
 

@@ -180,6 +180,16 @@ def test_a_grammar_reads_a_text_once_though_its_request_is_preempted() -> None:
         assert stage._states[1].matcher is not matcher
 
 
+def test_a_request_has_no_grammar_of_an_earlier_one_of_its_name() -> None:
+    """`LLM` calls the requests of each call "0", "1" and so on, and one may be aborted before it resumes."""
+    stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "x"))
+    stage.admit(3, Request(id="0", prompt=[4], params=params, compiled_grammar="quick"), [4])
+    stage.release(3, [4], resumes=True)
+    stage.admit(3, Request(id="0", prompt=[4], params=SamplingParams(max_tokens=9)), [4])
+    assert not stage.slots
+
+
 def full_masks(count: int) -> Any:
     return np.full((count, 3), 2**32 - 1, np.uint32)
 
