@@ -223,13 +223,19 @@ class Team:
             for member in self.members:
                 selector.register(member.life, selectors.EVENT_READ, member)
             while not (self._is_closed or self.failure):
+                began = time.monotonic()
                 try:
                     for key, _ in selector.select(BEAT_SECONDS):
                         self._hear(key.data)
                 except (OSError, ValueError):  # `close` has closed the sockets
                     return
+                now = time.monotonic()
+                stopped = now - began - BEAT_SECONDS
+                if stopped > BEAT_SECONDS:  # the machine or this process slept, or something held Python's lock
+                    for member in self.members:
+                        member.heard = min(member.heard + stopped, now)
                 oldest = min(self.members, key=lambda member: member.heard)
-                if time.monotonic() - oldest.heard > self._limit:
+                if now - oldest.heard > self._limit:
                     self._fail(f"{oldest.name} has not answered for {self._limit:g} s")
                 elif self.ranks is not None and self.ranks.is_lost():
                     self._fail(f"rank 0 ({self._device}) has waited in vain for another rank in a pass")
@@ -338,11 +344,13 @@ def start_member(rank: int, world: int, device: torch.device, file: str) -> Memb
     with peer, peer_life:
         ends = (peer.fileno(), peer_life.fileno())
         name = device.type if device.type == "cpu" else f"{device.type}:{rank}"
-        argv = [sys.executable, "-m", MODULE, *map(str, ends), str(rank), str(world), name, file]
+        argv = [sys.executable, "-P", "-m", MODULE, *map(str, ends), str(rank), str(world), name, file]
+        # A rank finds the modules that this process finds, and none in the working directory.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         # Ctrl-C and service managers signal every process. A rank inherits this mask, and ends with rank 0.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
         try:
-            process = subprocess.Popen(argv, pass_fds=ends, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(argv, pass_fds=ends, stdin=subprocess.DEVNULL, env=environment)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return Member(f"rank {rank} ({name})", process, Channel(channel), life)

@@ -1,8 +1,12 @@
 """How ranks meet, and how rank 0 misses them."""
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,3 +35,49 @@ def test_all_have_joined_when_one_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(teams, "join_ranks", join_late)
     with ThreadPoolExecutor(WORLD) as pool:
         assert list(pool.map(meet, range(WORLD))) == [{0, 1, 2}] * WORLD
+
+
+def test_ranks_find_the_modules_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the working directory, and those that rank 0 finds by its sys.path alone."""
+    (tmp_path / "random.py").write_text("raise RuntimeError('a file of the user')")
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "module_of_a_user.py").write_text("class Thing: pass")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    team = teams.Team(2, CPU)
+    team.order("no_such_order", import_module("module_of_a_user").Thing())
+    with pytest.raises(teams.RankError, match="no_such_order"), team.guard():
+        team.answers()
+    team.close()
+
+
+def test_a_rank_is_not_missed_while_rank_0_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-Z; then all of its ranks were."""
+    now = 0.0
+    sleeps = iter([6.0])
+
+    class Selector:
+        def __enter__(self) -> "Selector":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def register(self, *_: object) -> None: ...
+
+        def select(self, seconds: float) -> list[Any]:
+            nonlocal now
+            now += next(sleeps, seconds)
+            return []
+
+    process: Any = SimpleNamespace(kill=lambda: None, poll=lambda: None, wait=lambda _: None)
+    ends = socket.socketpair()
+    member = teams.Member("rank 1", process, teams.Channel(ends[0]), ends[1], heard=0.0)
+    monkeypatch.setattr(teams, "start_member", lambda *_: member)
+    monkeypatch.setattr(teams, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(teams, "selectors", SimpleNamespace(DefaultSelector=Selector, EVENT_READ=1))
+    monkeypatch.setattr(teams, "BUILD_SILENCE_SECONDS", 4.0)
+    team = teams.Team(2, CPU)
+    assert team._failed.wait(30)
+    assert team.failure == "rank 1 has not answered for 4 s"
+    assert 9 < now < 11
+    team.close()
