@@ -159,7 +159,10 @@ def read_plan(config: EngineConfig, device: DeviceFacts | None = None, *, weight
     """Plans an engine from the files that the options name. `device`: this machine's; `weights`: fetch those of a
     target on the hub, too. Raises ValueError for options that do not fit one another, the target or the device."""
     read_user_text(config)
-    _, path = find_target(config, weights=weights)
+    name, path = find_target(config, weights=False)
+    if weights and not Path(name).is_dir():
+        read_plan(config, device, weights=False)  # refuses before a download what needs no weights
+        _, path = find_target(config)
     device = device or DeviceFacts.of(torch.device(pick_device(config.device)))
     device.check_ranks(config.tp)
     spec = load_config(path, config.trust_remote_code)

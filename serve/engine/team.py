@@ -115,7 +115,7 @@ class Team:
         self._is_closed = False
         self._digests: dict[int, int] = {}  # of rank 0's tokens, by number of the step
         self._device = device
-        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-")
+        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True)
         self._file = str(Path(self._folder.name) / "ranks")
         if device.type == "cuda":
             torch.cuda.set_device(0)

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from slipstream.serve import cli
+from slipstream.serve.engine.engine_plan import read_plan
 from slipstream.serve.engine.process import EngineLike
 from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.http.launch import check_files, prepare
@@ -99,6 +101,24 @@ def test_a_fault_ends_the_server_before_its_engine_is_ready(
         cli.main([*arguments, "--dry-run"])
     assert ended.value.code in (1, 2)
     assert " ".join(capsys.readouterr().err.split()).count("serve: error: ") == 1
+
+
+def test_what_the_target_cannot_do_is_refused_before_its_weights_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    downloads: list[str] = []
+
+    def fetch(*_: object, allow_patterns: list[str], **__: object) -> str:
+        downloads.extend(allow_patterns)
+        shutil.copytree(TINY, tmp_path / "c0ffee", dirs_exist_ok=True)
+        return str(tmp_path / "c0ffee")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    with pytest.raises(ValueError, match="3 ranks do not divide it"):
+        read_plan(EngineConfig(target="owner/model", device="cpu", tp=3))
+    assert not [pattern for pattern in downloads if pattern.endswith(".safetensors")]
+    assert read_plan(EngineConfig(target="owner/model", device="cpu")).path == tmp_path / "c0ffee"
+    assert [pattern for pattern in downloads if pattern.endswith(".safetensors")]
 
 
 def test_the_bundled_targets_have_no_fault() -> None:
