@@ -274,9 +274,11 @@ class Team:
         for member in self.members:
             member.process.kill()
         self._folder.cleanup()
-        if self.ranks is not None:
-            self.ranks.abort()
         self._failed.set()
+        if self.ranks is not None:
+            ending = threading.Thread(target=self.ranks.abort, daemon=True)
+            ending.start()
+            ending.join(BEAT_SECONDS)  # libraries may wait for kernels, and the report must not
         if report is not None:
             report(sentence)
 

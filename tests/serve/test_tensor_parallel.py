@@ -267,8 +267,9 @@ def test_an_error_of_a_rank_names_it(target: Path) -> None:
     team.order("no_such_order")
     with pytest.raises(RankError, match=r"rank 1 \(cpu\) failed: AttributeError: .*no_such_order"):
         step_all(engine)
-    assert len(reports) == 1
     team.members[0].process.wait(5)
+    wait_for(reports)
+    assert len(reports) == 1
     engine.close()
 
 
@@ -298,12 +299,10 @@ def test_a_lost_rank_ends_all(
         engine.add(make_request("0", random_prompt(9, 0), max_tokens=200))
         engine.step()
     os.kill(process.pid, number)
-    deadline = time.monotonic() + 30
     if busy:
         with pytest.raises(RankError, match=rf"rank 1 \(.*\) {sentence}"):
             step_all(engine)
-    while not reports and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(reports)
     assert [sentence in report for report in reports] == [True]
     assert process.wait(5) == -signal.SIGKILL
     engine.close()
@@ -339,6 +338,13 @@ def test_ranks_that_draw_other_tokens_end(target: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1 \(cpu\) has drawn other tokens than rank 0 in step"):
         step_all(engine, pause=0.01)
     engine.close()
+
+
+def wait_for(reports: list[str]) -> None:
+    """They come from another thread."""
+    deadline = time.monotonic() + 30
+    while not reports and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def step_all(engine: Engine, pause: float = 0.0) -> None:
