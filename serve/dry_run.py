@@ -87,10 +87,13 @@ class DryRun:
         return fitting_pools(self.plan, free, most_pages)[0] * config.page_size if free >= 0 else -1
 
     def start_seconds(self) -> tuple[float, float]:
-        """Returns the seconds of a later start with weights in the page cache, and of the first one from a disk."""
-        slow, fast = (sum(network.read for network in self.networks) / 1e9 / speed for speed in DISK_GBS)
+        """Returns the seconds of a later start with weights in the page cache, and of the first one from a disk, from
+        which each rank reads its part of the target."""
+        size = sum(network.read for network in self.networks) / 1e9
+        of_others = (self.plan.config.tp - 1) * self.networks[0].read / 1e9
+        slow, fast = DISK_GBS
         rest = START_S + CAPTURE_S * self.plan.graphs.num_graphs
-        return rest + fast, rest + slow + COMPILE_S
+        return rest + size / fast, rest + (size + of_others) / slow + COMPILE_S
 
 
 def facts_of(device: str) -> DeviceFacts:

@@ -70,6 +70,7 @@ def test_ranks_have_the_bytes_that_are_told(family: str, make_target: MakeTarget
     assert line in report(config)
     alone = DryRun(replace(config, tp=1))
     assert [2 * size for size in run.plan.page_bytes[:1]] == alone.plan.page_bytes[:1]
+    assert run.start_seconds()[1] >= alone.start_seconds()[1], "all ranks read from one disk"
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", None])
