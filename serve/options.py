@@ -6,6 +6,7 @@ Imports neither torch nor an HTTP package, so that `serve --help` is instant.
 import math
 import re
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -109,7 +110,7 @@ class EngineConfig:
     """Reasoning format of the target. auto: read it from the chat template; none: reasoning stays in the content."""
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_kinds(self)
         check_at_least(self, 1, "max_model_len", "max_running", "prefill_budget", "kv_cache_tokens", "width", "tp")
         if not 0 <= self.json_whitespace <= MOST_WHITESPACE:
             raise ValueError(f"json_whitespace is {self.json_whitespace}; it must be between 0 and {MOST_WHITESPACE}")
@@ -233,12 +234,17 @@ class ServeConfig(EngineConfig):
         check_file("kv_cache_dtype", self.calibration_file, "a file of text after fp8:")
 
 
-def check_choices(config: Any) -> None:
-    """Raises ValueError for a value that the Literal of its field does not list, also where this is optional."""
+def check_kinds(config: Any) -> None:
+    """Raises ValueError for a value that the Literal of its field does not list, or that is not the number that its
+    field wants, also where this is optional. Programs give values that no parser has seen."""
     for option in fields(config):
         kinds = (option.type, *get_args(option.type))
         choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), None)
         value = getattr(config, option.name)
+        number = Real if float in kinds else Integral if int in kinds else object
+        is_unset = value is None and type(None) in kinds
+        if number is not object and not is_unset and (isinstance(value, bool) or not isinstance(value, number)):
+            raise ValueError(f"{option.name} is {value!r}; give a {'whole ' if number is Integral else ''}number")
         if choices is None or value in choices or (value is None and type(None) in kinds):
             continue
         names = ", ".join(map(str, choices))
