@@ -256,7 +256,10 @@ def shard(config: EngineConfig, spec: TargetSpec, draft: DraftPlan) -> TargetSpe
             f"tp is {config.tp}, and drafter.token_map_dynamic reads rows of the whole output head, of which a rank "
             "has a part; leave the option out, or use tp 1"
         )
-    return spec.shard(0, config.tp)
+    try:
+        return spec.shard(0, config.tp)
+    except ValueError as error:
+        raise ValueError(f"tp is {config.tp}, but {error}") from error
 
 
 def kv_formats(networks: Sequence[NetworkPlan], device: DeviceFacts, dtype: torch.dtype) -> dict[str, KVFormat]:
