@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-import yaml
+from slipstream.models.files.tables import read_tables
 
-LAYOUTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+LAYOUTS = read_tables(Path(__file__).with_suffix(".yaml"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
-import yaml
+from slipstream.models.files.tables import read_tables
 
 if TYPE_CHECKING:
     from slipstream.kernels.gemm.activation import Activation
@@ -23,7 +23,7 @@ GateActivation = Literal["sigmoid", "softplus"]
 Hidden = Literal["after_norm", "before_norm"]
 Norms = Literal["pre", "post", "sandwich"]
 Windows = Literal["none", "alike", "by_layer"]
-TABLES = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
+TABLES = read_tables(Path(__file__).with_name("families.yaml"))
 UNSERVED: dict[str, str] = TABLES["unserved"]
 TEXT_PARTS: dict[str, str] = TABLES["text_parts"]
 # The same for text parts of another kind, which their `model_type` tells.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
+from slipstream.models.files.tables import read_tables
 
 AUTO = "auto"
 NONE = "none"
@@ -62,7 +62,7 @@ def read_forms(kind: type[Form], values: Mapping[str, dict[str, Any]]) -> Mappin
     return forms
 
 
-FORMS = yaml.safe_load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"))
+FORMS = read_tables(Path(__file__).with_name("forms.yaml"))
 TOOL_FORMS = read_forms(ToolForm, FORMS["tools"])
 REASONING_FORMS = read_forms(ReasoningForm, FORMS["reasoning"])
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -26,6 +25,7 @@ from pydantic import (
 from slipstream.models.chat import messages as chat
 from slipstream.models.chat.messages import TEXT_PARTS, Message, MessageError
 from slipstream.models.chat.quotes import PLACE_CHARS, quote, shorten
+from slipstream.models.files.tables import read_tables
 from slipstream.serve.chat.tools import ToolError, read_calls
 from slipstream.serve.http import limits
 from slipstream.serve.http.limits import ApiError
@@ -39,7 +39,7 @@ FIELDS_OF_ROLE = {"assistant": {"tool_calls", "reasoning_content", "reasoning"},
 # Fields that are not implemented, and their values without effect; None: any value.
 Neutral = dict[str, Sequence[Any] | None]
 UnderstoodFields = Callable[[Values, set[str], Neutral, str], Values]
-NEUTRAL_BY_PLACE = yaml.safe_load(Path(__file__).with_name("neutral.yaml").read_text())
+NEUTRAL_BY_PLACE = read_tables(Path(__file__).with_name("neutral.yaml"))
 NEUTRAL: Neutral = NEUTRAL_BY_PLACE["completions"]
 
 

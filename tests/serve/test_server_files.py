@@ -114,7 +114,9 @@ def test_what_the_target_cannot_do_is_refused_before_its_weights_come(
         return str(tmp_path / "c0ffee")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    with pytest.raises(ValueError, match="^tp is 3, but config.json: num_attention_heads is 4, and 3 ranks do not divide it"):
+    with pytest.raises(
+        ValueError, match="^tp is 3, but config.json: num_attention_heads is 4, and 3 ranks do not divide it"
+    ):
         read_plan(EngineConfig(target="owner/model", device="cpu", tp=3))
     assert not [pattern for pattern in downloads if pattern.endswith(".safetensors")]
     assert read_plan(EngineConfig(target="owner/model", device="cpu")).path == tmp_path / "c0ffee"
