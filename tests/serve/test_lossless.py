@@ -518,7 +518,7 @@ def test_no_token_depends_on_what_else_a_step_computes(
     engine.scheduler.max_chunks = rng.choice((2, None))
     engine.planner.policy = AnyPolicy(engine.planner, rng)
     counts = watch(engine)
-    serve_traffic(engine, kinds, expected, rng, lambda number: number < 30, 8, lambda: preempt_some(engine, rng))
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < 36, 8, lambda: preempt_some(engine, rng))
     assert counts["mixed"] > 3
     assert counts["cached"] > 0
     if drafter != "none":

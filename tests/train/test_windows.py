@@ -119,7 +119,7 @@ def test_a_run_splits_long_documents_and_says_so(
     cut = changes | {"data__long_documents": "cut"}
     main(arguments(tmp_path / "cut", **cut))
     assert "train: 2 documents cut, 160 supervised tokens beyond data.max_length 40" in capsys.readouterr().out
-    message = "pass the original data.long_documents (cut, if it began before there was this option)"
+    message = "pass the original data.long_documents to continue it"
     assert message in refusal(arguments(tmp_path / "split", **cut))
     assert message in refusal(arguments(tmp_path / "cut", **changes))
     short = {"data__path": save_data(dataset_of(documents[1:2]), dataset_of(documents[1:2]))}
