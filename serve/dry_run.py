@@ -92,8 +92,8 @@ class DryRun:
         size = sum(network.read for network in self.networks) / 1e9
         of_others = (self.plan.config.tp - 1) * self.networks[0].read / 1e9
         slow, fast = DISK_GBS
-        rest = START_S + CAPTURE_S * self.plan.graphs.num_graphs
-        return rest + size / fast, rest + (size + of_others) / slow + COMPILE_S
+        start = START_S + CAPTURE_S * self.plan.graphs.num_graphs
+        return start + size / fast, start + (size + of_others) / slow + COMPILE_S
 
 
 def facts_of(device: str) -> DeviceFacts:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from slipstream.serve.contexts import context_class
 from slipstream.serve.engine.control_charts import DAY, LEAST_VARIANCE, Alarm, Chart, Level, collapse_evidence
+from slipstream.serve.engine.cost_files import text_hash
 from slipstream.serve.engine.counts import AcceptanceView, CategoryState, RecentAcceptance
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.request import Request
@@ -40,6 +41,7 @@ RECENT = 1 / 32  # weight of a segment in the figures of late
 MOST_KINDS = 64  # records of a client; the oldest gives way
 EDGE_LENGTHS = (1, 2, 3, 4)  # tokens of a prompt's beginning and end
 MOST_FORMS = 256  # of an edge
+FORM_DIGITS = 8  # of a form's hash: no text of a prompt is kept, in memory or in files
 LEAST_FORM = 5  # requests from which on a form is not new
 FORM_SHARE = 0.02  # likewise, as a share of all
 RECENT_FORMS = 1 / 8  # weight of a request among the last ones
@@ -193,7 +195,7 @@ class PromptForms:
         for name, edge in self.edges.items():
             end, length = name.split()
             tokens = request.prompt[: int(length)] if end == "first" else request.prompt[-int(length) :]
-            form = " ".join(map(str, tokens))
+            form = text_hash(" ".join(map(str, tokens)))[:FORM_DIGITS]
             forms[name] = form, edge.see(form)
         return forms
 

@@ -73,14 +73,14 @@ class Cusum:
 
 @dataclass(slots=True)
 class Alarm:
-    """A fall that was noticed. `suspect`: the client whose requests showed most of it; `rest`, `rest_collapses`:
-    evidence of all other clients; `recovery`: evidence that acceptance is back."""
+    """A fall that was noticed. `suspect`: the client whose requests showed most of it; `other_falls` and
+    `other_collapses`: evidence of all other clients; `recovery`: evidence that acceptance is back."""
 
     since: float
     suspect: str
     clients: Clients
-    rest: Cusum = field(default_factory=Cusum)
-    rest_collapses: Cusum = field(default_factory=Cusum)
+    other_falls: Cusum = field(default_factory=Cusum)
+    other_collapses: Cusum = field(default_factory=Cusum)
     recovery: Cusum = field(default_factory=Cusum)
 
 
@@ -108,8 +108,8 @@ class Chart:
         """Whether the client's requests may be part of a fall."""
         if self.alarm is None:
             return self.worse.level >= DOUBT
-        rest = max(self.alarm.rest.level, self.alarm.rest_collapses.level)
-        return client == self.alarm.suspect or self.alarm.clients == "several" or rest >= DOUBT
+        level = max(self.alarm.other_falls.level, self.alarm.other_collapses.level)
+        return client == self.alarm.suspect or self.alarm.clients == "several" or level >= DOUBT
 
     def update(self, request: int, client: str, evidence: float, now: float) -> None:
         """Replaces what the rate of a request shows."""
@@ -121,8 +121,8 @@ class Chart:
             return
         alarm.recovery.update(request, client, -evidence)
         if client != alarm.suspect:
-            alarm.rest.update(request, client, evidence)
-            if alarm.rest.level >= THRESHOLD:
+            alarm.other_falls.update(request, client, evidence)
+            if alarm.other_falls.level >= THRESHOLD:
                 alarm.clients = "several"
         if alarm.recovery.level >= THRESHOLD / 2:
             self.clear()
@@ -133,15 +133,15 @@ class Chart:
             self.collapse.update(request, client, evidence)
             self._raise(now)
         elif client != self.alarm.suspect:
-            self.alarm.rest_collapses.update(request, client, evidence)
-            if self.alarm.rest_collapses.level >= THRESHOLD:
+            self.alarm.other_collapses.update(request, client, evidence)
+            if self.alarm.other_collapses.level >= THRESHOLD:
                 self.alarm.clients = "several"
 
     def release(self, request: int) -> None:
         """Keeps the evidence of a request that has ended."""
         sums = [self.fall, self.collapse]
         if self.alarm is not None:
-            sums += [self.alarm.recovery, self.alarm.rest, self.alarm.rest_collapses]
+            sums += [self.alarm.recovery, self.alarm.other_falls, self.alarm.other_collapses]
         for evidence in sums:
             evidence.requests.pop(request, None)
 
@@ -161,4 +161,4 @@ class Chart:
         remainder = max(worse.level - parts[suspect], 0.0)
         is_shared = len(self.times) == 1 or remainder >= THRESHOLD / 2
         self.alarm = Alarm(since=now, suspect=suspect, clients="several" if is_shared else "one")
-        (self.alarm.rest if worse is self.fall else self.alarm.rest_collapses).level = remainder
+        (self.alarm.other_falls if worse is self.fall else self.alarm.other_collapses).level = remainder

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slipstream.serve.engine import acceptance_files
-from slipstream.serve.engine.acceptance_alarm import ALL, AcceptanceAlarm, Baseline, PromptForms
+from slipstream.serve.engine.acceptance_alarm import ALL, FORM_DIGITS, AcceptanceAlarm, Baseline, PromptForms
 from slipstream.serve.engine.control_charts import DAY, THRESHOLD, Chart, Cusum, Level, collapse_evidence
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Request
@@ -261,6 +261,9 @@ def test_the_record_outlives_the_server(tmp_path: Path, monkeypatch: pytest.Monk
     first.facts = {"target": "abc", "quantization": "none", "changed": "target"}
     traffic.run(first, 900)
     acceptance_files.save_record(path, first)
+    forms = [form for edge in json.loads(path.read_text())["forms"].values() for form in edge["forms"]]
+    assert forms
+    assert all(len(form) == FORM_DIGITS and " " not in form for form in forms), "no tokens of a prompt"
     traffic.running = [None] * traffic.num_slots
     second = alarm_of(traffic)
     second.facts = {"target": "abc", "quantization": "fp8", "changed": ""}

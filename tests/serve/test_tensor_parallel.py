@@ -168,6 +168,15 @@ def test_mtp_heads_draft_alike(kind: str, world: int, make_mtp: MakeMTP, make_te
     check_alike(answers, expected)
 
 
+def draft_for(target: Path, drafter: str, folder: Path, answers: dict[str, Answer]) -> str:
+    """What `draft` names: a checkpoint that knows the target's answers, or a drafter without one."""
+    name = correctness.DRAFTERS[drafter][0]
+    if name in ("none", "ngram"):
+        return name
+    correctness.save_draft(target, name, folder / name, answers)
+    return str(folder / name)
+
+
 @pytest.mark.slow
 @grouped("kind", "world")
 @pytest.mark.parametrize(("kind", "world", "drafter"), FEATURES)
@@ -177,13 +186,11 @@ def test_every_feature_on_bundled_targets(
     """The cases of docs/correctness.md."""
     target = correctness.find_target(kind, tmp_path)
     expected = correctness.answers_alone(target)
-    name, options = correctness.DRAFTERS[drafter]
-    draft = name
-    if name not in ("none", "ngram"):
-        draft = str(tmp_path / name)
-        correctness.save_draft(target, name, Path(draft), expected)
+    draft = draft_for(target, drafter, tmp_path, expected)
     requests = correctness.requests_of(target, correctness.all_cases())
-    answers, _ = answers_of(target, requests, make_team, world, draft=draft, drafter=options, **FEW)
+    answers, _ = answers_of(
+        target, requests, make_team, world, draft=draft, drafter=correctness.DRAFTERS[drafter][1], **FEW
+    )
     assert not correctness.differences(answers, expected)
 
 
@@ -212,14 +219,12 @@ def test_on_gpus(dtype: str, drafter: str, gpu_team: MakeTeam, tmp_path: Path) -
     expected = answers_on_gpus(gpu_team, 2, dtype)
     if dtype == "float32":
         assert not correctness.differences(expected, answers_on_gpus(gpu_team, 1, dtype))
-    name, options = correctness.DRAFTERS[drafter]
-    draft = name
-    if name not in ("none", "ngram"):
-        draft = str(tmp_path / name)
-        correctness.save_draft(TINY, name, Path(draft), expected)
+    draft = draft_for(TINY, drafter, tmp_path, expected)
     requests = correctness.requests_of(TINY, correctness.all_cases())
     config: dict[str, Any] = {"device": "cuda", "dtype": dtype, **FEW}
-    answers, engine = answers_of(TINY, requests, gpu_team, 2, draft=draft, drafter=options, **config)
+    answers, engine = answers_of(
+        TINY, requests, gpu_team, 2, draft=draft, drafter=correctness.DRAFTERS[drafter][1], **config
+    )
     assert engine.engine_plan.captures
     assert not correctness.differences(answers, expected)
 
