@@ -169,7 +169,7 @@ def test_mtp_heads_draft_alike(kind: str, world: int, make_mtp: MakeMTP, make_te
 
 
 def draft_for(target: Path, drafter: str, folder: Path, answers: dict[str, Answer]) -> str:
-    """What `draft` names: a checkpoint that knows the target's answers, or a drafter without one."""
+    """Returns the option `draft`: a checkpoint that knows the target's answers, or a drafter without one."""
     name = correctness.DRAFTERS[drafter][0]
     if name in ("none", "ngram"):
         return name
