@@ -13,9 +13,9 @@ from slipstream.serve.engine.engine_plan import EnginePlan, Space
 from slipstream.serve.engine.host_memory import available_bytes
 from slipstream.serve.engine.kv_windows import pages_of_window
 from slipstream.serve.engine.plan import PromptPhase, StepKey
+from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
 from slipstream.serve.runner.cuda_graphs import make_graphs
-from slipstream.serve.runner.passes import EagerPass, StepInputs, pack_chunks, padding_prompts, split_chunks
-from slipstream.serve.runner.step import StepPasses
+from slipstream.serve.runner.step import EagerPass, StepInputs, StepPasses
 
 logger = logging.getLogger(__name__)
 

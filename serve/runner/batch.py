@@ -12,6 +12,7 @@ from torch import Tensor
 from slipstream.kernels.attention.paths import Paths
 from slipstream.kernels.attention.ragged import Segments
 from slipstream.kernels.sampling.sample import Sampling
+from slipstream.serve.engine.plan import PromptChunk, PromptPhase
 from slipstream.serve.runner.request_state import KVSlots, RequestState
 
 Phase = Literal["prefill", "verify", "draft"]
@@ -69,6 +70,15 @@ class AttentionMetadata:
             query_lens=(count,) * len(requests),
             kv_bounds=(kv_bound,) * len(requests),
         )
+
+
+class HostShape(NamedTuple):
+    """The segments of a pass, as the host knows them."""
+
+    counts: tuple[int, ...]  # nodes of each decoding request
+    bounds: tuple[int, ...]  # most tokens that each of them can have committed before
+    chunks: tuple[PromptChunk, ...]
+    prompts_by: PromptPhase  # verify: its backend computes all rows in one ragged pass
 
 
 class PassRows(NamedTuple):

@@ -33,15 +33,8 @@ from slipstream.serve.engine.plan import (
     StepKey,
     StepPlan,
 )
-from slipstream.serve.runner.passes import (
-    CapturedPass,
-    Results,
-    StepInputs,
-    pack_chunks,
-    padding_prompts,
-    split_chunks,
-)
-from slipstream.serve.runner.step import StepPasses
+from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
+from slipstream.serve.runner.step import CapturedPass, Results, StepInputs, StepPasses
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from slipstream.kernels.speculation.ragged import Chunks
 from slipstream.models.files.cost_tables import CostTables
 from slipstream.serve.engine.graph_keys import MODES, GraphKeys
 from slipstream.serve.engine.plan import HostProposal, PromptChunk, StepOutput, StepPlan
+from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
-from slipstream.serve.runner.passes import EagerPass, Results, StepInputs, pack_chunks, split_chunks
-from slipstream.serve.runner.step import StepPasses
+from slipstream.serve.runner.step import EagerPass, Results, StepInputs, StepPasses
 
 CLOCK_DECAY = 0.95  # weight of a CPU's step among the last ones, after one more
 NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"

@@ -25,7 +25,7 @@ from slipstream.kernels.speculation.ragged import Layout, Verified
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.recurrence import Record, RecurrentLayer, State, scan, select, zero_state
 from slipstream.models.targets.config import RecurrentSpec
-from slipstream.serve.runner.passes import HostShape
+from slipstream.serve.runner.batch import HostShape
 from slipstream.serve.runner.request_state import RequestState
 
 NUM_COLUMNS = len(Columns._fields)  # of a request in the group's page table

@@ -1,7 +1,9 @@
 """The two passes of a step: the target's, over nodes of decoding requests and chunks of prompts, and the draft's.
 
 The target's pass verifies, accepts, commits and extends the drafter's KV; the draft's pass proposes what the next step
-verifies. Both are functions of device state. serve/runner/passes.py has the two kinds of a target pass.
+verifies. Both are functions of device state. A target pass is captured, of fixed sizes, or eager: launched kernel by
+kernel, and as large as its work. Nothing in a captured one waits for the host; an eager one reads how many nodes each
+request has, since its attention is planned by shapes.
 Letters: B decoding requests, M chunks, S = B + M segments, T rows of the pass, W nodes that a request slot stores.
 """
 
@@ -35,15 +37,85 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.attention.parts import Nodes, PartsAttention
 from slipstream.serve.drafters.base import Drafter
-from slipstream.serve.engine.plan import SamplingMode
-from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows
+from slipstream.serve.engine.plan import PromptChunk, PromptPhase, SamplingMode
+from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, HostShape, PassRows
 from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.logits import NodeTokens, count_emitted, prompt_logprobs, with_processors
-from slipstream.serve.runner.passes import HostShape, PassSizes, Results, TargetPass
 from slipstream.serve.runner.recurrence import MixedAttention, RecurrentStates
 from slipstream.serve.runner.request_state import KVSlots, RequestState
 
 GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 spread evenly
+
+
+class StepInputs(NamedTuple):
+    """The inputs of a target pass besides request state."""
+
+    budget: Tensor  # (1,) int64 nodes to verify, roots included
+    requests: Tensor  # (B,) int64 slots of decoding requests
+    chunks: Chunks
+    passes: Tensor | None = None  # (1,) int64 counts passes whose results take turns: see `verify_rows`
+
+
+class Results(NamedTuple):
+    """The results of a target pass for the host, for S segments of W tokens."""
+
+    tokens: Tensor  # ([N,] S, 2 + 2 * W) int32, for trees 2 + 3 * W: see `verify_rows`; N passes take turns
+    logprobs: Tensor | None  # (COLUMNS, S, W) int32: see `emitted_logprobs`
+    prompt_logprobs: Tensor | None = None  # (2 + 2 * K, N) int32: see `token_logprobs`
+
+
+class PassSizes(NamedTuple):
+    """The sizes of a target pass."""
+
+    rows: int  # T
+    heads: int  # rows with logits: all nodes, and the last row of each chunk
+    host: HostShape | None = None  # of a pass that is not captured
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedPass:
+    """A pass of fixed sizes over static buffers, filled up with padding."""
+
+    inputs: StepInputs
+    mode: SamplingMode
+    results: Results  # the buffers; log-probabilities are taken only if there is one for them
+    rows: int
+    heads: int
+
+    def write_changes(self, state: RequestState) -> None:
+        """Writes what the host has changed in requests."""
+        state.write_sent()
+
+    def sizes(self, counts: Tensor) -> PassSizes:
+        """Returns the sizes of the pass if its requests have counts (B,) nodes."""
+        return PassSizes(self.rows, self.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class EagerPass:
+    """A pass launched kernel by kernel, as large as its work."""
+
+    inputs: StepInputs
+    mode: SamplingMode
+    results: Results  # as in CapturedPass
+    bounds: tuple[int, ...]  # as in HostShape
+    chunks: tuple[PromptChunk, ...]
+    prompts_by: PromptPhase
+
+    def write_changes(self, state: RequestState) -> None:
+        """Writes what the host has changed in requests."""
+        state.write_changes()
+
+    def sizes(self, counts: Tensor) -> PassSizes:
+        """Returns the sizes of the pass if its requests have counts (B,) nodes."""
+        node_counts = tuple(counts.tolist()) if len(counts) else ()  # sync
+        num_nodes = sum(node_counts)
+        rows = num_nodes + sum(len(chunk.tokens) for chunk in self.chunks)
+        host = HostShape(node_counts, self.bounds, self.chunks, self.prompts_by)
+        return PassSizes(rows, num_nodes + len(self.chunks), host)
+
+
+TargetPass = CapturedPass | EagerPass
 
 
 class ForwardPass(NamedTuple):

@@ -23,8 +23,7 @@ from slipstream.serve.engine.step_costs import Costs, StepCosts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.cuda_graphs import Capturer, DraftGraphs, Part, StepGraphs, make_graphs
 from slipstream.serve.runner.model_runner import ModelRunner
-from slipstream.serve.runner.passes import Results
-from slipstream.serve.runner.step import StepPasses
+from slipstream.serve.runner.step import Results, StepPasses
 
 ATTENTION = "prefill=sdpa,verify=triton,draft=triton"
 

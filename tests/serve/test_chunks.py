@@ -7,8 +7,8 @@ import torch
 
 from slipstream.kernels.speculation.ragged import Chunks, Layout, lay_out, select_heads
 from slipstream.serve.engine.plan import PromptChunk
-from slipstream.serve.runner.batch import AttentionMetadata
-from slipstream.serve.runner.passes import HostShape, pack_chunks, split_chunks
+from slipstream.serve.runner.batch import AttentionMetadata, HostShape
+from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.step import StepPasses
 from slipstream.tests.pairwise import grouped

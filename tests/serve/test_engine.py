@@ -25,7 +25,7 @@ from slipstream.serve.engine.engine_plan import (
 from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar
-from slipstream.serve.runner.passes import padding_prompts
+from slipstream.serve.runner.chunks import padding_prompts
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.serve.engine_runs import (
