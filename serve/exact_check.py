@@ -74,10 +74,11 @@ def check(config: ExactCheckConfig) -> int:
     settings.append(("and no CUDA graphs", config.draft, small | {"cuda_graph": False}, (16,)))
     expected: Answers = {}
     differing = 0
-    print("| setting | requests at once | equal answers | first difference |\n|---|---|---|---|")
     for tp, (name, draft, options, levels) in product(config.tp, settings):
         setting = name if config.tp == [1] else f"{name}, tp {tp}"
         with running(config.options(draft, tp=tp, **options)) as engine:
+            if not expected:
+                print("| setting | requests at once | equal answers | first difference |\n|---|---|---|---|")
             requests = make_requests(config, engine.info.vocab_size)
             for level in levels:
                 answers = answer(engine, requests, level, f"{setting}, {level} at once")

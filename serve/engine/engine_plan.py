@@ -198,7 +198,9 @@ def plan_engine(
     captures, overlap = pick_modes(config, device, {phase: backends[phase] for phase in formats})
     inexact = find_inexact(config, part, device, dtype, backends["verify"])
     if inexact and config.exact:
-        raise ValueError(f"exact is true, but {inexact}; change that, or leave exact out")
+        raise ValueError(
+            f"exact is true, but {inexact}; change that, or leave exact out (exact-check: --engine.exact false)"
+        )
     max_model_len = pick_max_model_len(config.max_model_len, spec)
     most_nodes = max(usual_nodes, forced_nodes)
     captured_tokens = config.captured_tokens if captures else 0
