@@ -355,7 +355,8 @@ class StepPasses:
         )
 
     def _commit(self, layout: Layout, verified: Verified, num_requests: int) -> None:
-        """Moves the accepted nodes' KV down to follow the committed tokens, and marks their records to be replayed.
+        """Moves the accepted nodes' KV down to follow the committed tokens, and marks their records to be replayed. The
+        drafter writes its own anew.
 
         A chain's accepted nodes lie there already. A tree's remaining KV is copied onto itself.
         """
@@ -367,11 +368,10 @@ class StepPasses:
             nodes = torch.where(verified.nodes < 0, order, verified.nodes.long())
             lengths = layout.segment_lengths[:num_requests, None]
             requests = layout.segment_slots[:num_requests, None]
-            for network in self.kv:
-                for cache in network.caches:
-                    sources = self.state.slots(requests, lengths + nodes, cache.group)
-                    destinations = self.state.slots(requests, lengths + order, cache.group)
-                    move_rows(cache.flat, sources, destinations)
+            for cache in self.kv[0].caches:
+                sources = self.state.slots(requests, lengths + nodes, cache.group)
+                destinations = self.state.slots(requests, lengths + order, cache.group)
+                move_rows(cache.flat, sources, destinations)
 
     def _chains(self, layout: Layout, num_requests: int, host: HostShape | None) -> AttentionMetadata:
         """Describes the pass's rows to the drafter: nodes in the order in which they were accepted are a chain, as
