@@ -6,8 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from matplotlib import pyplot as plt
-from matplotlib.colors import to_hex
 
 from slipstream.bench.demo import (
     QUESTIONS,
@@ -15,17 +13,12 @@ from slipstream.bench.demo import (
     DemoConfig,
     bundled_rows,
     choose_questions,
-    duration,
     empty_output,
     main,
     split_answers,
 )
-from slipstream.bench.demo_report import BLUE, RED, Comparison, plot_speed_up, write_report
+from slipstream.bench.demo_report import Comparison, write_report
 from slipstream.serve.load import Answer, LoadResult
-
-
-def test_durations_have_no_minute_of_60_seconds() -> None:
-    assert [duration(seconds) for seconds in (7.4, 99.4, 119.7, 306.2)] == ["7 s", "99 s", "2 min 0 s", "5 min 6 s"]
 
 
 @pytest.mark.parametrize("name", ["train_questions", "heldout_questions", "max_tokens"])
@@ -128,25 +121,6 @@ def test_the_report(
     assert report["accept_length"] == 2.5
     assert report["accept_rate_by_position"] == [1.0, 0.5]
     assert (tmp_path / "acceptance.png").stat().st_size > 0
-
-
-def test_a_loss_is_drawn_as_one() -> None:
-    comparison = Comparison(
-        drafter="eagle3",
-        baseline={1: level(1, ["a"], 4.0), 8: level(8, ["a"], 0.87)},
-        drafted={1: level(1, ["a"], 2.0), 8: level(8, ["a"], 1.0)},
-        history=[],
-        total_s=9.0,
-    )
-    _, axes = plt.subplots()
-    plot_speed_up(comparison, axes)
-    assert [(round(bar.get_height(), 2), to_hex(bar.get_facecolor())) for bar in axes.patches] == [
-        (2.0, BLUE),
-        (0.87, RED),
-    ]
-    assert [text.get_text() for text in axes.texts] == ["2.00x", "0.87x", "without the draft"]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["one at a time", "8 at once"]
-    plt.close()
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Tests of which drafts fit into a shape, of the shapes' sizes, and of the checkpoints that are written."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.bench import inflate as program
-from slipstream.bench.inflate import DFlashDraft, Eagle3Draft, InflateConfig, inflate, main, write_shards
+from slipstream.bench.inflate import DFlashDraft, Eagle3Draft, InflateConfig, inflate, write_shards
 from slipstream.bench.inflate_weights import SHAPES, places, target_json
 from slipstream.models.drafts.dflash import DFlashConfig
 from slipstream.models.drafts.eagle3 import Eagle3Config
@@ -115,14 +113,6 @@ def test_what_does_not_fit_is_named(
         (small_eagle3 if drafter == "eagle3" else small_dflash)(**draft).check(config, sizes)
 
 
-def test_other_drafters_are_refused(tmp_path: Path, exits: Any) -> None:
-    (tmp_path / "draft").mkdir()
-    (tmp_path / "draft" / "config.json").write_text(json.dumps({"drafter": "weights"}))
-    folders = [f"--draft={tmp_path / 'draft'}", f"--target={TINY}", f"--output={tmp_path / 'pair'}"]
-    with exits("is of drafter weights; only eagle3, dflash can be inflated"):
-        main([*folders, "--shape", "small"])
-
-
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "draft"
@@ -150,35 +140,6 @@ def test_the_pair_knows_where_it_lies_and_belongs_together(draft: Path, tmp_path
     assert not (output / "draft-dflash").exists()
     assert weights_fingerprint(output / "target") == before
     assert [path.name for path in output.parent.iterdir()] == ["pair"]
-
-
-def test_more_drafts_are_of_one_target_and_have_names(draft: Path, tmp_path: Path) -> None:
-    shutil.copytree(TINY, tmp_path / "other")
-    save_random_dflash(TINY, tmp_path / "block", target=str(tmp_path / "other"))
-    config = InflateConfig(draft=str(draft), more={"b": str(tmp_path / "block")}, output=str(tmp_path / "pair"))
-    with pytest.raises(ValueError, match=r"more has a draft of .*other, and draft is of .*; give drafts of one target"):
-        inflate(config)
-    with pytest.raises(ValueError, match="more has the name 'a/b'; give letters, digits"):
-        replace(config, more={"a/b": "draft"})
-
-
-def test_a_failure_leaves_the_old_pair(draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_off(*_: Any) -> None:
-        raise OSError("disk full")
-
-    pair = tmp_path / "pair"
-    for name in program.PAIR.markers:
-        (pair / name).parent.mkdir(parents=True, exist_ok=True)
-        (pair / name).write_text("old")
-    monkeypatch.setattr(program, "write_draft", break_off)
-    config = InflateConfig(draft=str(draft), shape="small", output=str(pair))
-    with pytest.raises(OSError, match="disk full"):
-        inflate(config)
-    assert [path.name for path in tmp_path.iterdir()] == ["pair"]
-    assert {(pair / name).read_text() for name in program.PAIR.markers} == {"old"}
-    (pair / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"pair holds notes\.txt beside an enlarged target and draft and is not repl"):
-        inflate(config)
 
 
 def test_a_target_in_several_files_is_read_back(tmp_path: Path) -> None:
