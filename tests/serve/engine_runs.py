@@ -76,12 +76,6 @@ def sized_requests(lengths: Iterable[int] = (1, 9, 33), **params: Any) -> list[R
     return [make_request(str(length), random_prompt(length, length), **{"seed": length} | params) for length in lengths]
 
 
-def cut_alike(packed: Engine, captured: Engine) -> None:
-    """Has `packed` cut prompts into chunks as `captured` does, so that both give out the same pages."""
-    packed.scheduler.max_chunks = captured.scheduler.max_chunks
-    packed.planner.limits = captured.planner.limits
-
-
 @dataclass(slots=True)
 class Answer:
     tokens: list[int] = field(default_factory=list)
@@ -139,20 +133,6 @@ def run(
         assert answer.finish_reason is not None
         assert answer.counts.completion_tokens == len(answer.tokens)
     return answers
-
-
-def run_aborting(engine: Engine, requests: list[Request], aborts: dict[int, str], expected: Tokens) -> None:
-    """`run` with aborts by number of the step; answers must be what is `expected`, aborted ones the beginning of it."""
-
-    def abort(step: int, answers: dict[str, Answer]) -> None:
-        if step in aborts:
-            output = engine.abort(aborts[step])
-            assert output is not None, "it has ended before"
-            collect([output], answers)
-
-    for name, answer in run(engine, requests, abort).items():
-        assert (answer.finish_reason == "abort") == (name in aborts.values())
-        assert answer.tokens == expected[name][: len(answer.tokens) if name in aborts.values() else None]
 
 
 def watch_outputs(engine: Engine, look: Callable[[StepPlan, StepOutput], None]) -> None:

@@ -25,12 +25,10 @@ from slipstream.tests.serve.engine_runs import (
     Tokens,
     build_engine,
     caches_of,
-    cut_alike,
     kinds_of_requests,
     make_request,
     random_prompt,
     run,
-    run_aborting,
     serve_traffic,
     sized_requests,
     tokens_of,
@@ -91,25 +89,6 @@ def test_any_numbers_of_nodes_beside_any_prompts(target: Path, draft: Path) -> N
     engine = on_gpu(target, draft, max_running=5, kv_cache_tokens=176, page_size=1, prefill_budget=40)
     engine.planner.policy = AnyPolicy(engine.planner, rng)
     serve_traffic(engine, kinds, expected, rng, lambda number: number < 60, 8, engine.scheduler.check)
-
-
-def test_preemption_under_graphs(target: Path, draft: Path) -> None:
-    requests = requests_of({"temperature": 1.0}, count=6, max_tokens=40, ignore_eos=True)
-    expected = on_cpu(target, requests)
-    engine = on_gpu(target, draft, kv_cache_tokens=180, page_size=1)
-    assert tokens_of(run(engine, requests)) == expected
-    assert engine.scheduler.num_preemptions > 0
-
-
-def test_prefix_hits_under_graphs(target: Path, draft: Path) -> None:
-    shared = random_prompt(70, 1)
-    requests = [make_request(str(end), [*shared, end], max_tokens=30) for end in range(5, 13)]
-    expected = on_cpu(target, requests)
-    engine = on_gpu(target, draft)
-    first = run(engine, requests)
-    again = run(engine, requests)
-    assert tokens_of(first) == tokens_of(again) == expected
-    assert all(answer.counts.cached_tokens >= 48 for answer in again.values())
 
 
 @pytest.mark.parametrize("name", ["none", "draft", "ngram"])
@@ -243,12 +222,6 @@ def test_logprobs_under_graphs(name: str, mode: str, target: Path, draft: Path) 
     assert engine.scheduler.num_preemptions > 0
 
 
-def test_aborts_under_graphs(target: Path, draft: Path) -> None:
-    requests = requests_of({"temperature": 0.0}, max_tokens=60, ignore_eos=True)
-    expected = on_cpu(target, requests)
-    run_aborting(on_gpu(target, draft, max_running=5), requests, {2: "1", 5: "0", 9: "6"}, expected)
-
-
 @pytest.mark.parametrize("captured", [0, 128])
 @pytest.mark.parametrize("name", ["none", "draft"])
 def test_prompts_of_every_length(name: str, captured: int, target: Path, draft: Path) -> None:
@@ -258,26 +231,6 @@ def test_prompts_of_every_length(name: str, captured: int, target: Path, draft: 
     options = {"max_running": 1, "prefill_graph_tokens": captured}
     engine = on_gpu(target, draft if name == "draft" else name, **options)
     assert tokens_of(run(engine, requests)) == on_cpu(target, requests)
-
-
-def test_captured_prompts_leave_what_others_leave(target: Path, draft: Path) -> None:
-    """KV of target and draft, of several prompts at once, cut by the budget."""
-    requests = requests_of({"temperature": 0.0}, max_tokens=1)
-    options = {"overlap": False, "prefill_budget": 96, "page_size": 1}
-    engines = [on_gpu(target, draft, prefill_graph_tokens=captured, **options) for captured in (96, 0)]
-    assert [engine.runner.steps is not None and engine.runner.steps.num_chunks > 0 for engine in engines] == [
-        True,
-        False,
-    ]
-    cut_alike(packed=engines[1], captured=engines[0])
-    for engine in engines:
-        run(engine, requests)
-    caches = [caches_of(engine) for engine in engines]
-    for replayed, expected in zip(*caches, strict=True):
-        is_written = (expected != 0).flatten(3).any(-1).any(0).any(0)
-        is_written[0] = False  # the dump page
-        assert int(is_written.sum()) >= sum(len(request.prompt) for request in requests)
-        torch.testing.assert_close(replayed[:, :, is_written], expected[:, :, is_written], rtol=1e-4, atol=1e-4)
 
 
 def test_a_backend_that_plans_on_the_host_is_refused_under_graphs(target: Path) -> None:

@@ -278,31 +278,6 @@ def test_rows_of_one_batch_sample_each_in_its_own_way(
 
 @grouped("drafter")
 @pytest.mark.parametrize(
-    ("drafter", "options", "family"),
-    drafted(
-        ["eagle3", "ngram", "eagle tree", "dflash"],
-        [{"prefill_budget": 7}, {"prefill_budget": 7, "page_size": 1}, {"max_running": 3}, {"prefill_budget": 30}],
-        KINDS,
-    ),
-)
-def test_requests_may_arrive_late_and_in_chunks(
-    drafter: str, options: dict[str, Any], family: str, build: BuildDrafted, reference: Reference
-) -> None:
-    requests = uneven_requests(SAMPLINGS["plain"])
-    answers = dict[str, Answer]()
-    engine = build(family, drafter, **options)
-    late = iter(requests)
-    for request in late:
-        engine.add(request)
-        collect(engine.step(), answers)
-    while engine.has_work:
-        collect(engine.step(), answers)
-    engine.scheduler.check()
-    assert tokens_of(answers) == reference(family, requests)
-
-
-@grouped("drafter")
-@pytest.mark.parametrize(
     ("drafter", "case", "family"),
     gate_of(
         product(SEVERAL, product([16, 1], ["stop token", "max_tokens"]), KINDS),

@@ -23,7 +23,6 @@ from slipstream.tests.serve.engine_runs import (
     plain_answers,
     random_prompt,
     run,
-    run_aborting,
     tokens_of,
 )
 
@@ -68,23 +67,6 @@ def test_overlap_changes_no_token(options: dict[str, Any], temperature: float, t
         assert {key: answer.finish_reason for key, answer in answers.items()} == {
             key: answer.finish_reason for key, answer in expected.items()
         }
-
-
-@pytest.mark.parametrize("name", ["draft", "ngram"])
-def test_overlap_survives_preemption(name: str, target: Path, draft: Path) -> None:
-    requests = [make_request(str(seed), random_prompt(30, seed), max_tokens=40, ignore_eos=True) for seed in range(4)]
-    expected = plain_answers(target, requests)
-    engine = build_overlapping(target, draft if name == "draft" else name, kv_cache_tokens=150, page_size=1)
-    assert tokens_of(run(engine, requests)) == expected
-    assert engine.scheduler.num_preemptions > 0
-
-
-@pytest.mark.parametrize("name", ["draft", "ngram"])
-def test_aborts_with_passes_in_flight_leave_the_others_alone(name: str, target: Path, draft: Path) -> None:
-    requests = [make_request(str(seed), random_prompt(20, seed), max_tokens=30, ignore_eos=True) for seed in range(8)]
-    expected = plain_answers(target, requests)
-    engine = build_overlapping(target, draft if name == "draft" else name, max_running=4)
-    run_aborting(engine, requests, {1: "1", 3: "3", 4: "7"}, expected)
 
 
 def test_no_step_is_launched_for_a_request_whose_end_is_certain(target: Path) -> None:
