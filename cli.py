@@ -60,6 +60,11 @@ VERBS = {
         "train.mtp:program",
         "train an MTP head in one process",
     ),
+    "deploy": Verb(
+        "serve.fleet.options:DeployConfig",
+        "serve.fleet.deploy:deploy",
+        "serve with many replicas, on a Ray cluster",
+    ),
     "exact-check": Verb(
         "serve.exact_check:ExactCheckConfig",
         "serve.exact_check:check_and_report",

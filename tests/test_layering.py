@@ -37,6 +37,8 @@ ROOMS = {
     "drafters": ("engine.plan", "engine.host_stages", "runner.batch", "runner.kv", "runner.request_state", "attention"),
     "attention": ("runner.batch", "runner.kv", "runner.request_state"),
 }
+# Rooms of serve/ that nothing else of the package imports, but for programs that name them (cli.py).
+APART = ("serve.fleet",)
 TRACKERS = ("wandb", "tensorboard")
 HTTP = ("starlette", "uvicorn", "httpx")
 # Modules of the engine that plan without torch.
@@ -66,6 +68,7 @@ HOST_SIDE = (
 # Modules (in one process) -> packages that none of them may load, not even through another module.
 NOT_LOADED = {
     (*(f"engine.{module}" for module in HOST_SIDE), "request", "detokenize"): ("torch", "transformers", *HTTP),
+    ("fleet.options", "fleet.routing", "fleet.scaling"): ("torch", "transformers", "ray", *HTTP),
     ("load", "measure.accept", "measure.compare"): ("torch", "transformers", "matplotlib", *HTTP),
 }
 
@@ -132,6 +135,25 @@ def test_rooms_of_serve_share_plain_data_alone(room: str) -> None:
         if is_within(module, rooms) and not is_within(module, allowed)
     }
     assert not wrong
+
+
+def test_a_single_server_imports_nothing_of_deployments() -> None:
+    wrong = {
+        f"{file} imports {module}"
+        for file in FILES
+        if file.parts[0] != "tests" and not is_within(".".join(file.with_suffix("").parts), APART)
+        for module in own_imports(file)
+        if is_within(module, APART)
+    }
+    assert not wrong
+
+
+def test_ray_is_imported_by_two_modules_alone() -> None:
+    users = {str(file) for file in FILES for name in imports_of(file) if is_within(name, ("ray",))}
+    assert {user for user in users if not user.startswith("tests/")} == {
+        "serve/fleet/application.py",
+        "serve/fleet/deploy.py",
+    }
 
 
 def test_no_modules_import_one_another_in_a_circle() -> None:

@@ -26,7 +26,7 @@ from slipstream.serve.grammar.trials import Busy, Trials
 from slipstream.serve.http import playground
 from slipstream.serve.http.completions import Completion, Deadline, Delta, RequestFailed
 from slipstream.serve.http.connections import UnreadBodies
-from slipstream.serve.http.engine_client import EngineClient, EngineError, EngineStopped
+from slipstream.serve.http.engine_client import Engine, EngineError, EngineStopped
 from slipstream.serve.http.frontend import CallBody, Frontend
 from slipstream.serve.http.guard import Guard
 from slipstream.serve.http.limits import (
@@ -69,9 +69,7 @@ logger = logging.getLogger(__name__)
 class Api:
     """The endpoints."""
 
-    def __init__(
-        self, config: ServeConfig, frontend: Frontend, engine: EngineClient, guard: Guard, trials: Trials
-    ) -> None:
+    def __init__(self, config: ServeConfig, frontend: Frontend, engine: Engine, guard: Guard, trials: Trials) -> None:
         self.frontend = frontend
         self.engine = engine
         self.metrics = Metrics()

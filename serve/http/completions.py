@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from slipstream.serve.chat.answers import AnswerFormat
 from slipstream.serve.chat.parser import AnswerParser, CallPiece, Piece, TextPiece, calls_of
 from slipstream.serve.detokenize import TextStream
-from slipstream.serve.http.engine_client import EngineClient, EngineError
+from slipstream.serve.http.engine_client import Engine, EngineError
 from slipstream.serve.http.logprobs import (
     Echo,
     Scored,
@@ -253,7 +253,7 @@ class Completion:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: Engine,
         metrics: Metrics,
         *,
         watched: bool,

@@ -56,6 +56,24 @@ class Receiver(Protocol):
         """Ends the request: ValueError if the engine refused it, EngineError if the engine ended."""
 
 
+class Engine(Protocol):
+    """An engine as the HTTP endpoints see it: a process, or the replicas of a deployment (serve/fleet/client.py)."""
+
+    metrics: dict[str, float]
+    counts: EngineCounts
+
+    @property
+    def failure(self) -> str | None: ...
+    @property
+    def num_open(self) -> int: ...
+    @property
+    def unresponsive_seconds(self) -> float: ...
+    @property
+    def is_congested(self) -> bool: ...
+    def submit(self, request: Request, receiver: Receiver) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+
+
 class EngineClient:
     """One engine process. All methods belong to the event loop that ran `start`."""
 

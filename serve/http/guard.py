@@ -18,9 +18,10 @@ LONGEST_KEY = 4096  # characters of a header that are hashed
 class Guard:
     """Holds digests of the keys, so that no log, message or dump of this process shows one."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = sorted({digest(key) for key in keys})
-        self.is_open = not self._digests  # asks for no key
+    def __init__(self, keys: Iterable[str] = (), digests: Iterable[bytes] = ()) -> None:
+        """`digests`: of further keys, by `digest`."""
+        self.digests = sorted({*map(digest, keys), *digests})
+        self.is_open = not self.digests  # asks for no key
 
     @classmethod
     def of(cls, config: ServeConfig) -> "Guard":
@@ -38,9 +39,9 @@ class Guard:
             raise ApiError(401, message, code="invalid_api_key")
         key_digest = digest(key.strip()[:LONGEST_KEY])
         # Compares with all, each in constant time, so that the time reveals nothing about any key.
-        if not sum(hmac.compare_digest(key_digest, other) for other in self._digests):
+        if not sum(hmac.compare_digest(key_digest, other) for other in self.digests):
             raise ApiError(401, "the API key is not one of this server's", code="invalid_api_key")
-        return client_name(key_digest) if len(self._digests) > 1 else ""
+        return client_name(key_digest) if len(self.digests) > 1 else ""
 
 
 def digest(key: str) -> bytes:

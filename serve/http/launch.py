@@ -45,7 +45,7 @@ class Server(uvicorn.Server):
     SIGTERM gives open requests up to `drain_timeout` to finish; Ctrl-C and a second signal do not.
     """
 
-    def __init__(self, api: Api, config: ServeConfig, listener: socket.socket) -> None:
+    def __init__(self, api: Api, engine: EngineClient, config: ServeConfig, listener: socket.socket) -> None:
         self.connections = ConnectionTracker(connection_limit(api.max_open))
         options = uvicorn.Config(
             create_app(api),
@@ -59,6 +59,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(options)
         self.api = api
+        self._engine = engine
         self.listener = listener
         self.url = address(listener)
         self.banner = banner(config, api.frontend, self.url, needs_key=not api.guard.is_open)
@@ -89,7 +90,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        engine = self.api.engine
+        engine = self._engine
         seconds = self._drain_timeout if self.api.is_draining else 0.0
         deadline = time.monotonic() + seconds
         if seconds and engine.num_open:
@@ -104,7 +105,7 @@ class Server(uvicorn.Server):
         logging.getLogger("uvicorn.error").removeFilter(self._rare_warnings)
 
     async def _end_with_engine(self) -> None:
-        engine = self.api.engine
+        engine = self._engine
         await engine.ended.wait()
         if self.should_exit:
             return  # `shutdown` has stopped the engine
@@ -132,7 +133,8 @@ async def prepare(config: ServeConfig, listener: socket.socket, engine: EngineCl
             load = partial(load_tokenizer, path, config.trust_remote_code)
             process = TrialProcess(load, config.json_whitespace)
             async with aclosing(Trials(process, GRAMMAR_SECONDS)) as trials:
-                yield Server(Api(config, Frontend(config, info, text), engine, guard, trials), config, listener)
+                api = Api(config, Frontend(config, info, text), engine, guard, trials)
+                yield Server(api, engine, config, listener)
         finally:
             await engine.stop()
 

@@ -147,16 +147,21 @@ class Metrics:
     def render(self, engine: "EngineView", accept: str = "") -> tuple[bytes, str]:
         """Returns all metrics and their content type: OpenMetrics if the `Accept` header asks for it, else Prometheus
         text."""
-        try:
-            encode, content_type = choose_encoder(accept)
-        except TypeError:  # the library fails on a version that is no number
-            encode, content_type = choose_encoder("")
         collector = EngineCollector(engine)
         self.registry.register(collector)
         try:
-            return encode(self.registry), content_type
+            return encoded(self.registry, accept)
         finally:
             self.registry.unregister(collector)
+
+
+def encoded(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """Returns the text of a registry and its content type: OpenMetrics if `accept` asks for it, else Prometheus."""
+    try:
+        encode, content_type = choose_encoder(accept)
+    except TypeError:  # the library fails on a version that is no number
+        encode, content_type = choose_encoder("")
+    return encode(registry), content_type
 
 
 class EngineView:
@@ -267,7 +272,10 @@ def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
 
 
 def histogram(name: str, text: str, values: engine_counts.Histogram) -> HistogramMetricFamily:
-    """Buckets are cumulative, as the format requires."""
+    return HistogramMetricFamily(f"{PREFIX}_{name}", text, buckets=cumulative(values), sum_value=values.total)
+
+
+def cumulative(values: engine_counts.Histogram) -> list[tuple[str, float]]:
+    """Returns the buckets as the format wants them: each holds those before it."""
     bounds = [f"{bound:g}" for bound in values.bounds] + ["+Inf"]
-    buckets = list(zip(bounds, accumulate(values.counts), strict=True))
-    return HistogramMetricFamily(f"{PREFIX}_{name}", text, buckets=buckets, sum_value=values.total)
+    return list(zip(bounds, accumulate(values.counts), strict=True))
