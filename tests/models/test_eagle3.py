@@ -63,32 +63,6 @@ def test_the_module_equals_its_formula(fields: dict[str, Any], make_target: Make
     torch.testing.assert_close(module.logits(states).double(), naive.logits(expected), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("fields", [{}, {"attention_bias": True}, DEEP])
-def test_write_context_stores_what_the_forward_pass_stores(fields: dict[str, Any], make_target: MakeTarget) -> None:
-    """Compared in the last layer."""
-    module = random_module(make_target("llama"), **fields)
-    embeds = torch.randn(LENGTH, 32)
-    hidden = torch.randn(LENGTH, 32)
-    stored = attention_of(module.config)
-    attended = attention_of(module.config)
-    module.write_context(embeds, hidden, stored)
-    module(embeds, hidden, attended)
-    torch.testing.assert_close(stored.k, attended.k)
-    torch.testing.assert_close(stored.v, attended.v)
-
-
-def test_leading_dims_are_free(make_target: MakeTarget) -> None:
-    module = random_module(make_target("llama"))
-    embeds = torch.randn(2, LENGTH, 32)
-    aux_states = torch.randn(2, LENGTH, 96)
-    attention = attention_of(module.config)
-    hidden = module.fuse(aux_states)
-    together = module.logits(module(embeds, hidden, attention))
-    for row in range(2):
-        alone = module.logits(module(embeds[row], hidden[row], attention))
-        torch.testing.assert_close(together[row], alone)
-
-
 def test_it_starts_from_the_targets_weights(make_target: MakeTarget) -> None:
     module = random_module(make_target("llama"))
     generator = torch.Generator().manual_seed(1)

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.kernels.sampling.sample import noise_key
-from slipstream.kernels.speculation.ragged import Chunks, lay_out, verify_rows
 from slipstream.models.drafts.base import load_draft, write_draft
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.heads.config import LiLiCorrConfig
@@ -35,7 +34,6 @@ from slipstream.serve.runner.batch import AttentionMetadata, PassRows
 from slipstream.serve.runner.cuda_graphs import capture_all
 from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.request_state import RequestState
-from slipstream.serve.runner.step import StepPasses
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import load_float64, save_random_dflash
@@ -455,33 +453,6 @@ def test_fused_context_equals_the_modules(stage: Stage) -> None:
     cache = stage.extended(rows_of(stage.metadata), stage.aux_states)
     torch.testing.assert_close(cache, attention.kv.caches[0].flat, atol=1e-5, rtol=1e-5)
     assert cache[:, :, stage.metadata.slots.of(0)].count_nonzero() == cache.count_nonzero() > 0
-
-
-def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> None:
-    path = [0, 3, 4, 9]
-    tokens = torch.arange(20, 31)
-    stage.attach()
-    ordered = stage.aux_states.index_copy(0, torch.arange(4), stage.aux_states[path])
-    expected = stage.extended(rows_of(stage.metadata), ordered)[:, :, stage.metadata.slots.of(0)[:4]]
-    attention = stage.attach()
-    state = stage.metadata.state
-    stored = state.stored
-    slots = stage.metadata.requests
-    padding = state.padding
-    stored.lengths[0] = 14
-    stored.tokens[0] = tokens
-    stored.probabilities[0] = 1.0
-    stored.parents[0] = torch.tensor([-1, 0, 0, 0, 3, 3, 1, 2, 0, 4, 4])
-    chunks = Chunks(*(slots[:0] for _ in Chunks._fields))
-    layout = lay_out(stored, torch.tensor([11]), slots, chunks, state.pages[0], 16, 11, True, padding)
-    sampled = torch.full((11,), 99).index_copy(0, torch.tensor(path[:-1]), tokens[path[1:]])
-    results = torch.empty(1, 2 + 3 * 11, dtype=torch.int32)
-    verified = verify_rows(layout, sampled, stored, chunks, 1, results, padding)
-    assert verified.nodes[0, :5].tolist() == [*path, -1]
-    runner = StepPasses(stage.target, {}, stage.drafter, state, (attention.kv,), branches=True)
-    runner._extend(layout, verified, stage.aux_states)
-    cache = attention.kv.caches[0].flat[:, :, stage.metadata.slots.of(0)[:4]]
-    torch.testing.assert_close(cache, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_options_are_checked(make_target: MakeTarget, make_draft: MakeDraft) -> None:

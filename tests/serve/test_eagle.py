@@ -195,35 +195,6 @@ def test_proposals_after_preemption_equal_the_oracle(
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
-def test_a_tree_accepts_at_least_what_its_chain_does(
-    drafter: str, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
-    """In steps: the best chain of the same depth is in the tree here."""
-    target = make_target("qwen3")
-    draft = make_draft("qwen3", drafter)
-    steps = []
-    for options in ({"depth": 3}, {"depth": 3, "topk": 4, "nodes": 16}):
-        answers = run(build_engine(target, draft, drafter=options), sized_requests(temperature=0.0))
-        steps.append(sum(answer.counts.rounds for answer in answers.values()))
-    assert steps[1] < steps[0]
-
-
-@pytest.mark.parametrize(("width", "page_size"), rotating([1, 2, 4, 8, 9], [64, 1, 16, 32]))
-def test_any_width_and_page_size_changes_no_token(
-    width: int, page_size: int, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
-    target = make_target("qwen3")
-    draft = make_draft("qwen3", "eagle")
-    requests = [
-        make_request(str(seed), random_prompt(11 * seed, seed), temperature=0.7, seed=seed, top_k=30, top_p=0.95)
-        for seed in range(1, 4)
-    ]
-    options = {"depth": 3, "topk": 3, "nodes": 9}
-    engine = build_engine(target, draft, drafter=options, width=width, page_size=page_size)
-    assert tokens_of(run(engine, requests)) == plain_answers(target, requests)
-
-
 def test_trees_on_the_kernels_backend(make_target: MakeTarget, make_draft: MakeDraft) -> None:
     """On the CPU its references run."""
     target = make_target("llama")

@@ -838,17 +838,6 @@ def check_text(name: str, text: str) -> None:
         assert text.count("a") == text.count("b")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_captured_passes_with_requests_that_are_free(temperature: float, draft: str, expected: Expected) -> None:
-    sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
-    engine = play(EngineConfig(target=str(TINY), draft=draft, attention=ATTENTION, **sizes))
-    free = make_request("free", [5, 6, 7], max_tokens=50, temperature=0.0, ignore_eos=True)
-    names = ["schema", "choice"]
-    answers = tokens_of(run(engine, [free, *requests_of(names, temperature)]))
-    assert answers.pop("free") == plain_answers(TINY, [free])["free"]
-    assert answers == expected(temperature, *names)
-
-
 @pytest.mark.parametrize(("drafter", "temperature"), rotating(["none", "eagle3"], [0.0, 1.0]))
 def test_passes_begin_before_their_masks_are_there(
     drafter: str, temperature: float, draft: str, monkeypatch: pytest.MonkeyPatch

@@ -475,20 +475,6 @@ def test_a_head_changes_no_token(
     assert engine != "room" or sum(answer.counts.cached_tokens for answer in answers.values()) > 0
 
 
-@pytest.mark.parametrize("kind", ["ernie", "glm4-moe", "qwen3-next"])
-def test_hits_and_chunks_change_no_accept_length(kind: str, make_mtp: MakeMTP) -> None:
-    folder = make_mtp(kind).folder
-    request = make_request("long", random_prompt(150, 1), max_tokens=40, temperature=0.8)
-    answers = []
-    for budget, runs in ((256, 1), (HYBRID_BUDGET, 2), (128, 1)):
-        engine = build_engine(folder, "mtp", drafter=TREE, width=9, prefill_budget=budget)
-        answers += [run(engine, [request])["long"] for _ in range(runs)]
-    one_pass, chunks, hit, long_chunks = (answer.counts for answer in answers)
-    assert hit.cached_tokens > 0 == chunks.cached_tokens
-    assert len({answer.rounds for answer in (one_pass, chunks, hit, long_chunks)}) == 1
-    assert one_pass.rounds < len(answers[0].tokens) - 1
-
-
 def test_only_where_it_is_unused_a_line_tells_of_it(
     make_mtp: MakeMTP, make_target: MakeTarget, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,19 +123,6 @@ def test_modules_keep_up_when_several_tokens_are_accepted(
     assert answers["50"].counts.cached_tokens > 0
 
 
-def test_hits_and_chunks_change_no_accept_length(copying: Callable[[int], MTPTarget]) -> None:
-    target = copying(3)
-    request = make_request("long", random_prompt(150, 1), max_tokens=40, temperature=0.8, ignore_eos=True)
-    answers = []
-    for budget, runs in ((256, 1), (64, 2), (3, 1)):
-        engine = build_engine(target.folder, "mtp", drafter=DRAFTED["tree"], width=12, prefill_budget=budget)
-        answers += [run(engine, [request])["long"] for _ in range(runs)]
-    one_pass, chunks, hit, short_chunks = (answer.counts for answer in answers)
-    assert hit.cached_tokens > 0 == chunks.cached_tokens
-    assert len({answer.rounds for answer in (one_pass, chunks, hit, short_chunks)}) == 1
-    assert one_pass.rounds < len(answers[0].tokens) - 1
-
-
 class Proposals:
     """Collects what a drafter proposes for requests with seeds of their own: key, committed tokens, nodes, parents."""
 

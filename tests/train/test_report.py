@@ -23,7 +23,6 @@ from slipstream.train import eagle3
 from slipstream.train.eagle import EagleTraining
 from slipstream.train.eagle_options import DraftOptions as EagleOptions
 from slipstream.train.report import (
-    COLORS,
     TITLES,
     ReportConfig,
     families,
@@ -114,22 +113,6 @@ def test_every_curve_is_on_the_page(run: Path) -> None:
     names = {title: re.sub("<[^>]*>", " ", legend).split() for title, legend in legends}
     assert names[titles[3]] == []  # one curve
     assert names[titles[4]] == ["position", "1", "position", "2"]
-
-
-def test_charts_follow_the_theme(run: Path) -> None:
-    """Only curves have colors of their own."""
-    text, page = page_of(run)
-    drawings = "".join(re.findall("<svg.*?</svg>", text, re.S))
-    colors = set(re.findall(r"(?:fill|stroke|color): ?([^;\"]+)", drawings)) - {"none"}
-    variables = {color for color in colors if color.startswith("var(")}
-    assert colors - variables <= set(COLORS)
-    assert "fill: var(--pale)" in drawings
-    style = text[text.index("<style>") : text.index("</style>")]
-    light, dark = (dict(re.findall(r"(--\w+): (#\w+)", part)) for part in style.split("}")[:2])
-    assert {f"var({name})" for name in light} >= {*variables, *re.findall(r"var\(--\w+\)", style)}
-    assert light.keys() == dark.keys()
-    assert not set(light.items()) & set(dark.items())
-    assert not re.search(r"#[0-9a-f]{3}", style.split("}", 3)[3])
 
 
 def test_every_metric_of_training_has_a_title(
