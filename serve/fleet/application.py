@@ -6,6 +6,7 @@ Ray, besides the program (deploy.py).
 
 import asyncio
 import logging
+import os
 import random
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from slipstream.serve.http.request_log import HEADER
 from slipstream.serve.options import ServeConfig
 
 INGRESS = "Ingress"
+FAREWELL_SECONDS = 0.1  # for a replica to tell ingresses that its engine has ended
 STATE_SECONDS = 2.0  # for replicas to tell their states
 ROUTER = "slipstream.serve.fleet.application:PrefixRouter"
 POLICY = "slipstream.serve.fleet.scaling:ScalingPolicy"
@@ -61,8 +63,7 @@ class PrefixRouter(RequestRouter):
         loads = {name: self._load(replica) for name, replica in by_name.items()}
         if not isinstance(message, Call):
             return [[by_name[name]] for name in rank_replicas({}, 0, loads, self._draw)]
-        if len(loads) > 1:
-            loads.pop(message.avoid, None)
+        loads.pop(message.avoid, None)  # without another one the request waits for a new one
         keys = page_keys(message.request.prompt, message.request.namespace)
         names = rank_replicas(self._table.matches(keys), len(keys), loads, self._draw)
         return [[by_name[name]] for name in names]
@@ -129,6 +130,15 @@ class ReplicaActor:
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = Replica(name, EngineClient(), draft=config.draft, health_timeout=config.health_timeout)
         await self._replica.start(config)
+        self._watcher = asyncio.create_task(self._end_with_engine())
+
+    async def _end_with_engine(self) -> None:
+        """Ends the actor when its engine has ended by itself: Ray sees that at once, the next look at its health only
+        later, and meanwhile the idlest replica of all would get every request."""
+        await self._replica.engine.ended.wait()
+        logger.error("%s; the replica ends", self._replica.engine.failure)
+        await asyncio.sleep(FAREWELL_SECONDS)
+        os._exit(1)
 
     async def generate(self, call: Call) -> AsyncIterator[Reply]:
         async for reply in self._replica.generate(call):
@@ -147,6 +157,7 @@ class ReplicaActor:
         return self._replica.scaling_stats()
 
     async def __del__(self) -> None:
+        self._watcher.cancel()
         await self._replica.stop()
 
 

@@ -22,7 +22,7 @@ from slipstream.serve.http.metrics import ACCEPT_BOUNDS
 from slipstream.serve.request import Output, Request
 
 ATTEMPTS = 2
-STALE_SECONDS = 30.0  # after which a replica that does not tell its state counts no more
+STALE_SECONDS = 10.0  # after which a replica that does not tell its state counts no more
 
 logger = logging.getLogger(__name__)
 

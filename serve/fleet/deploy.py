@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from slipstream.serve.fleet.options import DeployConfig
@@ -21,7 +20,12 @@ if TYPE_CHECKING:
 
 # Read when Ray is imported, here and in its processes. HAProxy hands requests to ingresses; Serve's own proxy, in
 # Python, takes milliseconds for each piece of an answer.
-SETTINGS = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_LOG_TO_STDERR": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+SETTINGS = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # until every HAProxy knows that an ingress ends
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 LOOK_SECONDS = 1.0  # between looks at the application
 LOST_LOOKS = 5  # after which the cluster counts as lost
 ANSWER_SECONDS = 10.0  # for an ingress to tell its options
@@ -55,9 +59,6 @@ def deploy(config: DeployConfig) -> None:
         watch(config, stop)
         serve.delete(config.name)  # replicas finish what they have
     finally:
-        if is_new:
-            with suppress(Exception):  # the cluster may be lost
-                serve.shutdown()
         ray.shutdown()
 
 
