@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date
 from slipstream.models.drafts.source import DraftSource, source_of
 from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file
+from slipstream.models.states.address import Address
 from slipstream.serve.chat.forms import check_parsers
 
 PROMPT_TOKENS = 1024  # prompt tokens of a step, unless options or the target ask for more
@@ -102,6 +103,9 @@ class EngineConfig:
     json_whitespace: int = 1
     """Maximum number of white-space characters in a row between the parts of JSON answers, 0 to 64. Small models tend
     to write as many as they may."""
+    keep_states: tuple[int, ...] = ()
+    """States of the target to keep beside its KV, for `Engine.on_states`: 0..n-1 is a layer's output, n the state after
+    the final norm."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target's config or tokenizer."""
     tool_parser: str = "auto"
@@ -169,7 +173,7 @@ class ServeConfig(EngineConfig):
     ALIASES = {"--fast": "--no-exact"}
     # Programs set these: tests, benchmarks (bench/server.py) and `LLM`.
     HIDDEN = frozenset(
-        ("api_key", "grammar_drafts", "health_timeout", "idle_prompts", "overlap", "page_size")
+        ("api_key", "grammar_drafts", "health_timeout", "idle_prompts", "keep_states", "overlap", "page_size")
         + ("prefill_graph_tokens", "simulate_accept_length", "width")
     )
 
@@ -205,6 +209,9 @@ class ServeConfig(EngineConfig):
     """Seconds without an answer from the engine after which /health returns 503; must exceed the longest step."""
     log_format: Literal["text", "json"] = "text"
     """text, or json: one object per line on stderr, with a line for every request."""
+    states: str | None = None
+    """Give trainers states of the target at this address: HOST:PORT, or the path of a socket (docs/training.md). They
+    need one of the API keys, if there are any. Default: nobody gets states."""
     playground: bool = True
     """Serve a chat page at / that shows where each token comes from."""
     dry_run: bool = False
@@ -217,6 +224,8 @@ class ServeConfig(EngineConfig):
         if self.max_waiting < 0:
             raise ValueError(f"max_waiting is {self.max_waiting}; it must be at least 0")
         check_date(self.date)
+        if self.states is not None:
+            Address.parse("states", self.states)
         if not 0 <= self.drain_timeout < math.inf:
             raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be a number of seconds, at least 0")
         if not 0 < self.health_timeout < math.inf:
@@ -238,7 +247,8 @@ def check_kinds(config: Any) -> None:
     """Raises ValueError for a value that the Literal of its field does not list, or that is not the number that its
     field wants, also where this is optional. Programs give values that no parser has seen."""
     for option in fields(config):
-        kinds = (option.type, *get_args(option.type))
+        is_several = get_origin(option.type) in (tuple, list, dict)
+        kinds = (option.type, *(() if is_several else get_args(option.type)))
         choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), None)
         value = getattr(config, option.name)
         number = Real if float in kinds else Integral if int in kinds else object

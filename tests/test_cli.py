@@ -142,5 +142,5 @@ def test_commands_of_pages_have_options_that_exist(page: Path, options: dict[str
         names = options[verb or server] | {"config", "print_config", "help", "fast"}
         for flag in re.findall(r"(?<=--)[a-z][\w.-]*", words.partition("#")[0]):
             name = flag.replace("-", "_").removeprefix("no_")
-            group = name.partition(".")[0]  # of options by name, such as template.enable_thinking
+            group = name.rpartition(".")[0]  # of options by name, such as template.enable_thinking
             assert name in names or (group in names and f"{group}." not in " ".join(names)), (verb or server, flag)

@@ -20,6 +20,8 @@ from slipstream.models.files.checkpoint import read_json
 from slipstream.train.cached_states import CachedStates
 from slipstream.train.windows import WindowLayout, measure
 
+BATCHES_AHEAD = 3  # that are read before the loop wants them, if they carry states
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -116,8 +118,9 @@ class PackedRows:
         self.num_tokens = sum(share.num_tokens for share in self.shares)
         self.num_supervised = sum(share.num_supervised for share in self.shares)
         self.categories: Sequence[str | None] = ()  # of the split's documents, where evaluations tell them apart
-        # Adds target states read from disk to a batch of documents, given by number in the split (state_source.py).
+        # Adds target states to a batch of documents, given by number in the split (state_source.py, engine_states.py).
         self.add_states: Callable[[Batch, list[int]], Batch] | None = None
+        self.batches_ahead = BATCHES_AHEAD
 
     def _pack(self, share: Share, first: int, last: int) -> None:
         """Appends the rows of a folder's documents, those numbered from `first` to below `last`."""

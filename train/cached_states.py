@@ -1,23 +1,24 @@
-"""Target states of a batch that were read from disk, and their way from host to device.
+"""Target states of a batch that were read from disk or computed by an engine, and their way from host to device.
 
 Letters: B rows of S tokens, R tokens with cached states, M supervised ones among them, L tokens without, K captured
 layers, Ht the target's hidden size. Rows are indices into the flattened batch.
 """
 
+import time
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.models.files.state_store import decode
+from slipstream.models.files.state_store import DTYPES, decode
 from slipstream.models.targets.frozen import FrozenTarget
 
 
 @dataclass(frozen=True, slots=True)
 class CachedStates:
-    """In the dtype of the files, fp8 included: half the bytes to copy. Rows in no index are zero."""
+    """In the dtype of the source, fp8 included: half the bytes to copy. Rows in no index are zero."""
 
     rows: Tensor  # (R,) int64
     aux_states: Tensor  # (R, K, Ht)
@@ -27,14 +28,18 @@ class CachedStates:
     final_scales: Tensor | None  # (M,) fp32
     online_rows: Tensor  # (L,) int64, of whole documents' beginnings, in reading order
     copies: tuple[Future[None], ...] = ()  # pending jobs that fill these tensors
+    waits: list[float] = field(default_factory=list)  # seconds that `to` has waited for them
 
     def to(self, device: torch.device) -> "CachedStates":
-        """Waits for the copies. Raises ValueError for a damaged shard and for other tokens than the data's."""
+        """Waits for the copies. Raises ValueError for a damaged shard, for other tokens than the data's, and if no
+        engine computes the states."""
+        began = time.perf_counter()
         for copy in self.copies:
             copy.result()
+        self.waits.append(time.perf_counter() - began)
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
-            for name in (field.name for field in fields(self))
+            for name in (column.name for column in fields(self))
             if isinstance(value := getattr(self, name), Tensor)
         }
         return replace(self, copies=(), **moved)
@@ -62,3 +67,33 @@ class CachedStates:
             aux_states.index_copy_(0, self.online_rows, captured[0])
             final.index_copy_(0, self.online_rows, normed[0])
         return aux_states.view(*shape, -1), final.view(*shape, -1)
+
+
+def empty_states(
+    rows: Tensor,
+    final_rows: Tensor,
+    online_rows: Tensor,
+    *,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    pinned: bool,
+) -> CachedStates:
+    """Room for the states of these rows, of `shape` (K, Ht); with scales if `dtype` is that of fp8."""
+    is_scaled = dtype == DTYPES["fp8"]
+
+    def empty(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, pin_memory=pinned)
+
+    def host(indices: Tensor) -> Tensor:
+        return indices.pin_memory() if pinned else indices
+
+    layers, hidden_size = shape
+    return CachedStates(
+        rows=host(rows),
+        aux_states=empty(len(rows), layers, hidden_size),
+        aux_scales=empty(len(rows), layers, dtype=torch.float32) if is_scaled else None,
+        final_rows=host(final_rows),
+        final=empty(len(final_rows), hidden_size),
+        final_scales=empty(len(final_rows), dtype=torch.float32) if is_scaled else None,
+        online_rows=host(online_rows),
+    )

@@ -45,6 +45,7 @@ FREE_OPTIONS = (
     "draft.interchange",  # the options that it chooses are compared
     *("optim.accumulation", "tracker.", "checkpoint.", "evaluation.every"),
     *("evaluation.patience", "draft.init_from_target"),
+    *("states.endpoint", "states.engine", "states.devices", "states.prefetch", "states.timeout", "states.api_key_file"),
 )
 # Inputs that may have moved since, and the hash that identifies them.
 BY_CONTENT = {"target": "target_fingerprint", "data.path": "data_hash", "draft.vocabulary": "vocabulary_hash"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from slipstream.models.drafts.interchange import check_options, nearest_values
-from slipstream.models.files.names import check_checkpoint, check_file, check_folder
+from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, check_folder
 from slipstream.models.files.outputs import step_folders
 from slipstream.train.options import RunOptions
 
@@ -94,6 +94,21 @@ class DraftRunOptions(RunOptions):
                 "target_sharding to none, or leave data.aux_states out"
             )
 
+        if self.states.is_used:
+            self._check_states()
+
+    def _check_states(self) -> None:
+        """Raises ValueError for options of a target that would run in this process."""
+        present = {
+            "data.aux_states": self.data.aux_states is not None,
+            "target_sharding": self.target_sharding != "none",
+            "target_compile": self.target_compile,
+        }
+        for name in (name for name, is_given in present.items() if is_given):
+            raise ValueError(
+                f"{name} is given together with {self.states.name}, but engines compute all states; leave one out"
+            )
+
     @property
     def newest_step(self) -> Path | None:
         """Checkpoint that the run continues from; None if it begins."""
@@ -112,5 +127,6 @@ class DraftRunOptions(RunOptions):
             check_folder("data.path", folder, "a prepared dataset (slipstream prepare)")
         for capture in self.data.captures:
             check_folder("data.aux_states", capture, "a folder of captured states (slipstream capture-states)")
+        check_file("states.api_key_file", self.states.api_key_file, KEY_FILE)
         check_file("evaluation.costs", self.evaluation.costs, "step times that `serve` keeps")
         check_file("draft.vocabulary", self.draft.vocabulary, "a token map (slipstream frequency-map)")

@@ -15,6 +15,7 @@ from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import check_run_folder, provenance
 from slipstream.train.draft_options import DraftRunOptions
+from slipstream.train.engine_states import Engines
 from slipstream.train.loop import dtype_of_weights, fit, start
 from slipstream.train.mixture import Mixture
 from slipstream.train.optim import Schedule
@@ -46,7 +47,9 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
         if options.dry_run:
             show_plan(target, kind, train_rows)
             return
-        train_draft(target, kind, train_rows, heldout_rows, mixture, lock)
+        model = {"target": options.target, "revision": options.revision, "trust_remote_code": options.trust_remote_code}
+        engines = stack.enter_context(Engines.open(options.states, accelerator, model))
+        train_draft(target, kind, train_rows, heldout_rows, mixture, engines, lock)
 
 
 def show_plan(files: TargetFiles, kind: type[DraftTraining], train_rows: PackedRows) -> None:
@@ -67,6 +70,7 @@ def train_draft(
     train_rows: PackedRows,
     heldout_rows: PackedRows,
     mixture: Mixture,
+    engines: Engines | None,
     lock: FolderLock | None,
 ) -> None:
     options = files.options
@@ -77,8 +81,10 @@ def train_draft(
     draft = training.draft
     training.step_times = StepTimes.read(options.evaluation, training.depth)
     training.target.read_as = dtype_of_weights(accelerator)
+    rows = {"train": train_rows, "heldout": heldout_rows}
+    if engines is not None:
+        engines.connect(training, rows, draft.config.aux_layers, files.origin()["target_fingerprint"])
     if stores:
-        rows = {"train": train_rows, "heldout": heldout_rows}
         read_states(stores, options.data, training, rows, draft.config.aux_layers, accelerator.device)
     describe(accelerator, train_rows, heldout_rows, draft)
     counts = heldout_rows.category_counts()

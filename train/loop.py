@@ -199,7 +199,9 @@ class Loop:
         lr = self.schedule.lr(progress)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = lr
-        totals = self.backward([next(self.batches) for _ in range(self.options.optim.accumulation)])
+        window = [next(self.batches) for _ in range(self.options.optim.accumulation)]
+        totals = self.backward(window)
+        waited = sum(sum(batch.cached.waits) for batch, _ in window if batch.cached is not None)
         totals["interrupted"] = torch.tensor([float(interrupted), 1.0], device=accelerator.device)
         sums = reduce(accelerator, totals)
         stopped = sums.pop("interrupted")[0] > 0
@@ -209,8 +211,10 @@ class Loop:
         progress.rows += self.schedule.next_rows(progress)
         progress.step += 1
         progress.tokens += int(num_supervised)
-        rate = num_supervised / (time.perf_counter() - began)
-        record |= {"lr": lr, "tokens": progress.tokens, "tokens_per_second": rate}
+        seconds = time.perf_counter() - began
+        record |= {"lr": lr, "tokens": progress.tokens, "tokens_per_second": num_supervised / seconds}
+        if self.train.add_states is not None:
+            record["wait_share"] = waited / seconds  # of this process, for states
         record |= {"skipped_steps": progress.skipped_steps} if progress.skipped_steps else {}
         return {name: value for name, value in record.items() if math.isfinite(value)}, stopped
 

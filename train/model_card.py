@@ -19,6 +19,7 @@ CHAIN_TOKENS = 3  # drafted in a round, the default of `serve`
 TITLES = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "mtp": "MTP"}
 NOT_OPTIONS = (  # of a run: folders, hashes, and how it ran
     *("output", "data.path", "data.aux_states", "draft.vocabulary", "init_from", "target", "tracker.", "checkpoint."),
+    *("states.endpoint", "states.engine", "states.devices", "states.prefetch", "states.timeout", "states.api_key_file"),
     *("resume", "dry_run", "data_hash", "vocabulary_hash", "revision", "trust_remote_code"),
 )
 

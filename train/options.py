@@ -5,9 +5,10 @@ import math
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from slipstream.models.files.names import check_folder
+from slipstream.models.states.address import Address
 
 AT_LEAST_ONE = (
     *("data.max_length", "data.batch_size", "optim.epochs", "optim.steps", "optim.accumulation", "evaluation.every"),
@@ -71,6 +72,53 @@ class DataOptions:
     def folders(self) -> dict[str, float]:
         """Prepared datasets with their weights."""
         return {self.path: 1.0} if isinstance(self.path, str) else self.path
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateOptions:
+    """Target states from engines, instead of a target in this process."""
+
+    endpoint: tuple[str, ...] = ()
+    """engines that give states (serve --states): HOST:PORT or the path of a socket"""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """options of an engine that the run starts on each machine instead, such as --states.engine.tp 2"""
+    devices: tuple[int, ...] = ()
+    """GPUs of the engine that the run starts, such as 2,3; default: those of the trainer"""
+    dtype: Literal["auto", "fp8"] = "auto"
+    """of states on their way: auto, the target's; fp8, with a scale per token and layer: half the bytes"""
+    prefetch: int = 3
+    """batches that a process asks for ahead"""
+    timeout: float = 300.0
+    """seconds without any engine, after which the run ends"""
+    api_key_file: str | None = None
+    """file with the engines' API key"""
+
+    def __post_init__(self) -> None:
+        if self.endpoint and (self.engine or self.devices):
+            raise ValueError(
+                "states.endpoint names engines that run already, and states.engine or states.devices one to start; "
+                "give either"
+            )
+        if self.prefetch < 1:
+            raise ValueError(f"states.prefetch is {self.prefetch}; give at least 1")
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"states.timeout is {self.timeout}; give a number of seconds above 0")
+        if not self.is_used and self.dtype != "auto":
+            raise ValueError(f"states.dtype is {self.dtype}, which needs an engine; name one in states.endpoint")
+        self.addresses()
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.endpoint or self.engine or self.devices)
+
+    @property
+    def name(self) -> str:
+        """The option that says where states come from."""
+        return "states.endpoint" if self.endpoint else "states.engine"
+
+    def addresses(self) -> list[Address]:
+        """Raises ValueError for an endpoint that is no address."""
+        return [Address.parse("states.endpoint", text) for text in self.endpoint]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +197,7 @@ class RunOptions:
     output: str
     """folder for checkpoints, metrics.jsonl and trackers; a run in it continues from its newest checkpoint"""
     data: DataOptions
+    states: StateOptions = field(default_factory=StateOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)

@@ -64,7 +64,8 @@ def plan(
     target = training.target.model
     assert isinstance(target, PreTrainedModel), "an empty target is transformers'"
     config = draft.config
-    is_run = options.data.aux_states is None or options.data.aux_states_missing == "online"
+    is_stored = options.data.aux_states is not None and options.data.aux_states_missing == "error"
+    is_run = not (is_stored or options.states.is_used)
     layers = [bytes_of(layer) for layer in training.target.layers] if options.target_sharding != "none" else [0]
     memory = Memory(
         target=target_bytes(target, size, is_run) - sum(layers),

@@ -1,4 +1,5 @@
-"""Provides target states: computed by the target, read from a capture on disk, or both in one batch.
+"""Provides target states: computed by the target, read from a capture on disk, or both in one batch;
+train/engine_states.py has those of engines.
 
 A background thread reads batches ahead of the loop, and several threads copy the documents of each: disk reads and
 checksums overlap with training.
@@ -19,11 +20,10 @@ from torch import Tensor
 from slipstream.models.files.state_store import DTYPES, StateStore
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.batches import Batch, PackedRows
-from slipstream.train.cached_states import CachedStates
+from slipstream.train.cached_states import CachedStates, empty_states
 from slipstream.train.options import DataOptions
 from slipstream.train.training import DraftTraining
 
-BATCHES_AHEAD = 3
 COPYING_THREADS = 4
 
 ItemT = TypeVar("ItemT")
@@ -90,7 +90,14 @@ class StateSource:
         cached = np.array([place is not None for place in places], dtype=bool)
         rows = rows_of(starts[cached], needed[cached])
         final_rows = rows[batch.supervised.flatten()[rows]] if self.takes_final else rows[:0]
-        states = self.allocate(rows, final_rows, rows_of(starts[~cached], needed[~cached]))
+        states = empty_states(
+            rows,
+            final_rows,
+            rows_of(starts[~cached], needed[~cached]),
+            shape=(len(self.places), self.form.hidden_size),
+            dtype=DTYPES[self.form.dtype],
+            pinned=self.pinned,
+        )
         jobs = []
         row = 0
         final_row = 0
@@ -148,27 +155,6 @@ class StateSource:
             f"document {document - self.first_documents[folder]} of {self.split} {fault} in data.aux_states "
             f"{store.folder}; capture more, lower data.max_length or evaluation.documents, or set "
             "data.aux_states_missing to online"
-        )
-
-    def allocate(self, rows: Tensor, final_rows: Tensor, online_rows: Tensor) -> CachedStates:
-        form = self.form
-        dtype = DTYPES[form.dtype]
-        scaled = form.dtype == "fp8"
-
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
-
-        def host(rows: Tensor) -> Tensor:
-            return rows.pin_memory() if self.pinned else rows
-
-        return CachedStates(
-            rows=host(rows),
-            aux_states=empty(len(rows), len(self.places), form.hidden_size),
-            aux_scales=empty(len(rows), len(self.places), dtype=torch.float32) if scaled else None,
-            final_rows=host(final_rows),
-            final=empty(len(final_rows), form.hidden_size),
-            final_scales=empty(len(final_rows), dtype=torch.float32) if scaled else None,
-            online_rows=host(online_rows),
         )
 
     def copy(
@@ -280,13 +266,13 @@ def rows_of(starts: np.ndarray, lengths: np.ndarray) -> Tensor:
 
 
 def read_ahead(batches: Iterator[ItemT], rows: PackedRows) -> Iterator[ItemT]:
-    """Reads `batches` of `rows` ahead in a thread if their states come from disk."""
+    """Reads `batches` of `rows` ahead in a thread if they carry states."""
     if rows.add_states is None:
         yield from batches
         return
     reader = ThreadPoolExecutor(1, "batches")
     end = object()
-    pending: deque[Any] = deque(reader.submit(next, batches, end) for _ in range(BATCHES_AHEAD))
+    pending: deque[Any] = deque(reader.submit(next, batches, end) for _ in range(rows.batches_ahead))
     try:
         while (batch := pending.popleft().result()) is not end:
             pending.append(reader.submit(next, batches, end))

@@ -80,7 +80,8 @@ class TargetFiles:
         data = self.options.data
         sharding = self.options.target_sharding
         device = self.accelerator.device
-        heads_only = data.aux_states is not None and data.aux_states_missing == "error"
+        is_stored = data.aux_states is not None and data.aux_states_missing == "error"
+        heads_only = is_stored or self.options.states.is_used
         mesh = None if sharding == "none" else sharding_mesh(device, within_machine=sharding == "machine")
         target = load_frozen_target(self.path, aux_layers, device, self.options.trust_remote_code, heads_only, mesh)
         if self.options.target_compile:

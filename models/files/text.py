@@ -12,6 +12,6 @@ def read_text_file(option: str, name: str) -> str:
         raise ValueError(f"{option} is {name!r}, which cannot be read ({fault}); name a text file") from error
 
 
-def read_key(name: str | None) -> str | None:
-    """The API key in the file of the option api_key_file, if it is set."""
-    return None if name is None else read_text_file("api_key_file", name).strip()
+def read_key(name: str | None, option: str = "api_key_file") -> str | None:
+    """The API key in the file that `option` names, if it is set."""
+    return None if name is None else read_text_file(option, name).strip()

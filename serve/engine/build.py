@@ -46,6 +46,7 @@ from slipstream.serve.grammar.grammars import Grammars
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import EngineInfo
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs, capture_all
+from slipstream.serve.runner.kept_states import KeptStates
 from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.recurrence import NUM_COLUMNS, RecurrentStates
@@ -265,6 +266,10 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
     if recurrent := plan.part.recurrent:
         group = plan.groups.index("state")
         states = RecurrentStates(recurrent, group, num_pages[group], state, plan.dtype)
+    store = None
+    if config.keep_states:
+        hidden_size = plan.spec.hidden_size
+        store = KeptStates(config.keep_states, num_pages[0], size, hidden_size, plan.dtype, device)
     layers = chain(*(network.layers for network in plan.networks))
     kinds = {(spec.rope, spec.head_dim) for spec in layers}  # few: a draft mostly has its target's
     ropes = {
@@ -290,6 +295,7 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
         networks.order,
         config.simulate_accept_length,
         logprobs_of_samples=config.logprobs_mode == "processed",
+        kept_states=store,
     )
 
 
@@ -359,6 +365,7 @@ def cost_key(plan: EnginePlan, networks: Networks) -> CostKey:
             "kv_cache_dtype": "fp8" if config.has_fp8_cache else "auto",
             **{name: getattr(config, name) for name in names},
             **({"tp": config.tp} if config.tp > 1 else {}),
+            **({"keep_states": config.keep_states} if config.keep_states else {}),
         },
     )
 

@@ -16,6 +16,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from slipstream.serve.engine.acceptance_files import load_record, record_path, save_record
 from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.engine_plan import EnginePlan
@@ -27,11 +29,13 @@ from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.engine.team import Team
 from slipstream.serve.grammar.grammars import Grammars
+from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import EngineInfo, FinishReason, Output, Request, RequestStats, check_token_ids
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
 COMPILE_WAIT_S = 0.005  # for a grammar where there is nothing else to do
 Trace = Callable[[str, StepPlan], None]
+OnStates = Callable[[Sequence, Tensor], None]
 
 
 class State(IntEnum):
@@ -57,7 +61,8 @@ class Engine:
     """Adds, aborts and steps requests. Not thread-safe: one thread calls it.
 
     `trace`, if set, is called with a plan when it is "planned", "ready" (its edits are there), "launched", "read",
-    "drafted" (host stages have seen its output) and "committed".
+    "drafted" (host stages have seen its output) and "committed". `on_states`, if set and the config has `keep_states`,
+    is called with a request that ends and a copy of its states (N, K, H) on the device, of all its tokens but the last.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Engine:
             self.idle = IdlePrompts(self.scheduler, plan.limits.grid, plan.limits.prompt_rows)
             self.scheduler.on_finish = self.idle.note
         self.trace: Trace | None = None
+        self.on_states: OnStates | None = None
         self.team = team
         self._record_path: Path | None = None  # of the acceptance
         self._check = check  # the drafter's: raises ValueError
@@ -259,6 +265,10 @@ class Engine:
         self.host.admit(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        store = self.runner.passes.kept_states
+        if self.on_states is not None and store is not None and not sequence.resumes:
+            num_tokens = min(sequence.num_computed, len(sequence.tokens) - 1)
+            self.on_states(sequence, store.read(sequence.table.pages, num_tokens))
         self.planner.alarm.release(sequence)
         self.host.release(sequence)
 
@@ -287,6 +297,14 @@ class Engine:
         """Calls `report` with a sentence, from another thread, if the engine cannot go on, be it idle or in a step."""
         if self.team is not None:
             self.team.watch(report)
+
+    def open_states(self, config: EngineConfig, post: Callable[[Callable[[], None]], None]) -> None:
+        """Gives trainers states at the address in `config`, between steps: `post` calls in the thread of `step`."""
+        from slipstream.serve.engine.state_passes import StatePasses  # here, since few servers need it
+        from slipstream.serve.engine.state_service import open_service
+
+        assert isinstance(config, ServeConfig)
+        open_service(config, self.engine_plan.path, StatePasses(self.runner.target, self.team), post)
 
     def metrics(self) -> dict[str, float]:
         """Returns current gauges; a request's counts come with its last Output."""

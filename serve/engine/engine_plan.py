@@ -17,7 +17,7 @@ from slipstream.kernels.kv.fp8 import E4M3
 from slipstream.models.drafts.source import source_of
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.layers.linear import Linear
-from slipstream.models.targets.config import AttentionSpec, MoESpec, TargetSpec
+from slipstream.models.targets.config import AttentionSpec, MoESpec, TargetSpec, check_aux_layers
 from slipstream.models.targets.decoder import Target, load_config
 from slipstream.serve.attention.base import FEATURES, KVFormat, choose_backends, load_backend
 from slipstream.serve.drafters.base import DraftPlan
@@ -134,6 +134,8 @@ class EnginePlan:
         """Bytes of a page, by cache group."""
         networks = [(network.layers, network.kv_dtype) for network in self.networks]
         sizes = page_bytes(networks, self.groups, self.config.page_size)
+        states = len(self.config.keep_states) * self.spec.hidden_size * self.dtype.itemsize
+        sizes[0] += states * self.config.page_size
         if "state" in self.groups:
             sizes[self.groups.index("state")] = state_bytes(self.part.recurrent)
         return sizes
@@ -196,6 +198,8 @@ def plan_engine(
     formats = kv_formats(networks, device, dtype)
     backends = choose_backends(config.attention, formats, is_present=device.is_present)
     captures, overlap = pick_modes(config, device, {phase: backends[phase] for phase in formats})
+    if config.keep_states:
+        check_aux_layers(config.keep_states, spec.num_layers)
     inexact = find_inexact(config, part, device, dtype, backends["verify"])
     if inexact and config.exact:
         raise ValueError(

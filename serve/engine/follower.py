@@ -23,6 +23,7 @@ from slipstream.serve import logs
 from slipstream.serve.engine.build import Capture, Networks, load_networks, make_runner, measure
 from slipstream.serve.engine.engine_plan import EnginePlan, Space
 from slipstream.serve.engine.plan import StepPlan
+from slipstream.serve.engine.state_passes import PackedText, StatePasses
 from slipstream.serve.engine.team import (
     BEAT,
     BEAT_SECONDS,
@@ -45,6 +46,7 @@ class Follower:
     plan: EnginePlan
     networks: Networks
     runner: ModelRunner
+    _states: StatePasses
 
     def __init__(self, rank: int, channel: Channel, join: Callable[[], Ranks]) -> None:
         self.rank = rank
@@ -57,10 +59,18 @@ class Follower:
 
     def load(self, plan: EnginePlan) -> None:
         """Loads this rank's part, and answers how much room its device has."""
+        self.load_target(plan)
+        self.channel.send(measure(plan, self.networks))
+
+    def load_target(self, plan: EnginePlan) -> None:
+        """Loads this rank's part, for passes that need no KV cache."""
         logs.configure(getattr(plan.config, "log_format", "text"))
         self.plan = plan
         self.networks = load_networks(plan, self.rank, self.meet)
-        self.channel.send(measure(plan, self.networks))
+        self._states = StatePasses(self.networks.target)
+
+    def compute_states(self, text: PackedText) -> None:
+        self._states.compute(text)
 
     def meet(self) -> Ranks:
         """See Team."""
@@ -102,7 +112,7 @@ class Follower:
 
     def end(self) -> None:
         """Frees the engine's memory."""
-        del self.runner, self.networks
+        del self.runner, self.networks, self._states
         self._begun = self._launched = None
         self.last = (0, 0)
 

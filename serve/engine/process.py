@@ -1,6 +1,7 @@
 """The engine's process: builds the engine, then takes requests from a pipe and sends back the outputs of each step.
 
-Messages in: the EngineConfig; then lists of Request, Abort, Ping, and None to end. Messages out: `engine.info` once it
+Messages in: the EngineConfig; then lists of Request, Abort, Ping, and None to end. Other threads of this process put
+calls between these, for `--states`. Messages out: `engine.info` once it
 is ready, then Step and Rejected; Failed before an end that nobody asked for. A step and its Outputs are one message, so
 that a step costs one write. Every message is answered by a Step: at once by an idle engine, else after the step,
 within METRICS_SECONDS more.
@@ -35,6 +36,9 @@ HEADER = struct.Struct("!Q")
 logger = logging.getLogger(__name__)
 
 
+Call = Callable[[], None]
+
+
 class EngineLike(Protocol):
     """Interface of an engine for this process. The real one is in serve/engine/engine.py."""
 
@@ -49,11 +53,12 @@ class EngineLike(Protocol):
     def metrics(self) -> dict[str, float]: ...
     def counts(self) -> EngineCounts: ...
     def watch(self, report: Callable[[str], None]) -> None: ...
+    def open_states(self, config: EngineConfig, post: Callable[[Call], None]) -> None: ...
     def close(self) -> None: ...
 
 
 EngineFactory = Callable[[EngineConfig], EngineLike]  # importable, since it is pickled
-Inbox = SimpleQueue  # of Request | Abort | Ping | None
+Inbox = SimpleQueue  # of Request | Abort | Ping | Call | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
     except EOFError:
         return  # the options were wrong
     threading.Thread(target=listen, args=(pipe, inbox), daemon=True).start()
-    engine = start_engine(make_engine, config, pipe)
+    engine = start_engine(make_engine, config, pipe, inbox)
     try:
         serve_requests(engine, inbox, pipe)
     except ConnectionError:
@@ -148,9 +153,11 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
         logger.error("the n-grams of this run could not be saved: %s", one_line(error))
 
 
-def start_engine(make_engine: EngineFactory, config: EngineConfig, pipe: Pipe) -> EngineLike:
+def start_engine(make_engine: EngineFactory, config: EngineConfig, pipe: Pipe, inbox: Inbox) -> EngineLike:
     try:
         engine = make_engine(config)
+        if getattr(config, "states", None) is not None:
+            engine.open_states(config, inbox.put)
     except (ValueError, OSError) as error:  # the user's to fix; the message suffices
         pipe.send(Failed(one_line(error)))
         raise SystemExit(1) from error
@@ -208,7 +215,7 @@ def serve_requests(engine: EngineLike, inbox: Inbox, pipe: Pipe) -> None:
             pipe.send(Step(outputs, engine.metrics(), engine.counts()) if is_due else Step(outputs, None))
 
 
-def take(inbox: Inbox, engine: EngineLike) -> Iterator[Request | Abort | Ping | None]:
+def take(inbox: Inbox, engine: EngineLike) -> Iterator[Request | Abort | Ping | Call | None]:
     """Yields all messages in the inbox; if no request is open, at least one."""
     if not engine.has_work:
         yield wait_for_message(inbox, engine)
@@ -219,7 +226,7 @@ def take(inbox: Inbox, engine: EngineLike) -> Iterator[Request | Abort | Ping | 
         return
 
 
-def wait_for_message(inbox: Inbox, engine: EngineLike) -> Request | Abort | Ping | None:
+def wait_for_message(inbox: Inbox, engine: EngineLike) -> Request | Abort | Ping | Call | None:
     """Returns the next message. Once it is quiet, the engine works for later requests in the meantime."""
     try:
         return inbox.get(timeout=QUIET_SECONDS)
@@ -229,8 +236,11 @@ def wait_for_message(inbox: Inbox, engine: EngineLike) -> Request | Abort | Ping
         return inbox.get()
 
 
-def handle(message: Request | Abort | Ping, engine: EngineLike, pipe: Pipe) -> list[Output]:
+def handle(message: Request | Abort | Ping | Call, engine: EngineLike, pipe: Pipe) -> list[Output]:
     if isinstance(message, Ping):
+        return []
+    if callable(message):
+        message()
         return []
     if isinstance(message, Abort):
         output = engine.abort(message.request_id)

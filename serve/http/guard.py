@@ -1,18 +1,14 @@
 """API keys of the server, and a warning if a server that others can reach asks for none."""
 
 import hmac
-import ipaddress
-import os
 from collections.abc import Iterable
 from hashlib import blake2b, sha256
-from pathlib import Path
 
 from slipstream.serve.http.limits import ApiError
+from slipstream.serve.keys import LONGEST_KEY, VARIABLE, is_loopback, read_keys
 from slipstream.serve.options import ServeConfig
 
-VARIABLE = "SLIPSTREAM_API_KEY"
 OPEN_PATHS = frozenset(("/health", "/ready"))  # which need no key
-LONGEST_KEY = 4096  # characters of a header that are hashed
 
 
 class Guard:
@@ -51,36 +47,6 @@ def digest(key: str) -> bytes:
 def client_name(key_digest: bytes) -> str:
     """Returns a second digest, not the one that keys are compared by, since the engine stores it."""
     return blake2b(key_digest, digest_size=16, person=b"client").hexdigest()
-
-
-def read_keys(config: ServeConfig) -> list[str]:
-    """Reads the keys from the options, or from the environment if the options name none."""
-    keys = [config.api_key] if config.api_key is not None else []
-    if config.api_key_file is not None:
-        try:
-            lines = Path(config.api_key_file).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"api_key_file {config.api_key_file} cannot be read: {error}") from error
-        file_keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not file_keys:
-            raise ValueError(f"api_key_file {config.api_key_file} holds no key; write one on each line")
-        keys += file_keys
-    if not keys and os.environ.get(VARIABLE):
-        keys = [os.environ[VARIABLE]]
-    for key in keys:
-        if not (key.isascii() and key.isprintable() and key == key.strip() and 0 < len(key) <= LONGEST_KEY):
-            raise ValueError(
-                "an API key must be printable ASCII without spaces around it, and not empty; choose another"
-            )
-    return keys
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def warning(config: ServeConfig, guard: Guard) -> str | None:

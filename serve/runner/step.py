@@ -39,6 +39,7 @@ from slipstream.serve.attention.parts import Nodes, PartsAttention
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.plan import PromptChunk, PromptPhase, SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, HostShape, PassRows
+from slipstream.serve.runner.kept_states import KeptStates
 from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.logits import NodeTokens, count_emitted, prompt_logprobs, with_processors
 from slipstream.serve.runner.recurrence import MixedAttention, RecurrentStates
@@ -142,6 +143,7 @@ class StepPasses:
     branches: bool = False  # some proposals are trees, by the drafter or by the host
     order: FixedOrder | None = None  # order of the target's products; attention's is then fixed, too
     accept_length: float | None = None  # simulated: see `simulate`
+    kept_states: KeptStates | None = None  # of committed tokens
     logprobs_of_samples: bool = False  # log-probabilities of the sampled distribution, not of the target's logits
 
     @torch.inference_mode()
@@ -176,7 +178,13 @@ class StepPasses:
             network = MixedAttention.plan(
                 attention, self.states, layout, len(requests), sizes.host, are_chains=are_chains
             )
-        hidden, aux_states = self.target(layout.tokens, network, self.drafter.aux_layers, mask)
+        drafter_layers = self.drafter.aux_layers
+        if self.kept_states is None:
+            hidden, aux_states = self.target(layout.tokens, network, drafter_layers, mask)
+        else:
+            hidden, states = self.target(layout.tokens, network, self.kept_states.union(drafter_layers), mask)
+            assert states is not None
+            aux_states = self.kept_states.store(layout.kv_slots, states, drafter_layers)
         are_first = state.lengths[layout.segment_slots] == 0 if self.drafter.needs_first else None
         return ForwardPass(layout, hidden, aux_states, sizes, are_first)
 
@@ -372,6 +380,10 @@ class StepPasses:
                 sources = self.state.slots(requests, lengths + nodes, cache.group)
                 destinations = self.state.slots(requests, lengths + order, cache.group)
                 move_rows(cache.flat, sources, destinations)
+            if self.kept_states is not None:
+                group = 0
+                sources = self.state.slots(requests, lengths + nodes, group)
+                move_rows(self.kept_states.flat, sources, self.state.slots(requests, lengths + order, group))
 
     def _chains(self, layout: Layout, num_requests: int, host: HostShape | None) -> AttentionMetadata:
         """Describes the pass's rows to the drafter: nodes in the order in which they were accepted are a chain, as

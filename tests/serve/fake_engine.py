@@ -158,6 +158,9 @@ class FakeEngine:
     def counts(self) -> EngineCounts:
         return EngineCounts(kv_pages={("0", "used"): len(self.running), ("0", "free"): 64 - len(self.running)})
 
+    def open_states(self, config: EngineConfig, post: Callable[[Callable[[], None]], None]) -> None:
+        raise AssertionError("there are no states")
+
     def watch(self, report: Callable[[str], None]) -> None:
         pass
 

@@ -11,8 +11,9 @@ import httpx
 import openai
 import pytest
 
-from slipstream.serve.http.guard import VARIABLE, Guard, digest, is_loopback, read_keys, warning
+from slipstream.serve.http.guard import Guard, digest, warning
 from slipstream.serve.http.launch import Server
+from slipstream.serve.keys import VARIABLE, is_loopback, read_keys
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, RESPONSES, gauge, serving, wait_until

@@ -31,7 +31,8 @@ PROMPTS = [[5, 9, 33, 71, 20, 8, 64], [90, 14, 2, 45, 45, 45, 17, 3, 60, 101, 7]
 def records(output: Path) -> list[dict[str, float]]:
     """metrics.jsonl without the fields that differ between two equal runs."""
     lines = read_metrics(output / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+    varying = ("tokens_per_second", "wait_share")
+    return [{name: value for name, value in line.items() if name not in varying} for line in lines]
 
 
 def weights(output: Path, step: int = 6) -> dict[str, Tensor]:

@@ -23,11 +23,10 @@ from slipstream.tests.random_targets import change_json
 from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_dataset
 from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, refusal, run_interrupted
 from slipstream.train import dflash, eagle, eagle3
-from slipstream.train.batches import PackedRows
+from slipstream.train.batches import BATCHES_AHEAD, PackedRows
 from slipstream.train.draft_setup import build
 from slipstream.train.options import DataOptions, EvaluationOptions
 from slipstream.train.state_source import (
-    BATCHES_AHEAD,
     StateSource,
     open_states,
     read_ahead,
@@ -298,6 +297,8 @@ def test_aux_states_of_something_else_and_missing_shards_end_in_a_sentence(
 
 class CountedRows:
     """Stands for PackedRows whose batches come from disk."""
+
+    batches_ahead = BATCHES_AHEAD
 
     def __init__(self) -> None:
         self.add_states = lambda batch, _documents: batch

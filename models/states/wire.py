@@ -1,0 +1,192 @@
+"""Frames of tensors between an engine that gives states and its clients, over a TCP or Unix socket.
+
+A frame is a header, a JSON object that names its tensors, their bytes, and a checksum of these and the object. A
+connection begins with a proof of the key in both directions (HMAC over a fresh number of each side), so no key crosses
+the network. What follows is not encrypted.
+"""
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64
+
+from slipstream.models.states.address import Address
+
+MAGIC = b"SLS1"
+HEADER = struct.Struct("!4sIQ")  # magic; bytes of the JSON object; bytes of the tensors
+CHECKSUM_BYTES = 8
+PIECE_BYTES = 1 << 19  # that are hashed while a core's cache holds them
+MOST_META = 1 << 16  # bytes of a JSON object
+MOST_BODY = 1 << 40  # bytes of tensors, unless a reader knows better
+BUFFER_BYTES = 8 << 20  # that the system keeps for a connection in each direction
+GREETING_SECONDS = 10.0  # for the proofs of the key
+KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # finds a machine that is gone in 30 s
+NAMES = {"int32": torch.int32, "int64": torch.int64, "bool": torch.bool, "fp8": torch.float8_e4m3fn}
+NAMES |= {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NAMES_OF = {dtype: name for name, dtype in NAMES.items()}
+
+Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+
+
+class BrokenError(ConnectionError):
+    """A connection that ended, or that brought something else than frames."""
+
+
+class RefusedError(ValueError):
+    """The other side refuses: asking again does not help."""
+
+
+class Frame(NamedTuple):
+    kind: str
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(slots=True)
+class Connection:
+    """An end of a connection. One thread may send and another receive at the same time."""
+
+    end: socket.socket
+    _header: bytearray = field(default_factory=lambda: bytearray(HEADER.size))
+
+    def __post_init__(self) -> None:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            self.end.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        if self.end.family != socket.AF_UNIX:
+            self.end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in KEEPALIVE.items():
+                if hasattr(socket, name):
+                    self.end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def send(self, kind: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Sends contiguous tensors of the host. Raises OSError if the other side is gone."""
+        tensors = tensors or {}
+        shapes = [[name, NAMES_OF[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
+        meta = json.dumps([kind, fields, shapes]).encode()
+        assert len(meta) <= MOST_META
+        parts = [memory_of(tensor) for tensor in tensors.values()]
+        head = HEADER.pack(MAGIC, len(meta), sum(map(len, parts)))
+        digest = xxh3_64(meta)
+        self.end.sendall(head + meta)
+        for piece in pieces(parts):
+            digest.update(piece)
+            self.end.sendall(piece)
+        self.end.sendall(digest.digest())
+
+    def receive(self, allocate: Allocate | None = None, *, limit: int = MOST_BODY) -> Frame:
+        """Waits for a frame. `allocate` makes the tensors (name, shape, dtype) that its bytes are written into;
+        `limit`: most bytes of these. Raises BrokenError at the end of the connection, for a wrong checksum and for
+        other bytes; TimeoutError."""
+        read_into(self.end, memoryview(self._header))
+        magic, meta_size, size = HEADER.unpack(self._header)
+        if magic != MAGIC or meta_size > MOST_META or size > limit:
+            raise BrokenError("the other side sends no frames of this version, or too large ones")
+        meta = bytearray(meta_size)
+        read_into(self.end, memoryview(meta))
+        try:
+            kind, fields, shapes = json.loads(meta)
+            listed = [(str(name), tuple(map(int, shape)), NAMES[dtype]) for name, dtype, shape in shapes]
+        except (ValueError, KeyError, TypeError) as error:
+            raise BrokenError("a frame is damaged") from error
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in listed]
+        if sum(sizes) != size or min(sizes, default=0) < 0:
+            raise BrokenError("a frame is damaged")
+        allocate = allocate or (lambda _, shape, dtype: torch.empty(shape, dtype=dtype))
+        tensors = {name: allocate(name, shape, dtype) for name, shape, dtype in listed}
+        digest = xxh3_64(meta)
+        for piece in pieces(memory_of(tensor) for tensor in tensors.values()):
+            read_into(self.end, piece)
+            digest.update(piece)
+        expected = bytearray(CHECKSUM_BYTES)
+        read_into(self.end, memoryview(expected))
+        if digest.digest() != expected:
+            raise BrokenError("a frame has another checksum than its bytes")
+        return Frame(kind, fields, tensors)
+
+    def close(self) -> None:
+        """Ends the connection, and calls of other threads that wait for it."""
+        with suppress(OSError):  # it has ended
+            self.end.shutdown(socket.SHUT_RDWR)
+        self.end.close()
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the host; writing there changes it."""
+    assert tensor.is_contiguous()
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def pieces(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    for part in parts:
+        for start in range(0, len(part), PIECE_BYTES):
+            yield part[start : start + PIECE_BYTES]
+
+
+def read_into(end: socket.socket, place: memoryview) -> None:
+    while len(place):
+        count = end.recv_into(place)
+        if not count:
+            raise BrokenError("the other side has closed the connection")
+        place = place[count:]
+
+
+def proof(key: str, role: str, nonces: str) -> str:
+    return hmac.digest(key.encode(), f"{role} {nonces}".encode(), "sha256").hex()
+
+
+def greet_client(connection: Connection, keys: Sequence[str], facts: Mapping[str, Any]) -> None:
+    """Lets a client prove that it has one of `keys` (none: anybody may come), and proves to have it, too; `facts` go to
+    the client. Raises RefusedError for a client without."""
+    connection.end.settimeout(GREETING_SECONDS)
+    nonce = secrets.token_hex(16)
+    connection.send("challenge", {"nonce": nonce, "has_key": bool(keys)})
+    fields = connection.receive(limit=0).fields
+    nonces = f"{nonce} {fields.get('nonce')}"
+    claim = str(fields.get("proof"))
+    accepted = [key for key in keys if hmac.compare_digest(proof(key, "client", nonces), claim)]
+    if keys and not accepted:
+        connection.send("refusal", {"error": "the key is not one of the engine's"})
+        raise RefusedError("a client has no key of this engine")
+    answer = proof(accepted[0], "engine", nonces) if accepted else ""
+    connection.send("welcome", {"proof": answer, "facts": facts})
+    connection.end.settimeout(None)
+
+
+def connect(address: Address, key: str | None, timeout: float) -> tuple[Connection, dict[str, Any]]:
+    """Connects to an engine and returns its facts. Raises OSError if there is none, and RefusedError if it does not
+    accept the key, or has another itself."""
+    end = socket.socket(address.family, socket.SOCK_STREAM)
+    try:
+        end.settimeout(GREETING_SECONDS)
+        end.connect(address.place)
+        connection = Connection(end)
+        challenge = connection.receive(limit=0).fields
+        if challenge.get("has_key") and key is None:
+            raise RefusedError(f"the engine at {address} asks for a key; name its file in api_key_file")
+        nonce = os.urandom(16).hex()
+        nonces = f"{challenge.get('nonce')} {nonce}"
+        connection.send("hello", {"nonce": nonce, "proof": proof(key or "", "client", nonces)})
+        welcome = connection.receive(limit=0)
+        if welcome.kind == "refusal":
+            raise RefusedError(f"the engine at {address} refuses: {welcome.fields.get('error')}")
+        is_proven = hmac.compare_digest(str(welcome.fields.get("proof")), proof(key or "", "engine", nonces))
+        if challenge.get("has_key") and not is_proven:
+            raise RefusedError(f"the engine at {address} does not know the key")
+        end.settimeout(timeout)
+        return connection, welcome.fields["facts"]
+    except BaseException:
+        end.close()
+        raise

@@ -1,0 +1,288 @@
+"""Gives states of the target to trainers, over a socket (models/states/wire.py).
+
+A client's thread reads its requests and checks them; the engine's thread computes one between two steps; another thread
+of the client sends the answers, in the order of the requests. Clients take turns. A client has few requests here: what
+else it sends waits in the socket.
+"""
+
+import logging
+import os
+import socket
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from slipstream.models.files.checkpoint import weights_fingerprint
+from slipstream.models.files.state_store import encode
+from slipstream.models.states.address import Address
+from slipstream.models.states.client import StateFacts
+from slipstream.models.states.wire import NAMES_OF, Connection, Frame, RefusedError, greet_client
+from slipstream.models.targets.config import check_aux_layers
+from slipstream.serve.engine.state_passes import PackedText, StatePasses
+from slipstream.serve.keys import is_loopback, read_keys
+from slipstream.serve.options import ServeConfig
+from slipstream.serve.runner.model_runner import is_out_of_memory
+
+MOST_TOKENS = 1 << 18  # of a request
+MOST_OPEN = 4  # requests of a client that are read and not answered
+IN_ENGINE = 2  # requests that the engine has at once: it never waits for the next one
+
+Post = Callable[[Callable[[], None]], None]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class StateJob:
+    """A request, and then its answer. Rows are indices into the flattened batch."""
+
+    client: "Client"
+    text: PackedText
+    rows: Tensor  # (R,) int64
+    final_rows: Tensor  # (M,) int64
+    is_fp8: bool
+    answer: dict[str, Tensor] = field(default_factory=dict)  # on the host, filled once `landed` has passed
+    landed: torch.cuda.Event | None = None
+    refusal: str = ""
+
+    def run(self, passes: StatePasses) -> None:
+        """Computes the answer; on a GPU the host does not wait for it."""
+        aux_states, final = passes.compute(self.text)
+        for name, states, rows in (("aux", aux_states, self.rows), ("final", final, self.final_rows)):
+            values = states[rows.to(states.device)]
+            scales = None
+            if self.is_fp8:
+                values, scales = encode(values, "fp8")
+            self.answer["aux_states" if name == "aux" else name] = to_host(values)
+            if scales is not None:
+                self.answer[f"{name}_scales"] = to_host(scales)
+        if aux_states.is_cuda:
+            self.landed = torch.cuda.Event()
+            self.landed.record()
+
+
+class StateService:
+    """Listens at an address. `post` has the engine's thread call something between two steps."""
+
+    def __init__(
+        self,
+        address: Address,
+        keys: Sequence[str],
+        facts: StateFacts,
+        passes: StatePasses,
+        post: Post,
+    ) -> None:
+        """Raises OSError if it cannot listen there."""
+        self.keys = keys
+        self.facts = facts
+        self.passes = passes
+        self.post = post
+        self.clients: list[Client] = []  # those that have waited longest first
+        self.in_engine = 0
+        self.lock = threading.Lock()
+        self.listener = listen(address)
+        threading.Thread(target=self.accept, name="states", daemon=True).start()
+
+    def accept(self) -> None:
+        while True:
+            try:
+                end, _ = self.listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self.serve, args=(end,), name="states of a client", daemon=True).start()
+
+    def serve(self, end: socket.socket) -> None:
+        """Serves a client until it leaves."""
+        connection = Connection(end)
+        client = Client(self, connection)
+        try:
+            greet_client(connection, self.keys, asdict(self.facts))
+            with self.lock:
+                self.clients.append(client)
+            threading.Thread(target=client.answer, name="answers to a client", daemon=True).start()
+            client.listen()
+        except (OSError, RefusedError) as error:
+            logger.info("a client of states has left: %s", error)
+        finally:
+            client.leave()
+
+    def schedule(self) -> None:
+        """Gives the engine the next requests, if it has room."""
+        with self.lock:
+            jobs: list[StateJob] = []
+            while self.in_engine + len(jobs) < IN_ENGINE:
+                client = next((client for client in self.clients if client.waiting), None)
+                if client is None:
+                    break
+                self.clients.remove(client)
+                self.clients.append(client)
+                jobs.append(client.waiting.popleft())
+            self.in_engine += len(jobs)
+        for job in jobs:
+            self.post(lambda job=job: self.run(job))  # type: ignore[misc]
+
+    def run(self, job: StateJob) -> None:
+        """Computes a request, in the engine's thread. A fault ends the request, but for that of a rank."""
+        try:
+            if not (job.refusal or job.client.has_left):
+                job.run(self.passes)
+        except ChildProcessError:
+            raise
+        except Exception as error:
+            job.answer = {}
+            if is_out_of_memory(error):
+                job.refusal = f"its device has no memory for {job.text.tokens.numel()} tokens; lower data.batch_size"
+            else:
+                logger.exception("states could not be computed")
+                job.refusal = f"it failed with {type(error).__name__}; its log has the traceback"
+        job.client.done.put(job)
+        with self.lock:
+            self.in_engine -= 1
+        self.schedule()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` does not
+        self.listener.close()
+        for client in list(self.clients):
+            client.connection.close()
+
+
+class Client:
+    """A trainer's connection."""
+
+    def __init__(self, service: StateService, connection: Connection) -> None:
+        self.service = service
+        self.connection = connection
+        self.waiting: deque[StateJob] = deque()  # for the engine
+        self.done: SimpleQueue[StateJob | None] = SimpleQueue()
+        self.room = threading.Semaphore(MOST_OPEN)
+        self.has_left = False
+
+    def listen(self) -> None:
+        """Reads requests. Raises OSError at the end of the connection."""
+        while True:
+            self.room.acquire()
+            frame = self.connection.receive(limit=4 * 8 * MOST_TOKENS)
+            try:
+                job = self.read(frame)
+            except (ValueError, KeyError, TypeError) as error:
+                none = torch.zeros(0, dtype=torch.int64)
+                job = StateJob(self, PackedText(none, none, ()), none, none, False, refusal=f"no request: {error}")
+            with self.service.lock:
+                self.waiting.append(job)
+            self.service.schedule()
+
+    def read(self, frame: Frame) -> StateJob:
+        """Raises ValueError, KeyError or TypeError for what is no request."""
+        tokens, positions, rows, final_rows = (
+            frame.tensors[name] for name in ("tokens", "positions", "rows", "final_rows")
+        )
+        facts = self.service.facts
+        layers = tuple(frame.fields["layers"])
+        check_aux_layers(layers, facts.num_layers)
+        if tokens.dim() != 2 or not 0 < tokens.numel() <= facts.max_tokens or positions.shape != tokens.shape:
+            raise ValueError(f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)}")
+        following = (positions[:, 1:] == positions[:, :-1] + 1) | (positions[:, 1:] == 0)
+        if not (following.all() and (positions[:, 0] == 0).all()):
+            raise ValueError("positions do not count documents from 0")
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < facts.vocab_size:
+            raise ValueError("token ids outside the vocabulary")
+        for places in (rows, final_rows):
+            if places.dim() != 1 or (len(places) and not 0 <= int(places.min()) <= int(places.max()) < tokens.numel()):
+                raise ValueError("rows outside the text")
+        text = PackedText(tokens, positions, layers)
+        return StateJob(self, text, rows.long(), final_rows.long(), bool(frame.fields["is_fp8"]))
+
+    def answer(self) -> None:
+        """Sends answers until the client leaves."""
+        while (job := self.done.get()) is not None:
+            if job.landed is not None:
+                job.landed.synchronize()  # sync
+            kind = "refusal" if job.refusal else "states"
+            with suppress(OSError):  # the other thread notices
+                self.connection.send(kind, {"error": job.refusal}, job.answer)
+            self.room.release()
+
+    def leave(self) -> None:
+        self.has_left = True
+        with self.service.lock:
+            if self in self.service.clients:
+                self.service.clients.remove(self)
+            self.waiting.clear()
+        self.connection.close()
+        self.done.put(None)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """Starts a copy to pinned memory, unless they lie on the host."""
+    if values.device.type == "cpu":
+        return values.contiguous()
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
+
+
+def listen(address: Address) -> socket.socket:
+    """Binds a socket; that of a path only its owner may use. Raises OSError if that fails."""
+    listener = socket.socket(address.family, socket.SOCK_STREAM)
+    if address.path:
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(Path(address.path).stat().st_mode) and not is_used(address):
+                Path(address.path).unlink()
+        mask = os.umask(0o177)
+        try:
+            listener.bind(address.path)
+        finally:
+            os.umask(mask)
+    else:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address.place)
+    listener.listen()
+    return listener
+
+
+def is_used(address: Address) -> bool:
+    """Whether a process listens at the path."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        try:
+            end.connect(address.path)
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
+def open_service(config: ServeConfig, engine_path: Path, passes: StatePasses, post: Post) -> StateService:
+    """Listens where `config` says. Raises ValueError for an address that others can reach, without a key, and OSError
+    if it cannot listen there."""
+    assert config.states is not None
+    address = Address.parse("states", config.states)
+    keys = read_keys(config)
+    if not (keys or address.path or is_loopback(address.host)):
+        raise ValueError(
+            f"states is {config.states}, so other machines may ask for states, and there is no API key; add "
+            "--api-key-file, or choose 127.0.0.1 or the path of a socket"
+        )
+    service = StateService(address, keys, facts_of(passes, weights_fingerprint(engine_path)), passes, post)
+    logger.info("gives states at %s", address)
+    return service
+
+
+def facts_of(passes: StatePasses, fingerprint: str) -> StateFacts:
+    """`fingerprint` of the target's weights."""
+    config = passes.target.config
+    return StateFacts(
+        target_fingerprint=fingerprint,
+        num_layers=len(config.layers),
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        dtype=NAMES_OF[passes.target.dtype],
+        max_tokens=MOST_TOKENS,
+    )

@@ -1,0 +1,258 @@
+"""States over a socket: who gets them, in which order, and what damage and strangers do."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.models.states.address import Address
+from slipstream.models.states.client import StateClient, StateRequest
+from slipstream.models.states.wire import Connection, RefusedError, connect
+from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.frozen import load_frozen_target
+from slipstream.serve.engine.process import build_engine
+from slipstream.serve.engine.state_service import MOST_OPEN, open_service
+from slipstream.serve.http.launch import Server
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.random_targets import FAMILIES, save_random_target
+from slipstream.tests.serve.fake_server import serving
+from slipstream.tests.sources import ROOT
+from slipstream.tests.state_engines import CPU, StateEngine
+
+LAYERS = (2, 0)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    save_random_target(FAMILIES["qwen3"], path)
+    return path
+
+
+@pytest.fixture
+def engine(target: Path, tmp_path: Path) -> Iterator[StateEngine]:
+    engine = StateEngine(target, Address("", path=str(tmp_path / "engine")), ["first key", "second key"])
+    yield engine
+    engine.close()
+
+
+def request(seed: int = 0, size: int = FAMILIES["qwen3"].hidden_size, **changes: Any) -> StateRequest:
+    """Two packed rows of two documents each; the states of some of their tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 120, (2, 12), generator=generator, dtype=torch.int32)
+    positions = torch.tensor([[*range(5), *range(7)], [*range(9), *range(2), 0]], dtype=torch.int32)
+    rows = torch.tensor([0, 1, 2, 5, 6, 12, 13, 14, 20])
+    final_rows = torch.tensor([2, 20])
+    places = {"aux_states": torch.empty(len(rows), len(LAYERS), size), "final": torch.empty(len(final_rows), size)}
+    fields: dict[str, Any] = {"layers": LAYERS, "tokens": tokens, "positions": positions, "rows": rows}
+    return StateRequest(**fields | {"final_rows": final_rows, "places": places} | changes)
+
+
+def expected(target: Path, query: StateRequest) -> tuple[Tensor, Tensor]:
+    frozen = load_frozen_target(target, LAYERS, CPU)
+    aux_states, final = frozen.aux_states(query.tokens.long(), query.positions.long())
+    return aux_states.flatten(0, 1)[query.rows].unflatten(1, (len(LAYERS), -1)), final.flatten(0, 1)[query.final_rows]
+
+
+def test_states_are_those_of_the_target_in_process(target: Path, engine: StateEngine) -> None:
+    client = StateClient("endpoint", [engine.address], "second key", 5.0)
+    requests = [request(seed) for seed in range(7)]
+    futures = [client.ask(query) for query in requests]
+    for query, future in zip(requests, futures, strict=True):
+        future.result(30)
+        aux_states, final = expected(target, query)
+        assert torch.equal(query.places["aux_states"], aux_states)
+        assert torch.equal(query.places["final"], final)
+    client.close()
+
+
+@pytest.mark.parametrize(("key", "sentence"), [(None, "asks for a key"), ("wrong", "not one of the engine's")])
+def test_nobody_gets_anything_without_a_key(engine: StateEngine, key: str | None, sentence: str) -> None:
+    with pytest.raises(RefusedError, match=sentence):
+        StateClient("endpoint", [engine.address], key, 5.0)
+    with socket.socket(socket.AF_UNIX) as end:
+        end.connect(engine.address.place)
+        stranger = Connection(end)
+        assert set(stranger.receive().fields) == {"nonce", "has_key"}
+        with suppress(ConnectionError):
+            stranger.send("ask", request().fields, request().tensors)  # before a proof
+        with pytest.raises(ConnectionError):
+            stranger.receive()
+    assert engine.num_passes == 0
+
+
+def test_an_impostor_without_the_key_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "impostor")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+
+    def pretend() -> None:
+        connection = Connection(listener.accept()[0])
+        connection.send("challenge", {"nonce": "1", "has_key": True})
+        connection.receive()
+        connection.send("welcome", {"proof": "", "facts": {}})
+
+    threading.Thread(target=pretend, daemon=True).start()
+    with pytest.raises(RefusedError, match="does not know the key"):
+        connect(Address("", path=path), "first key", 5.0)
+
+
+class Proxy:
+    """Passes bytes on between clients and an engine; damages the answers of the first connections, or cuts them."""
+
+    def __init__(self, target: Address, path: str, manners: list[str]) -> None:
+        self.target = target
+        self.manners = manners
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(path)
+        self.listener.listen()
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self) -> None:
+        while True:
+            client, _ = self.listener.accept()
+            engine = socket.socket(socket.AF_UNIX)
+            engine.connect(self.target.place)
+            manner = self.manners.pop(0) if self.manners else "honest"
+            for source, sink, how in ((client, engine, "honest"), (engine, client, manner)):
+                threading.Thread(target=self.copy, args=(source, sink, how), daemon=True).start()
+
+    @staticmethod
+    def copy(source: socket.socket, sink: socket.socket, manner: str) -> None:
+        count = 0
+        with suppress(OSError):  # the other thread has closed both
+            while data := bytearray(source.recv(1000)):
+                if manner == "damage" and count > 1000:
+                    data[len(data) // 2] ^= 1
+                if manner == "cut" and count > 1000:
+                    break
+                sink.sendall(data)
+                count += len(data)
+        for end in (source, sink):
+            end.close()
+
+
+def test_damage_and_cuts_are_noticed_and_asked_again(target: Path, engine: StateEngine, tmp_path: Path) -> None:
+    path = str(tmp_path / "proxy")
+    Proxy(engine.address, path, ["damage", "cut", "damage"])
+    client = StateClient("endpoint", [Address("", path=path)], "first key", 5.0)
+    requests = [request(seed) for seed in range(5)]
+    futures = [client.ask(query) for query in requests]
+    for query, future in zip(requests, futures, strict=True):
+        future.result(60)
+        assert torch.equal(query.places["aux_states"], expected(target, query)[0])
+    client.close()
+
+
+def test_a_request_that_always_fails_ends(engine: StateEngine, tmp_path: Path) -> None:
+    path = str(tmp_path / "proxy")
+    Proxy(engine.address, path, ["damage"] * 20)
+    client = StateClient("endpoint", [Address("", path=path)], "first key", 5.0)
+    with pytest.raises(ValueError, match="a request has failed 5 times"):
+        client.ask(request()).result(60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"layers": (2, 9)}, "name distinct states"),
+        ({"tokens": torch.full((2, 12), 5000, dtype=torch.int32)}, "outside the vocabulary"),
+        ({"positions": torch.full((2, 12), 3, dtype=torch.int32)}, "do not count documents"),
+        ({"rows": torch.tensor([24])}, "outside the text"),
+        ({"positions": torch.zeros(1, 12, dtype=torch.int32)}, "tokens"),
+    ],
+)
+def test_wrong_requests_are_refused_and_others_go_on(engine: StateEngine, changes: Any, sentence: str) -> None:
+    client = StateClient("endpoint", [engine.address], "first key", 5.0)
+    futures = [client.ask(request()), client.ask(request(**changes)), client.ask(request(2))]
+    with pytest.raises(RefusedError, match=sentence):
+        futures[1].result(30)
+    futures[0].result(30)
+    futures[2].result(30)
+    client.close()
+
+
+def test_a_client_that_reads_nothing_holds_few_requests_and_others_are_served(engine: StateEngine) -> None:
+    connection, _ = connect(engine.address, "first key", 30.0)
+    connection.end.settimeout(0.3)
+    query = request()
+    query.tokens = query.tokens.repeat(1, 300)  # a long answer, which fills the socket
+    query.positions = torch.arange(3600, dtype=torch.int32).expand(2, -1).contiguous()
+    query.rows = torch.arange(7200).repeat(8)
+    with suppress(TimeoutError):
+        for number in range(200):
+            connection.send("ask", query.fields, query.tensors)
+            assert number < 150, "nobody holds it back"
+    other = StateClient("endpoint", [engine.address], "second key", 30.0)
+    other.ask(request()).result(30)
+    deadline = time.monotonic() + 5
+    while engine.num_passes < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.num_passes <= 2 * MOST_OPEN + 2
+    other.close()
+    connection.close()
+
+
+def test_clients_take_turns(target: Path, tmp_path: Path) -> None:
+    engine = StateEngine(target, Address("", path=str(tmp_path / "engine")))
+    clients = [StateClient("endpoint", [engine.address], None, 30.0) for _ in range(3)]
+    futures = [[client.ask(request(seed)) for seed in range(6)] for client in clients]
+    ends: list[int] = []
+    for index, answers in enumerate(futures):
+        answers[-1].add_done_callback(lambda _, index=index: ends.append(index))  # type: ignore[misc]
+    for answers in futures:
+        for future in answers:
+            future.result(30)
+    assert sorted(ends) == [0, 1, 2]
+    assert engine.num_passes == 18
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_server_gives_states_beside_its_answers(tmp_path: Path) -> None:
+    """With two ranks; the answers are those of a server that gives none."""
+    target = ROOT / "assets" / "tiny-target"
+    size = load_config(target).hidden_size
+    path = str(tmp_path / "states")
+    body = {"prompt": [5, 9, 33], "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+    def ask(server: Server, texts: list[str]) -> None:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        texts.append(str(answer["choices"][0]["token_ids"]))
+
+    options: dict[str, Any] = {"target": str(target), "port": 0, "kv_cache_tokens": 256}
+    texts: list[str] = []
+    with serving(ServeConfig(**options), build_engine) as server:
+        ask(server, texts)
+    with serving(ServeConfig(**options, tp=2, states=path), build_engine) as server:
+        client = StateClient("endpoint", [Address("", path=path)], None, 30.0)
+        asking = threading.Thread(target=ask, args=(server, texts))
+        asking.start()
+        requests = [request(seed, size) for seed in range(20)]
+        for future in [client.ask(query) for query in requests]:
+            future.result(60)
+        asking.join()
+        client.close()
+    assert len(set(texts)) == 1
+    for query in requests[:3]:
+        aux_states, final = expected(target, query)
+        torch.testing.assert_close(query.places["aux_states"], aux_states, rtol=1e-4, atol=1e-5)  # two ranks add
+        torch.testing.assert_close(query.places["final"], final, rtol=1e-4, atol=1e-5)
+
+
+def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
+    nothing: Any = None
+    with pytest.raises(ValueError, match="there is no API key; add --api-key-file"):
+        open_service(ServeConfig(target="x", states="0.0.0.0:8199"), Path(), nothing, nothing)
+    with pytest.raises(ValueError, match="states is '8:x'; give HOST:PORT"):
+        ServeConfig(target="x", states="8:x")

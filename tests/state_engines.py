@@ -1,0 +1,41 @@
+"""Engines that give states, for tests: threads of this process, each with its own target."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from slipstream.models.files.checkpoint import weights_fingerprint
+from slipstream.models.states.address import Address
+from slipstream.models.targets.decoder import load_config, load_target
+from slipstream.serve.engine.state_passes import StatePasses
+from slipstream.serve.engine.state_service import StateService, facts_of
+
+CPU = torch.device("cpu")
+
+
+class StateEngine:
+    """An engine at `address`. `close` is its death; `num_passes` counts what it has computed."""
+
+    def __init__(self, target: Path, address: Address, keys: Sequence[str] = ()) -> None:
+        self.address = address
+        self.num_passes = 0
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        passes = StatePasses(load_target(target, load_config(target), torch.float32, CPU))
+        self.service = StateService(
+            address, keys, facts_of(passes, weights_fingerprint(target)), passes, self._work.put
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (call := self._work.get()) is not None:
+            call()
+            self.num_passes += 1
+
+    def close(self) -> None:
+        self.service.close()
+        self._work.put(None)
+        self._thread.join()
