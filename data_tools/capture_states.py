@@ -24,7 +24,9 @@ from datasets import Dataset, load_from_disk
 from tqdm import tqdm
 
 from slipstream.config import run
+from slipstream.data_tools.answer_states import AnswersCapturer
 from slipstream.data_tools.dataset import WEIGHTS, read_report
+from slipstream.data_tools.engine_capture import EngineCapturer
 from slipstream.data_tools.options import ConversationOptions, show_table
 from slipstream.data_tools.state_folders import ShardFolder, SpeculatorsFolder, StateFolder, states_of_speculators
 from slipstream.data_tools.state_shards import Capturer, Document, measure, plan_shards, read_documents
@@ -36,6 +38,9 @@ from slipstream.models.files.checkpoint import resolve, weights_fingerprint
 from slipstream.models.files.loss_masks import Cut
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.files.state_store import INDEX, ShardRange, StateFormat, StateIndex
+from slipstream.models.files.text import read_key
+from slipstream.models.states.address import Address
+from slipstream.models.states.client import StateClient
 from slipstream.models.targets.config import check_aux_layers, default_aux_layers
 from slipstream.models.targets.pretrained import read_config
 
@@ -97,7 +102,7 @@ def capture_states(config: CaptureConfig) -> None:
         return
     if is_main:
         check_room(output, job.num_bytes, index.layout)
-    capturer = Capturer(path, index.form, accelerator.device, config.batch_tokens, config.trust_remote_code)
+    capturer = open_capturer(config, path, index, accelerator.device)
     with ExitStack() as stack:
         if is_main:
             describe(job)
@@ -109,7 +114,21 @@ def capture_states(config: CaptureConfig) -> None:
         accelerator.wait_for_everyone()
         capture_shards(job, job.pending[accelerator.process_index :: accelerator.num_processes], capturer, show=is_main)
         accelerator.wait_for_everyone()
-    accelerator.print(f"{output}: {len(job.pending)} shards written; {folder.use()}")
+    missing = f"{capturer.num_missing} documents were computed anew, " if capturer.num_missing else ""
+    accelerator.print(f"{output}: {len(job.pending)} shards written, {missing}{folder.use()}")
+
+
+def open_capturer(config: CaptureConfig, path: Path, index: StateIndex, device: torch.device) -> Capturer:
+    """The target on `device`, the engines that have it, or the states of its answers. Raises ValueError where these are
+    another one's."""
+    if config.answers is not None:
+        return AnswersCapturer(Path(config.answers), index, path, device, config.batch_tokens, config.trust_remote_code)
+    if not config.endpoint:
+        return Capturer(path, index.form, device, config.batch_tokens, config.trust_remote_code)
+    addresses = [Address.parse("endpoint", text) for text in config.endpoint]
+    client = StateClient("endpoint", addresses, read_key(config.api_key_file), config.timeout)
+    client.check_target(index.target_fingerprint)
+    return EngineCapturer(client, index.form, config.batch_tokens)
 
 
 def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
@@ -159,6 +178,7 @@ def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -
 
 
 def choose_format(config: CaptureConfig, path: Path) -> StateFormat:
+    """The states that the options name, of the target at `path`."""
     text = read_config(path, config.trust_remote_code).get_text_config()
     num_layers = text.num_hidden_layers
     defaults = {

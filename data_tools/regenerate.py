@@ -22,7 +22,9 @@ from typing import Any
 from tqdm import tqdm
 
 from slipstream.config import option_defaults, run
+from slipstream.data_tools.answer_states import AnswerStates
 from slipstream.data_tools.answers import AnswerReader, EngineAnswers
+from slipstream.data_tools.capture_states import choose_format
 from slipstream.data_tools.dialogue import Dialogue, DialogueReader, Result
 from slipstream.data_tools.endpoints import EndpointAnswers, shared_model
 from slipstream.data_tools.options import (
@@ -31,10 +33,11 @@ from slipstream.data_tools.options import (
 )
 from slipstream.data_tools.rows import check_data
 from slipstream.data_tools.target_tokenizer import ChatTemplate, TargetTokenizer, load_target_tokenizer
-from slipstream.data_tools.verb_options import RegenerateConfig
+from slipstream.data_tools.verb_options import CaptureConfig, RegenerateConfig
 from slipstream.models.files.atomic import LineFile, atomic_file, write_json
 from slipstream.models.files.checkpoint import read_json, resolve, weights_fingerprint
 from slipstream.models.files.outputs import check_output_file
+from slipstream.models.files.state_store import StateIndex
 from slipstream.models.files.text import read_key
 from slipstream.serve.llm import LLM
 
@@ -238,7 +241,47 @@ def answer_all(config: RegenerateConfig, source: Source, dialogues: Iterator[Dia
         answers.run(dialogues)
         return
     model = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    EngineAnswers(**shared, llm=LLM(config.target, config.draft, **{**model, **config.engine})).run(dialogues)
+    engine = {**model, **config.engine}
+    if config.states is None:
+        EngineAnswers(**shared, llm=LLM(config.target, config.draft, **engine)).run(dialogues)
+        return
+    states = open_states(config, source)
+    llm = LLM(config.target, config.draft, keep_states=states.layers, **engine)
+    llm.engine.on_states = lambda sequence, values: states.note(sequence.request.id, sequence.tokens, values)
+    shared["on_result"] = lambda result: end_row(result, states, progress)
+    try:
+        EngineAnswers(**shared, llm=llm).run(dialogues)
+    finally:
+        states.write()
+
+
+def end_row(result: Result, states: AnswerStates, progress: Progress) -> None:
+    states.end(result.id, result.row)
+    progress.write(result)
+
+
+def open_states(config: RegenerateConfig, source: Source) -> AnswerStates:
+    """Raises ValueError for a folder with other states."""
+    assert config.states is not None
+    assert source.target is not None
+    path = resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
+    capture = CaptureConfig(
+        target=config.target,
+        trust_remote_code=config.trust_remote_code,
+        drafters=config.drafters,
+        layers=config.layers,
+        dtype=config.states_dtype,
+    )
+    identity = StateIndex(
+        target_fingerprint=weights_fingerprint(path),
+        tokenizer_hash=source.target.hash,
+        data_hash="",
+        max_length=0,
+        form=choose_format(capture, path),
+        shards=(),
+        command=f"slipstream regenerate --states {config.states}",
+    )
+    return AnswerStates(Path(config.states), identity, int(capture.shard_gb * 1e9))
 
 
 def check_files(config: RegenerateConfig, dropped_path: Path, report_path: Path) -> None:

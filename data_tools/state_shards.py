@@ -94,6 +94,11 @@ def passes(documents: list[Document], batch_tokens: int) -> Iterator[list[Docume
 class Capturer:
     """The target on one device, the format of its states, and the largest number of tokens in a pass."""
 
+    @property
+    def num_missing(self) -> int:
+        """Documents whose states were to be there already, and were not."""
+        return 0
+
     def __init__(
         self, path: Path, form: StateFormat, device: torch.device, batch_tokens: int, trust_remote_code: bool
     ) -> None:
@@ -105,7 +110,7 @@ class Capturer:
     def capture(self, span: ShardRange, documents: list[Document], advance: Callable[[int], object]) -> ShardTensors:
         """Calls `advance` with the tokens of each pass."""
         shard = self._begin(span, documents)
-        self._run(passes(documents, self.batch_tokens), shard, advance)
+        self.run(passes(documents, self.batch_tokens), shard, advance)
         return shard
 
     def measure_rate(self, span: ShardRange, documents: list[Document]) -> float:
@@ -113,9 +118,9 @@ class Capturer:
         shard = self._begin(span, documents)
         counts = list[int]()
         batches = list(islice(passes(documents, self.batch_tokens), 1 + TIMED_PASSES))
-        self._run(batches[:1], shard, int)
+        self.run(batches[:1], shard, int)
         began = time.perf_counter()
-        self._run(batches[-TIMED_PASSES:], shard, counts.append)
+        self.run(batches[-TIMED_PASSES:], shard, counts.append)
         return sum(counts) / (time.perf_counter() - began)
 
     def _begin(self, span: ShardRange, documents: list[Document]) -> ShardTensors:
@@ -125,7 +130,8 @@ class Capturer:
         shard.tensors["tokens"].copy_(torch.cat([document.tokens for document in documents]))
         return shard
 
-    def _run(self, batches: Iterable[list[Document]], shard: ShardTensors, advance: Callable[[int], object]) -> None:
+    def run(self, batches: Iterable[list[Document]], shard: ShardTensors, advance: Callable[[int], object]) -> None:
+        """Computes passes, and returns once `shard` has their states."""
         for batch in batches:
             self._pass(batch, shard)
             advance(sum(len(document.tokens) for document in batch))
@@ -144,13 +150,13 @@ class Capturer:
         for row, document in enumerate(batch):
             length = len(document.tokens)
             place = shard.document(document.slot)
-            _keep(place, "features", values[row, :length], None if scales is None else scales[row, :length])
+            keep(place, "features", values[row, :length], None if scales is None else scales[row, :length])
             if self.form.last_hidden:
                 rows = document.supervised.nonzero().squeeze(1).to(self.device)
-                _keep(place, "last_hidden", *encode(final[row, rows], self.form.dtype))
+                keep(place, "last_hidden", *encode(final[row, rows], self.form.dtype))
 
 
-def _keep(place: dict[str, Tensor], name: str, values: Tensor, scales: Tensor | None) -> None:
+def keep(place: dict[str, Tensor], name: str, values: Tensor, scales: Tensor | None) -> None:
     place[name].copy_(values, non_blocking=True)
     if scales is not None:
         place[f"{name}_scales"].copy_(scales, non_blocking=True)

@@ -10,12 +10,14 @@ from urllib.parse import urlsplit
 from slipstream.data_tools.options import ConversationOptions, TokenizeOptions, check_source
 from slipstream.models.drafts.source import source_of
 from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, check_folder
+from slipstream.models.states.address import Address
 from slipstream.serve.options import EngineConfig, check_at_least
 from slipstream.serve.request import SamplingParams
 
 ACCEPT_RATES = (0.75, 0.56, 0.42, 0.32, 0.24)  # three of four draft tokens right at any position
 # Options of regenerate that change answers: only the same ones continue a file.
 RENDERING = ("target", "revision", "chat_template", "template", "date", "model")
+FREE_CAPTURE_OPTIONS = ("shards", "verify", "yes", "endpoint", "answers", "api_key_file", "timeout")
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "cut", "samples")
 
 
@@ -82,6 +84,15 @@ class RegenerateConfig(ConversationOptions):
     """Seconds without a new piece of an answer, after which the request fails; a whole answer may take longer."""
     max_failures: int = 100
     """Rows without an answer, one after the other, that end the run."""
+    states: str | None = None
+    """Folder for the target's states of the rows, which the engine in this process keeps while it answers; then
+    `capture-states --answers` need not run the target again."""
+    drafters: tuple[Literal["eagle", "eagle3", "dflash", "mtp"], ...] = ("eagle3",)
+    """Drafts that will be trained from `states`, as in capture-states."""
+    layers: tuple[int, ...] = ()
+    """States to keep instead, as in capture-states."""
+    states_dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
+    """Numbers of `states`, as --dtype of capture-states."""
     draft: str = "none"
     """Draft checkpoint for the target in this process; changes speed, not answers."""
     engine: dict[str, Any] = field(default_factory=dict)
@@ -107,6 +118,8 @@ class RegenerateConfig(ConversationOptions):
             raise ValueError("target and endpoint are empty; name a model to run here, or endpoints that serve it")
         if self.endpoint and (self.draft != "none" or self.engine):
             raise ValueError("draft and engine are for a target in this process; leave them out, or endpoint")
+        if self.states is not None and self.endpoint:
+            raise ValueError("states is for a target in this process; leave it out, or endpoint")
         for url in self.urls or self.endpoint:
             if not is_url(url):
                 raise ValueError(f"endpoint is {url!r}; name a URL such as http://localhost:8000/v1")
@@ -216,6 +229,14 @@ class CaptureConfig:
     """Hub revision of the target."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target."""
+    endpoint: tuple[str, ...] = ()
+    """Engines that run the target (serve --states), HOST:PORT or the path of a socket. Default: it runs here."""
+    answers: str | None = None
+    """Folder of states that `regenerate --states` has written: copies them, and runs the target for other documents."""
+    api_key_file: str | None = None
+    """File with the engines' API key."""
+    timeout: float = 300.0
+    """Seconds without any engine, after which the capture ends."""
     drafters: tuple[Literal["eagle", "eagle3", "dflash", "mtp"], ...] = ("eagle3",)
     """Drafts that will be trained from the states; decides which are kept. Several share what they can."""
     layout: Literal["slipstream", "speculators"] = "slipstream"
@@ -247,6 +268,12 @@ class CaptureConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 2, "max_length")
         check_at_least(self, 1, "batch_tokens", "train_documents", "heldout_documents")
+        if self.endpoint and self.answers is not None:
+            raise ValueError("endpoint and answers are given; leave one of them out")
+        for text in self.endpoint:
+            Address.parse("endpoint", text)
+        if not self.timeout > 0:
+            raise ValueError(f"timeout is {self.timeout}; give a number of seconds above 0")
         if self.shard_gb <= 0:
             raise ValueError(f"shard_gb is {self.shard_gb}; give a positive number such as 2")
         if self.layout == "speculators" and (self.dtype == "fp8" or self.last_hidden or len(self.drafters) > 1):
@@ -259,13 +286,15 @@ class CaptureConfig:
         """Raises ValueError for an input that does not exist."""
         check_folder("data", self.data, "a prepared dataset (slipstream prepare)")
         check_checkpoint("target", self.target)
+        check_file("api_key_file", self.api_key_file, KEY_FILE)
+        check_folder("answers", self.answers, "states of answers (slipstream regenerate --states)")
 
     def command(self) -> str:
         """The command line of this capture, without the options that may change when it is continued."""
         words = []
         for option in fields(self):
             value = getattr(self, option.name)
-            if value == option.default or option.name in ("shards", "verify", "yes"):
+            if value == option.default or option.name in FREE_CAPTURE_OPTIONS:
                 continue
             words += [f"--{option.name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else [value])]
         return shlex.join(["slipstream", "capture-states", *words])

@@ -1,0 +1,100 @@
+"""States that the engine keeps while it answers are those of a capture of the same rows, and no target runs twice."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from slipstream.data_tools import prepare, state_shards
+from slipstream.data_tools.capture_states import main as capture
+from slipstream.models.files.checkpoint import read_header
+from slipstream.models.files.state_store import StateStore, shard_path
+from slipstream.tests.data_tools.chats import CHATML, build_tokenizer
+from slipstream.tests.data_tools.fake_answers import ROWS, error, run
+from slipstream.tests.random_targets import SHAPE, save_random_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("answering") / "model"
+    tokenizer = build_tokenizer(CHATML)
+    shape = {**SHAPE, "vocab_size": 320, "head_dim": 16, "eos_token_id": tokenizer.eos_token_id}
+    save_random_target(Qwen3Config(**shape), path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def captured(target: Path, tmp_path: Path, name: str, *words: object) -> StateStore:
+    options = [f"--target={target}", f"--data={tmp_path / 'data'}", f"--output={tmp_path / name}", "--yes"]
+    capture([*options, "--shard-gb=5e-5", *map(str, words)])
+    return StateStore(tmp_path / name)
+
+
+def assert_same_states(store: StateStore, expected: StateStore, tolerance: float) -> None:
+    assert store.index.shards == expected.index.shards
+    for number, span in enumerate(expected.index.shards):
+        for slot in range(span.count):
+            reference = expected.read(number, slot)
+            for name, tensor in store.read(number, slot).items():
+                other = reference[name]
+                if tensor.is_floating_point():
+                    torch.testing.assert_close(tensor.float(), other.float(), rtol=tolerance, atol=1e-4)
+                else:
+                    assert torch.equal(tensor, other)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("fp8", 2**-3)])
+def test_a_capture_of_answers_runs_no_target(
+    target: Path, tmp_path: Path, dtype: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversations have several turns, and a draft writes the answers."""
+    rows = run(
+        *(tmp_path, "--target", target, "--max-tokens", 12, "--states", tmp_path / "states"),
+        *("--states-dtype", dtype, "--draft", "ngram"),
+        rows=ROWS[:12],
+    )
+    assert len(rows) == 12
+    prepare.main([f"--data={tmp_path / 'out.jsonl'}", f"--target={target}", f"--output={tmp_path / 'data'}"])
+    expected = captured(target, tmp_path, "expected", f"--dtype={dtype}")
+    with monkeypatch.context() as patch:
+        patch.delattr(state_shards, "load_frozen_target")
+        store = captured(target, tmp_path, "copied", f"--dtype={dtype}", "--answers", tmp_path / "states")
+    assert_same_states(store, expected, tolerance)
+
+
+def test_what_a_killed_run_lost_is_computed(target: Path, tmp_path: Path, capsys: Any) -> None:
+    """The second run continues the first; a shard of the first is damaged."""
+    for count in (5, 12):
+        run(
+            *(tmp_path, "--target", target, "--max-tokens", 12),
+            *("--states", tmp_path / "states", "--states-dtype", "fp32"),
+            rows=ROWS[:count],
+        )
+    prepare.main([f"--data={tmp_path / 'out.jsonl'}", f"--target={target}", f"--output={tmp_path / 'data'}"])
+    file = shard_path(tmp_path / "states", 0)
+    content = bytearray(file.read_bytes())
+    header, start = read_header(file)
+    content[start + header["features"]["data_offsets"][1] - 1] ^= 1  # of the last document
+    file.write_bytes(content)
+    expected = captured(target, tmp_path, "expected", "--dtype=fp32")
+    capsys.readouterr()
+    store = captured(target, tmp_path, "copied", "--dtype=fp32", "--answers", tmp_path / "states")
+    assert "1 documents were computed anew" in capsys.readouterr().out
+    assert_same_states(store, expected, 1e-4)
+
+
+def test_states_of_another_format_are_not_mixed(target: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "states"
+    run(tmp_path, "--target", target, "--max-tokens", 4, "--states", folder, rows=ROWS[:3])
+    message = error(
+        *(capsys, tmp_path, "--target", target, "--max-tokens", 4, "--states", folder),
+        *("--states-dtype", "fp32"),
+    )
+    assert "holds states of another target, or in another format" in message
+
+
+def test_an_endpoint_gives_no_states(tmp_path: Path, capsys: Any) -> None:
+    message = error(capsys, tmp_path, "--endpoint", "http://127.0.0.1:1/v1", "--states", tmp_path / "states")
+    assert "states is for a target in this process" in message
