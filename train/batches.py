@@ -34,16 +34,19 @@ class Batch:
     numbers: Tensor  # (B,) int64 index of each row in the whole run; seeds its random draws
     cached: CachedStates | None = None  # target states read from disk, if any
     categories: Sequence[str | None] = ()  # of each document, where there are any
+    is_shared: bool = False  # another process counts its tokens: the first of those that share the rows
     weights: Tensor | None = None  # (B, S) fp32 of tokens in the loss, 0 where unsupervised; None: 1 where supervised
 
     @property
     def num_supervised(self) -> int:
-        return int(self.supervised.sum())
+        return 0 if self.is_shared else int(self.supervised.sum())
 
     @property
     def total_weight(self) -> float:
         """The sum of the weights of all tokens, which divides the loss."""
-        return float(self.num_supervised if self.weights is None else self.weights.double().sum())
+        if self.is_shared or self.weights is None:
+            return float(self.num_supervised)
+        return float(self.weights.double().sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ Options = Mapping[str, Any]  # flat, by dotted name
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Options], None]  # state_dict, folder, contents of run.json
 # Options that may change when a run continues.
 FREE_OPTIONS = (
-    *("output", "dry_run", "target_sharding", "target_compile", "data.batch_size", "data.long_documents"),
+    *("output", "dry_run", "target_sharding", "target_compile", "data.batch_size", "data.row_ranks"),
+    "data.long_documents",
     "draft.interchange",  # the options that it chooses are compared
     *("optim.accumulation", "tracker.", "checkpoint.", "evaluation.every"),
     *("evaluation.patience", "draft.init_from_target"),

@@ -20,6 +20,7 @@ from slipstream.train.loop import dtype_of_weights, fit, start
 from slipstream.train.mixture import Mixture
 from slipstream.train.optim import Schedule
 from slipstream.train.plan import plan, scarcity_lines
+from slipstream.train.row_ranks import RowGroup
 from slipstream.train.samples import SampleAnswers
 from slipstream.train.speed import StepTimes
 from slipstream.train.state_source import open_states, read_states
@@ -40,6 +41,7 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
             lock = stack.enter_context(FolderLock(Path(options.output)))
             check_run_folder(Path(options.output))  # again: what a run that has just ended left
         target = TargetFiles.find(options, accelerator, kind.Network, kind.drafter)
+        row_group = RowGroup.of(options.data.row_ranks, accelerator.process_index, accelerator.num_processes)
         mixture = Mixture.load(options.data.folders, target.tokenizer_hash)
         train_rows = mixture.train_rows(options.data)
         heldout_rows = mixture.heldout_rows(options.data, options.evaluation.documents)
@@ -49,7 +51,7 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
             return
         model = {"target": options.target, "revision": options.revision, "trust_remote_code": options.trust_remote_code}
         engines = stack.enter_context(Engines.open(options.states, accelerator, model))
-        train_draft(target, kind, train_rows, heldout_rows, mixture, engines, lock)
+        train_draft(target, kind, train_rows, heldout_rows, mixture, engines, row_group, lock)
 
 
 def show_plan(files: TargetFiles, kind: type[DraftTraining], train_rows: PackedRows) -> None:
@@ -71,6 +73,7 @@ def train_draft(
     heldout_rows: PackedRows,
     mixture: Mixture,
     engines: Engines | None,
+    row_group: RowGroup | None,
     lock: FolderLock | None,
 ) -> None:
     options = files.options
@@ -79,6 +82,7 @@ def train_draft(
     stores = open_states(options.data, identities)
     training = build(kind, files)
     draft = training.draft
+    training.row_group = row_group
     training.step_times = StepTimes.read(options.evaluation, training.depth)
     training.target.read_as = dtype_of_weights(accelerator)
     rows = {"train": train_rows, "heldout": heldout_rows}

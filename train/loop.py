@@ -173,15 +173,19 @@ class Loop:
         rate = self.training.peak_lr(self.options.optim, tokens)
         self.schedule = replace(schedule, optim=replace(self.options.optim, lr=rate))
         self.num_steps = self.schedule.num_steps(self.progress)
+        ranks = self.options.data.row_ranks
+        index = self.accelerator.process_index
         batches = training_batches(
             self.train,
             self.options.data.batch_size,
             self.options.seed,
             self.progress.rows,
             self.schedule.last_row,
-            self.accelerator.process_index,
-            num_processes,
+            index // ranks,
+            num_processes // ranks,
         )
+        if index % ranks:
+            batches = ((replace(batch, is_shared=True), is_new) for batch, is_new in batches)
         self.batches = read_ahead(batches, self.train)
 
     @property

@@ -35,6 +35,7 @@ class Schedule:
     @classmethod
     def of(cls, options: RunOptions, num_rows: int, num_processes: int) -> "Schedule":
         """Raises ValueError where a pass would take a row twice."""
+        num_processes //= options.data.row_ranks
         needed = options.data.batch_size * num_processes
         if num_rows < needed:
             raise ValueError(

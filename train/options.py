@@ -11,7 +11,15 @@ from slipstream.models.files.names import check_folder
 from slipstream.models.states.address import Address
 
 AT_LEAST_ONE = (
-    *("data.max_length", "data.batch_size", "optim.epochs", "optim.steps", "optim.accumulation", "evaluation.every"),
+    *(
+        "data.max_length",
+        "data.batch_size",
+        "data.row_ranks",
+        "optim.epochs",
+        "optim.steps",
+        "optim.accumulation",
+        "evaluation.every",
+    ),
     *("evaluation.depth", "evaluation.documents", "evaluation.patience", "evaluation.requests", "checkpoint.every"),
     "checkpoint.keep",
 )
@@ -30,6 +38,8 @@ class DataOptions:
     """documents longer than a row: split into windows, or cut; default: split, but cut with `aux_states`"""
     batch_size: int = 1
     """packed rows in a forward pass of one process"""
+    row_ranks: int = 1
+    """processes that share each row, for rows too long for one GPU; of chains (EAGLE3, EAGLE, MTP)"""
     aux_states: tuple[str, ...] | str | None = None
     """folder of captured target states (slipstream capture-states), read instead of running the target; of several
     folders in `path`: one for each, such as [states/chat, states/code]"""

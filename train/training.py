@@ -17,6 +17,7 @@ from slipstream.train.batches import Batch
 from slipstream.train.losses import TargetHead
 from slipstream.train.optim import default_lr
 from slipstream.train.options import EvaluationOptions, OptimOptions
+from slipstream.train.row_ranks import RowGroup
 from slipstream.train.samples import SampleAnswers
 from slipstream.train.speed import StepTimes
 from slipstream.train.target_files import TargetFiles
@@ -40,6 +41,7 @@ class DraftTraining(nn.Module, ABC):
     temperature = 0.0  # of the server that an evaluation simulates
     categories: Sequence[str] = ()  # by which evaluations log accept lengths, too
     step_times: StepTimes | None = None  # for the expected speed
+    row_group: RowGroup | None = None  # of processes that share the rows of a batch
     is_new = True  # False while an evaluated batch repeats one (evaluation_batches): nothing of it may be kept
 
     def __init__(

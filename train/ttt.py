@@ -10,6 +10,8 @@ all. Every step advances the rotary position by one.
 With several layers the upper ones read states of earlier rows, too, so these run through the draft as those that ask do
 (`find_rows`, all_run), but no head reads them.
 
+Processes may share rows (row_ranks.py): then N, M and C are a process's own, with its halo, and K those of all.
+
 Letters: N asking rows, M of them taught, C context rows, K = N + C keys, S own keys, Q/G query and KV heads, R = Q / G,
 D head dim.
 """
@@ -32,6 +34,7 @@ from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
 from slipstream.train.losses import TargetHead, distillation_loss
+from slipstream.train.row_ranks import Gathering, RowGroup
 from slipstream.train.state_source import target_states
 from slipstream.train.text_noise import RowValues
 from slipstream.train.training import DraftTraining, Metrics
@@ -52,6 +55,7 @@ class Rows:
     runs: list[tuple[int, int, int]]  # neighbouring asking rows: how many, first key and number of keys of the last one
     weights: Tensor | None = None  # (steps, M) fp32 of the tokens that the steps predict, if some are not 1
     taught: Tensor | None = None  # (M,) the places in `asking` of rows that are taught; None: all N, and M = N
+    gathering: Gathering | None = None  # of key rows, where processes share a row; `keys` are places among all of them
 
     def of_taught(self, x: Tensor) -> Tensor:
         """x (N, ...) -> (M, ...)."""
@@ -63,9 +67,10 @@ class Rows:
         return Rows(*moved)
 
 
-def find_rows(batch: Batch, num_steps: int, *, all_run: bool = False) -> Rows:
+def find_rows(batch: Batch, num_steps: int, *, all_run: bool = False, group: RowGroup | None = None) -> Rows:
     """`batch` on the host. It must hold at least one asking row, as every batch of PackedRows does. all_run: context
-    rows run through the draft as if they asked, but are not taught."""
+    rows run through the draft as if they asked, but are not taught. `group`: shares the rows; this process gets its
+    part."""
     documents = batch.documents.flatten()  # (B * S,)
     asking = possible_roots(batch) - 1  # a document's first token is never supervised
     names, num_asking = documents[asking].unique_consecutive(return_counts=True)
@@ -86,7 +91,7 @@ def find_rows(batch: Batch, num_steps: int, *, all_run: bool = False) -> Rows:
         num_asking = num_keys
     context = is_key.index_fill(0, asking, False).nonzero().squeeze(1)
     positions = batch.positions.flatten()
-    return Rows(
+    rows = Rows(
         asking=asking,
         context=context,
         counts=counts,
@@ -98,6 +103,52 @@ def find_rows(batch: Batch, num_steps: int, *, all_run: bool = False) -> Rows:
         runs=find_runs(asking, keys, asking - positions[asking]),
         weights=weights,
         taught=taught,
+    )
+    return rows if group is None else part_of_rows(batch, rows, group)
+
+
+def part_of_rows(batch: Batch, batch_rows: Rows, group: RowGroup) -> Rows:
+    """This process's part of `batch_rows`, those of the batch."""
+    asking = batch_rows.asking
+    counts = batch_rows.counts
+    documents = batch.documents.flatten()
+    positions = batch.positions.flatten()
+    num_steps, num_taught = counts.shape
+    places = torch.arange(len(asking)) if batch_rows.taught is None else batch_rows.taught  # of rows that are taught
+    parts = group.parts(num_taught)
+    starts = [int(places[part.start]) if part.start else 0 for part in parts]
+    owned = [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(asking)], strict=True)]
+    contexts = [batch_rows.context[part.start : part.stop] for part in group.parts(len(batch_rows.context))]
+    key_rows = [
+        torch.cat((context, asking[part.start : part.stop])) for context, part in zip(contexts, owned, strict=True)
+    ]
+    part = parts[group.index]
+    num_own = len(owned[group.index])
+    begin = min(owned[group.index].start, len(asking) - 1)
+    first = min(part.start, num_taught - 1)
+    stop = max(min(part.stop + num_steps, num_taught), first + 1)  # with the halo, and one row at least
+    local = asking[begin : max(begin + num_own, int(places[stop - 1]) + 1)]
+    names, num_asking = documents[local].unique_consecutive(return_counts=True)
+    rows_of_all = torch.cat(key_rows)
+    order = rows_of_all.argsort()
+    order = order[torch.isin(documents[rows_of_all[order]], names)]
+    keys = rows_of_all[order]
+    local_counts = counts[:, first:stop].clone()
+    local_counts[:, len(part) :] = False
+    context = contexts[group.index]
+    return Rows(
+        asking=local,
+        context=context,
+        counts=local_counts,
+        keys=order,
+        asking_positions=positions[local],
+        context_positions=positions[context],
+        num_asking=num_asking.tolist(),
+        num_keys=documents[keys].unique_consecutive(return_counts=True)[1].tolist(),
+        runs=find_runs(local, keys, local - positions[local]),
+        weights=None if batch_rows.weights is None else batch_rows.weights[:, first:stop],
+        taught=None if batch_rows.taught is None else batch_rows.taught[first:stop] - begin,
+        gathering=Gathering(group, [len(rows) for rows in key_rows], num_own),
     )
 
 
@@ -161,11 +212,11 @@ class TTTAttention(Attention):
         step_keys = self.own.setdefault(layer.id, [])
         if self.begun.setdefault(layer.id, self.step) < self.step:
             step_keys.append((k, v.contiguous()))  # a view would keep the whole projection alive
-        elif self.context is None:
+        elif self.context is None and self.rows.gathering is None:
             assert not len(self.rows.context), "context rows are written first"
             self.shared[layer.id] = k, v.contiguous()
         else:
-            context_k, context_v = self.context
+            context_k, context_v = self.context or (k[:0], v[:0])
             self.shared[layer.id] = self.in_reading_order(context_k, k), self.in_reading_order(context_v, v)
         shared = self.shared[layer.id]
         window = layer.spec.window
@@ -177,7 +228,9 @@ class TTTAttention(Attention):
         return rotate(x, self.rope.cos, self.rope.sin, positions, dtype)
 
     def in_reading_order(self, context: Tensor, asking: Tensor) -> Tensor:
-        return torch.cat((context, asking)).index_select(0, self.rows.keys)
+        gathering = self.rows.gathering
+        rows = torch.cat((context, asking)) if gathering is None else gathering.join(context, asking)
+        return rows.index_select(0, self.rows.keys)
 
     def by_document(
         self, q: Tensor, k: Tensor, v: Tensor, step_keys: list[KeyValue], step: int = 0, window: int | None = None
@@ -315,7 +368,9 @@ class ChainTraining(DraftTraining):
 
     def read(self, batch: Batch, num_steps: int) -> tuple[Rows, Tensor, Tensor, Tensor]:
         """Rows, and flattened over the batch: tokens (B * S,), aux states (B * S, K * Ht), final states (B * S, Ht)."""
-        rows = find_rows(batch, num_steps, all_run=len(self.draft.config.layers) > 1).to(self.device)
+        all_run = len(self.draft.config.layers) > 1
+        group = self.row_group if self.training else None
+        rows = find_rows(batch, num_steps, all_run=all_run, group=group).to(self.device)
         aux_states, final = target_states(self.target, batch, self.device)
         return rows, batch.tokens.to(self.device).flatten(), aux_states.flatten(0, 1), final.flatten(0, 1)
 
