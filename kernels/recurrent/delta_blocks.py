@@ -189,7 +189,7 @@ def _prepare_blocks(
         tl.store(work.reads + place * TOKENS * KEYS + token[:, None] * KEYS + key[None, :], reads.to(k.dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_decoding"])
 def _carry_states(
     work, memory, layout, columns, blocks, num_decoding,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr,

@@ -111,22 +111,22 @@ def plan_blocks_triton(layout: Layout, columns: Columns, num_decoding: int) -> B
     blocks = Blocks(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
     if num_chunks:
         _plan_blocks[(max(triton.cdiv(num_blocks, BLOCK_ROWS), 1),)](
-            blocks, layout, columns, num_decoding, num_blocks, ROWS=BLOCK_ROWS,
-            CHUNKS=triton.next_power_of_2(num_chunks), NUM_CHUNKS=num_chunks, TOKENS=BLOCK_TOKENS, num_warps=1,
+            blocks, layout, columns, num_decoding, num_blocks, num_chunks, ROWS=BLOCK_ROWS,
+            CHUNKS=triton.next_power_of_2(num_chunks), TOKENS=BLOCK_TOKENS, num_warps=1,
             **pdl_options(device),
         )  # fmt: skip
     return blocks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_decoding", "num_blocks", "num_chunks"])
 def _plan_blocks(
-    blocks, layout, columns, num_decoding, num_blocks,
-    ROWS: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    blocks, layout, columns, num_decoding, num_blocks, num_chunks,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     chunk = tl.arange(0, CHUNKS)
     segment = num_decoding + chunk
-    exists = chunk < NUM_CHUNKS
+    exists = chunk < num_chunks
     first_row = tl.load(layout.starts + segment, mask=exists, other=0)
     size = tl.load(layout.starts + segment + 1, mask=exists, other=0) - first_row
     length = tl.load(layout.segment_lengths + segment, mask=exists, other=0)
@@ -232,19 +232,19 @@ def plan_walks_triton(layout: Layout, replays: Tensor, columns: Columns, num_dec
         empty(num_rows + num_decoding * num_nodes, TAPS),
     )
     _plan_walks[(num_decoding + triton.cdiv(num_rows, BLOCK_ROWS),)](
-        walks, layout, replays, columns, num_decoding, num_rows, num_nodes, longest,
+        walks, layout, replays, columns, num_decoding, num_rows, num_chunks, num_nodes, longest,
         TAPS=TAPS, ROWS=BLOCK_ROWS, NODES=triton.next_power_of_2(num_nodes),
-        CHUNKS=triton.next_power_of_2(max(num_chunks, 1)), NUM_CHUNKS=num_chunks, RESTART=RESTART, LEAF=LEAF, EMIT=EMIT,
+        CHUNKS=triton.next_power_of_2(max(num_chunks, 1)), RESTART=RESTART, LEAF=LEAF, EMIT=EMIT,
         STATE=STATE, NOTHING=NOTHING,
         num_warps=max(1, triton.next_power_of_2(num_nodes) ** 2 // 1024), **pdl_options(replays.device),
     )  # fmt: skip
     return walks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_decoding", "num_rows", "num_chunks"])
 def _plan_walks(
-    walks, layout, replays, columns, num_decoding, num_rows, num_nodes, longest,
-    TAPS: tl.constexpr, ROWS: tl.constexpr, NODES: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+    walks, layout, replays, columns, num_decoding, num_rows, num_chunks, num_nodes, longest,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, NODES: tl.constexpr, CHUNKS: tl.constexpr,
     RESTART: tl.constexpr, LEAF: tl.constexpr, EMIT: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -257,7 +257,7 @@ def _plan_walks(
         )  # fmt: skip
     else:
         row = (program - num_decoding) * ROWS + tl.arange(0, ROWS)
-        _plan_chunk_rows(walks, layout, columns, row, num_decoding, num_rows, TAPS, CHUNKS, NUM_CHUNKS, STATE, NOTHING)
+        _plan_chunk_rows(walks, layout, columns, row, num_decoding, num_rows, num_chunks, TAPS, CHUNKS, STATE, NOTHING)
 
 
 @triton.jit
@@ -340,16 +340,16 @@ def _plan_tree(
 
 @triton.jit
 def _plan_chunk_rows(
-    walks, layout, columns, row, num_decoding, num_rows,
-    TAPS: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
+    walks, layout, columns, row, num_decoding, num_rows, num_chunks,
+    TAPS: tl.constexpr, CHUNKS: tl.constexpr, STATE: tl.constexpr, NOTHING: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.load(layout.starts + num_decoding)
     is_chunk = (row >= first_row) & (row < num_rows)
     index = tl.load(layout.nodes + row, mask=is_chunk, other=0)
     chunk = tl.arange(0, CHUNKS)
-    ends = tl.load(layout.starts + num_decoding + 1 + chunk, mask=chunk < NUM_CHUNKS, other=1 << 30)
+    ends = tl.load(layout.starts + num_decoding + 1 + chunk, mask=chunk < num_chunks, other=1 << 30)
     place = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
-    is_used = is_chunk & (place < NUM_CHUNKS)
+    is_used = is_chunk & (place < num_chunks)
     source = columns.sources + (num_decoding + place) * NUM_COLUMNS
     entry = tl.load(source, mask=is_used, other=0).to(tl.int32)
     has_begun = tl.load(layout.segment_lengths + num_decoding + place, mask=is_used, other=0) > 0
