@@ -104,8 +104,11 @@ class Product(NamedTuple):
         if self.format == "int4":
             small = device.is_hopper  # no other GPU's bits were compared
             return choose_int4_tiling(self.num_outputs, self.num_inputs, is_gated, self.num_rows, small)
-        choose_tiles = choose_tiling if self.format == "16 bits" else choose_fp8_tiling
-        return choose_tiles(self.num_outputs // (1 + is_gated), self.num_inputs, is_gated, self.num_rows)
+        num_outputs = self.num_outputs // (1 + is_gated)
+        if self.format == "16 bits":
+            return choose_tiling(num_outputs, self.num_inputs, is_gated, self.num_rows)
+        by_block = self.format == "fp8 blocks"
+        return choose_fp8_tiling(num_outputs, self.num_inputs, is_gated, self.num_rows, by_block)
 
 
 class Choice(NamedTuple):

@@ -269,7 +269,9 @@ def choose_tiling(block_rows: int, matrix: ExpertMatrix, x: Tensor) -> Tiling:
     if isinstance(matrix, FP8Weight) and num_inputs <= SHORT_INPUTS and block_rows <= 32:
         tiling = SHORT_ROW if block_rows == 1 else SHORT
     if format not in CHUNKS and num_inputs % tiling.depth and num_inputs % 64 == 0:
-        tiling = replace(tiling, depth=64, stages=tiling.stages * tiling.depth // 64)
+        tiling = replace(tiling, depth=64)
+    if format == "plain":  # few steps: a multiprocessor has more programs then
+        tiling = replace(tiling, stages=min(tiling.stages, max(num_inputs // tiling.depth - 1, 2)))
     bits = WEIGHT_BITS.get(format, 8 * x.element_size())
     row_bytes = 1 if isinstance(matrix, FP8Weight) else x.element_size()
     stage = tiling.depth * (tiling.outputs * bits // 8 + block_rows * row_bytes)

@@ -49,8 +49,10 @@ def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_ro
     if gated:
         if num_rows > 64:
             return Tiling(outputs=128, depth=64, split=1, warps=8)
-        # Either way two programs fit on a multiprocessor.
-        return Tiling(outputs=64, depth=64, split=1, stages=4 if num_rows <= 32 else 3)
+        stages = 4 if num_rows <= 32 else 3
+        if triton.cdiv(num_outputs, 64) > 3 * PROGRAMS:
+            stages = 5 if num_rows <= 16 else 4
+        return Tiling(outputs=64, depth=64, split=1, stages=3 if fills_three(num_outputs) else stages)
     if num_outputs > MAX_OUTPUTS and triton.cdiv(num_outputs, 128) >= WIDE_TILES:
         return Tiling(outputs=128, depth=64, split=1, stages=3)
     split = 1
@@ -59,11 +61,19 @@ def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_ro
     return Tiling(outputs=64, depth=128 if num_rows <= 64 else 64, split=split, stages=6)
 
 
-def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: int) -> Tiling:
+def fills_three(num_outputs: int) -> bool:
+    """Whether a gated product in tiles of 64 has three programs on most multiprocessors, which 3 stages leave room for.
+    With more stages two fit, and the rest of the tiles would run after them, on a few multiprocessors."""
+    return 2 * PROGRAMS < triton.cdiv(num_outputs, 64) <= 3 * PROGRAMS
+
+
+def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: int, by_block: bool = False) -> Tiling:
     """As many parts as a product of 16-bit weights has. A tile takes half the bytes, so more of them are in flight."""
     tiling = choose_tiling(num_outputs, num_inputs, gated, num_rows)
     if gated:
-        return Tiling(outputs=64, depth=UNIT, split=1, stages=5 if num_rows <= 32 else 4)
+        # Blocks two at a time, which an even number of stages would have, take too many registers of more rows.
+        stages = 5 if num_rows <= 32 else 3 if by_block else 4
+        return Tiling(outputs=64, depth=UNIT, split=1, stages=3 if fills_three(num_outputs) else stages)
     stages = 4 if tiling.outputs > 64 else 8 if num_rows <= 64 else 6
     warps = 8 if tiling.outputs > 64 and num_rows > 64 else 4
     return Tiling(outputs=tiling.outputs, depth=UNIT, split=tiling.split, stages=stages, warps=warps)
