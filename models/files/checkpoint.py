@@ -147,7 +147,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing; is {path.parent} a complete checkpoint?") from None
+        best = path.parent / "best"  # of a training run
+        remedy = f"name {best}" if (best / path.name).exists() else f"is {path.parent} a complete checkpoint?"
+        raise ValueError(f"{path} is missing; {remedy}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):

@@ -41,6 +41,10 @@ def test_a_name_with_a_slash_or_a_folder_is_a_checkpoint(tmp_path: Path, monkeyp
 def test_json_faults_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json is missing; is .* a complete checkpoint"):
         read_json(tmp_path / "config.json")
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"config\.json is missing; name {tmp_path}/best$"):
+        read_json(tmp_path / "config.json")
     (tmp_path / "config.json").write_text('{"hidden_size": 3')
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         read_json(tmp_path / "config.json")
