@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import random
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from slipstream.serve.fleet.ingress import Ingress
 from slipstream.serve.fleet.metrics import IngressReport
 from slipstream.serve.fleet.options import DeployConfig
 from slipstream.serve.fleet.replica import Abort, Call, Replica, ReplicaState, Reply
-from slipstream.serve.fleet.routing import PrefixTable, page_keys, rank_replicas
+from slipstream.serve.fleet.routing import Placed, PrefixTable, page_keys, rank_replicas
 from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.http.guard import Guard
 from slipstream.serve.http.request_log import HEADER
@@ -36,9 +37,13 @@ from slipstream.serve.options import ServeConfig
 
 INGRESS = "Ingress"
 FAREWELL_SECONDS = 0.1  # for a replica to tell ingresses that its engine has ended
+TELL_SECONDS = 1.0  # between messages of an ingress to the others
 STATE_SECONDS = 2.0  # for replicas to tell their states
 ROUTER = "slipstream.serve.fleet.application:PrefixRouter"
 POLICY = "slipstream.serve.fleet.scaling:ScalingPolicy"
+
+# By name of the deployment, of this process: Serve makes the routers, and nobody else can reach them.
+TABLES = defaultdict[str, PrefixTable](PrefixTable)
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +53,7 @@ class PrefixRouter(RequestRouter):
     event loop."""
 
     def initialize_state(self, **_: Any) -> None:
-        self._table = PrefixTable()
+        self._table = TABLES[self._deployment_id.name]
         self._draw = random.Random()
 
     async def choose_replicas(
@@ -112,10 +117,12 @@ class RayFleet:
         return await answers(self._handle, "state")
 
 
-async def answers(handle: DeploymentHandle, method: str) -> list[Any]:
+async def answers(handle: DeploymentHandle, method: str, *arguments: Any) -> list[Any]:
     """Returns what the replicas of a deployment answer in time."""
     try:
-        values = await handle.broadcast(method).results_async(timeout_s=STATE_SECONDS, return_exceptions=True)
+        values = await handle.broadcast(method, *arguments).results_async(
+            timeout_s=STATE_SECONDS, return_exceptions=True
+        )
     except (RayError, RayServeException, grpc.RpcError, TimeoutError):
         return []
     return [value for value in values if not isinstance(value, BaseException)]
@@ -182,6 +189,7 @@ class IngressActor:
         api.name = context.replica_id.unique_id
         self._siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         api.gather_reports = self._reports
+        self._teller = asyncio.create_task(self._tell()) if config.ingresses > 1 else None
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return SingleRequestId(self._ingress.app())
@@ -193,10 +201,25 @@ class IngressActor:
         """Returns the options that it was started with."""
         return self._values
 
+    async def learn(self, news: dict[str, list[Placed]]) -> None:
+        """Takes what another ingress knows of the places of prompts, by deployment."""
+        for name, prompts in news.items():
+            TABLES[name].learn(prompts)
+
+    async def _tell(self) -> None:
+        """Tells the other ingresses where prompts went. Ends with the actor."""
+        while True:
+            await asyncio.sleep(TELL_SECONDS)
+            news = {name: prompts for name, table in TABLES.items() if (prompts := table.take_news())}
+            if news:
+                await answers(self._siblings, "learn", news)
+
     async def _reports(self) -> list[IngressReport]:
         return await answers(self._siblings, "report") or [self._ingress.api.report()]
 
     async def __del__(self) -> None:
+        if self._teller is not None:
+            self._teller.cancel()
         await self._ingress.close()
 
 

@@ -3,13 +3,16 @@ much less to do. Plain data: neither Ray nor HTTP.
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 PAGE_TOKENS = 16  # of a key; the pages of the KV cache by default
 MOST_KEYS = 2**18  # of the table, some 100 bytes each; they stand for four million tokens of prompts
+MOST_NEWS = 2048  # prompts that one ingress tells the others of at once
 LEAST_SHARE = 0.1  # of a prompt that a replica must hold to be preferred
 SLACK = 4  # open requests that the preferred replica may have above twice those of the idlest
 
@@ -26,19 +29,46 @@ def page_keys(prompt: Sequence[int], namespace: str) -> list[int]:
     return keys
 
 
+class Placed(NamedTuple):
+    """A prompt that was sent to a replica."""
+
+    replica: str
+    keys: list[int]
+
+
 class PrefixTable:
-    """The beginnings of prompts that replicas computed lately. It may be wrong: a replica may have given up pages."""
+    """The beginnings of prompts that replicas computed lately. It may be wrong: a replica may have given up pages.
+
+    Each ingress has one, and tells the others what it added (`take_news`, `learn`), so that a conversation may come in
+    anywhere.
+    """
 
     def __init__(self, limit: int = MOST_KEYS) -> None:
         self._limit = limit
+        self._news: deque[Placed] = deque(maxlen=MOST_NEWS)
         self._holders: dict[int, frozenset[str]] = {}  # by key, the least recently used first
 
-    def add(self, keys: Sequence[int], replica: str) -> None:
+    def add(self, keys: list[int], replica: str) -> None:
         """Notes that `replica` computes a prompt. Its last pages are forgotten before the pages that they follow."""
+        self._news.append(Placed(replica, keys))
+        self.learn([Placed(replica, keys)])
+
+    def learn(self, news: Iterable[Placed]) -> None:
+        """Takes what another ingress added."""
+        for replica, keys in news:
+            self._note(keys, replica)
+
+    def take_news(self) -> list[Placed]:
+        """Returns what was added since the last call, or the last of it."""
+        news = list(self._news)
+        self._news.clear()
+        return news
+
+    def _note(self, keys: Sequence[int], replica: str) -> None:
         for key in reversed(keys[: self._limit]):
             self._holders[key] = self._holders.pop(key, frozenset()) | {replica}
-        for key in list(self._holders)[: len(self._holders) - self._limit]:
-            del self._holders[key]
+        while len(self._holders) > self._limit:
+            del self._holders[next(iter(self._holders))]
 
     def matches(self, keys: Sequence[int]) -> dict[str, int]:
         """Returns how many pages of a prompt, from its beginning, each replica holds that holds any."""

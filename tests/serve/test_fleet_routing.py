@@ -38,6 +38,16 @@ def test_pages_are_whole_and_keys_depend_on_all_tokens_before() -> None:
     assert len({*first, *other}) == 6
 
 
+def test_ingresses_tell_one_another_once() -> None:
+    tables = [PrefixTable(), PrefixTable()]
+    keys = page_keys(prompt_of([0, 1]), "")
+    tables[0].add(keys, "a")
+    news = tables[0].take_news()
+    tables[1].learn(news)
+    assert tables[1].matches(keys) == {"a": 2}
+    assert (tables[0].take_news(), tables[1].take_news()) == ([], [])  # what was learnt is not told again
+
+
 def test_the_table_forgets_ends_before_beginnings_and_replicas_that_ended() -> None:
     table = PrefixTable(limit=3)
     long = page_keys(prompt_of([0, 1, 2]), "")
@@ -48,6 +58,15 @@ def test_the_table_forgets_ends_before_beginnings_and_replicas_that_ended() -> N
     table.add(short, "a")
     table.forget("a")
     assert (table.matches(long), table.matches(short)) == ({}, {"b": 1})
+
+
+def test_the_table_holds_as_much_as_it_may() -> None:
+    table = PrefixTable(limit=10)
+    for number in range(30):
+        table.add(page_keys(prompt_of([number]), ""), "a")
+        assert len(table) == min(number + 1, 10)
+    assert table.matches(page_keys(prompt_of([20]), "")) == {"a": 1}
+    assert table.matches(page_keys(prompt_of([19]), "")) == {}
 
 
 @pytest.mark.parametrize(
