@@ -50,6 +50,7 @@ def deploy(config: DeployConfig) -> None:
         if is_new:
             signal.signal(signal.SIGTERM, lambda *_: stop.set())
         serve.start(proxy_location="EveryNode", http_options={"host": config.host, "port": config.port})
+        check_port(config)
         roll_out(config, key_digests)
         print(f"model at http://{config.host}:{config.port}, {config.replicas} replicas, draft {config.draft}", end="")
         if not is_new:
@@ -77,6 +78,19 @@ def start_cluster(config: DeployConfig) -> bool:
     num_cpus = max(math.ceil(2 * config.cpus * config.most_replicas), os.cpu_count() or 1)
     ray.init(address="local", num_cpus=num_cpus, namespace="serve", include_dashboard=False)
     return True
+
+
+def check_port(config: DeployConfig) -> None:
+    """Raises ValueError if Serve runs already and listens elsewhere: it keeps the place that it was started with."""
+    from ray.serve.context import _get_global_client
+
+    place = _get_global_client().http_config
+    for name in ("host", "port"):
+        if getattr(place, name) != getattr(config, name):
+            raise ValueError(
+                f"{name} is {getattr(config, name)}, and Serve on this cluster has {getattr(place, name)}; give that "
+                "one, or end Serve first (`serve shutdown`)"
+            )
 
 
 def roll_out(config: DeployConfig, key_digests: Sequence[bytes]) -> None:
