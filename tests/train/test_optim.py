@@ -18,7 +18,8 @@ from slipstream.train.options import OptimOptions
 
 
 def schedule(num_rows: int, *, size: int = 2, processes: int = 1, **optim: Any) -> Schedule:
-    options: Any = SimpleNamespace(data=SimpleNamespace(batch_size=size), optim=OptimOptions(**{"lr": 1e-4, **optim}))
+    data = SimpleNamespace(batch_size=size, row_ranks=1)
+    options: Any = SimpleNamespace(data=data, optim=OptimOptions(**{"lr": 1e-4, **optim}))
     return Schedule.of(options, num_rows, processes)
 
 

@@ -31,7 +31,7 @@ def test_a_run_whose_rows_are_shared_is_that_of_one_process(
     assert_like_run(tmp_path / "two", tmp_path / "one")
 
 
-@pytest.mark.parametrize(("size", "all_run"), product((2, 3, 8), (False, True)))
+@pytest.mark.parametrize(("size", "all_run"), [*product((2, 3, 8), (False, True))])
 def test_parts_hold_each_row_once(size: int, all_run: bool) -> None:
     for seed in range(20):
         batch, _ = packed(seed)
