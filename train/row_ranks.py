@@ -61,7 +61,7 @@ class _Join(torch.autograd.Function):
     """Gathers rows; the gradient of a process's rows is the sum of those that all processes have for them."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gathering: Gathering) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, gathering: Gathering) -> Tensor:
         ctx.gathering = gathering
         counts = gathering.counts
         longest = max(counts)
@@ -72,7 +72,7 @@ class _Join(torch.autograd.Function):
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gathering: Gathering = ctx.gathering
         total = gradient.contiguous().clone()
         distributed.all_reduce(total, group=gathering.group.group)
