@@ -6,14 +6,24 @@ tokens by itself; all call the same methods in the same order.
 
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.collectives.tree import add_along_tree
+from slipstream.kernels.norm import add_rms_norm
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: `serve/engine/team.py` notices lost ranks long before
+
+
+class Norm(NamedTuple):
+    """The residual add and the norm behind a sum."""
+
+    residual: Tensor  # (T, H)
+    gain: Tensor  # (H,), the norm's weight
+    eps: float
+    out: Tensor | None = None  # (T, H), rows may be strided: receives the new residual
 
 
 class Ranks(ABC):
@@ -26,6 +36,15 @@ class Ranks(ABC):
     @abstractmethod
     def add(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
         """Adds the ranks' partial sums (..., H) fp32 as `add_along_tree` does, and rounds once: (..., H) in `dtype`."""
+
+    def add_and_norm(self, partial: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """(rms_norm(summed), summed) with summed = residual + add(partial), all (T, H)."""
+        delta = self.add(partial, norm.residual.dtype)
+        return add_rms_norm(norm.residual, delta, norm.gain, norm.eps, norm.out)
+
+    def partial_rows(self, num_rows: int, size: int) -> Tensor | None:  # noqa: ARG002
+        """Where a product best stores its partial sums (num_rows, size) fp32, which are added next; None: anywhere."""
+        return None
 
     @abstractmethod
     def gather(self, part: Tensor) -> Tensor:
@@ -44,6 +63,18 @@ class Ranks(ABC):
 
     def close(self) -> None:
         """Leaves the group."""
+
+
+class RankSum(NamedTuple):
+    """A sum over ranks that is not added yet, so that the next norm's kernel does it."""
+
+    partial: Tensor  # (T, H) fp32
+    dtype: torch.dtype
+    ranks: Ranks
+
+    def total(self) -> Tensor:
+        """Adds it up: (T, H) in `dtype`."""
+        return self.ranks.add(self.partial, self.dtype)
 
 
 class GroupRanks(Ranks):
@@ -77,15 +108,3 @@ class NCCLRanks(GroupRanks):
 
     def close(self) -> None:
         torch.distributed.distributed_c10d._abort_process_group()  # does not wait for ranks that have exited
-
-
-def join_ranks(device: torch.device, rank: int, world: int, file: str) -> Ranks:
-    """Joins the ranks that meet in `file`, which does not exist before; waits for all. On GPUs the current one is the
-    rank's. Raises RuntimeError where the others do not come."""
-    from torch import distributed  # here, since few processes need it
-
-    store = distributed.FileStore(file, world)
-    if device.type == "cpu":
-        return GroupRanks(distributed.ProcessGroupGloo(store, rank, world, TIMEOUT), rank, world)
-    distributed.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
-    return NCCLRanks(distributed.group.WORLD, rank, world)

@@ -23,6 +23,7 @@ from slipstream.kernels.gemm.tiling import (
     choose_int4_tiling,
     choose_tiling,
     choose_wide,
+    cut_leaves,
     own_parts,
     part_inputs,
 )
@@ -58,6 +59,7 @@ NO_LIMIT = 1 << 62
 STREAMED_ROWS = {"16 bits": 8, "fp8": 32}
 STREAMED_BYTES = 64 << 20  # of larger weights the first tiles are too small a share to gain anything
 STREAMED_INT4_ROWS = 16
+MOST_BRANCHES = 2  # of a tree of leaves, into which the streamed kernel shares out inputs: sums in order are the tree's
 PIPELINED_ROWS = 8
 FEW_ROWS = 128  # of kernels that read weights once and share inputs out
 FEW_GATED_ROWS = 64  # likewise, in FP8
@@ -97,9 +99,14 @@ class Product(NamedTuple):
     size: int = 0  # hidden channels, of a whole MLP or an expert
     block_rows: int = 0  # pairs of a token and an expert in a block
     is_plain: bool = True  # experts without biases, whose activation is SiLU
+    leaves: int = 0  # of the inputs, that are added along a tree (leaves.py)
 
     def tiling(self, device: Device) -> Tiling:
         """Tiles of few rows."""
+        tiling = self._whole_tiling(device)
+        return cut_leaves(tiling, self.num_inputs, self.leaves) if self.leaves else tiling
+
+    def _whole_tiling(self, device: Device) -> Tiling:
         is_gated = self.kind == "gated"
         if self.format == "int4":
             small = device.is_hopper  # no other GPU's bits were compared
@@ -170,6 +177,10 @@ def _streams(product: Product, device: Device) -> bool:
     tiling = product.tiling(device)
     part = part_inputs(product.num_inputs, tiling)
     fits = product.num_outputs % TILE == 0 and (tiling.split == 1 or part * num_bytes % 256 == 0)
+    if product.leaves:
+        fits &= (
+            not is_fp8 and tiling.split <= MOST_BRANCHES and product.num_inputs // product.leaves * num_bytes % 256 == 0
+        )
     fits &= product.is_aligned and product.num_outputs * product.num_inputs * num_bytes <= STREAMED_BYTES
     fits &= not product.has_codes and _rotates(product, device)
     fits &= is_fp8 or (product.dtype in HALVES and _few_rows(product, device))
@@ -319,6 +330,7 @@ def product_of(
     is_exact: bool = False,
     rotation: Rotation | None = None,
     library: Kernel | None = None,
+    leaves: int = 0,
 ) -> Product:
     """Describes the product of rows x (M, I) with weights (O, I) of 16 or 32 bits."""
     return Product(
@@ -334,4 +346,5 @@ def product_of(
         len(x) <= STREAMED_ROWS["16 bits"] and are_aligned(x, weight),
         weight.stride(-1) == 1,
         library,
+        leaves=leaves,
     )

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.gemm.activation import Activation, activation_mul
 from slipstream.kernels.gemm.choose import FAST_ROWS, Kernel, choose, device_of, product_of
+from slipstream.kernels.gemm.leaves import end_leaf, end_tree, load_tree, new_branches
 from slipstream.kernels.gemm.linear import few_rows
 from slipstream.kernels.gemm.small_m import MAX_ROWS, gated_linear_few_rows_triton
 from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, SHARED_MEMORY, choose_tiling, part_inputs
@@ -29,8 +30,10 @@ from slipstream.kernels.launch import pdl_options, shared_memory, wait_for_input
 from slipstream.kernels.tiles import load_fp32, store_tile, tile_of_program
 
 DEPTH = 64  # inputs of a tile
+LEAF_TILE = 64, 128  # rows and outputs of a program whose registers hold sums of several branches of a tree
 TIMED_CALLS = 8  # of each way to multiply
 ProductKey = tuple[int, int, bool, bool, int]  # O, I, whether there is a bias, whether it is gated, inputs of a part
+LeafProduct = tuple[int, int, int]  # O, I, leaves
 FP8Product = tuple[int, int, bool, bool]  # O, I, whether there is a bias, whether scales are by block
 
 
@@ -40,6 +43,8 @@ class FixedOrder:
     def __init__(self) -> None:
         self.by_library: dict[ProductKey, dict[int, Kernel]] = {}  # by numbers of rows
         self.fp8_by_library: dict[FP8Product, set[int]] = {}  # numbers of rows
+        self.leaves_by_library: dict[LeafProduct, set[int]] = {}  # likewise
+        self.suits_ranks = False  # whether all sums are the same on any number of ranks
 
     @staticmethod
     def fault(device: torch.device, dtype: torch.dtype) -> str:
@@ -85,6 +90,53 @@ class FixedOrder:
                 if times[0] < times[1]:
                     kernels[count] = "library by parts"
 
+    def check_leaves(self, weight: Tensor, leaves: int, rows: Iterable[int]) -> None:
+        """`check` of products whose leaves are added along a tree: the library computes the leaves where that gives the
+        bits of our kernels, and is faster."""
+        counts = sorted(count for count in set(rows) if count > FAST_ROWS)
+        by_library = self.leaves_by_library.setdefault((*weight.shape, leaves), set())
+        if not counts:
+            return
+        generator = torch.Generator(weight.device).manual_seed(0)
+        size = counts[-1], weight.shape[1]
+        x = torch.randn(size, generator=generator, device=weight.device).to(weight.dtype)
+        ours = linear_many_rows_triton(x, weight, leaves=leaves)
+        full_product = partial(linear_many_rows_triton, x, weight, leaves=leaves)
+        for count in counts:
+            leaf = weight.shape[1] // leaves
+            by_leaves = partial(linear_by_parts, x[:count], weight, part=leaf, tree=True)
+            if torch.equal(by_leaves(), ours[:count]):
+                by_kernel = partial(linear_many_rows_triton, x[:count], weight, leaves=leaves)
+                if milliseconds(by_leaves, full_product) < milliseconds(by_kernel, full_product):
+                    by_library.add(count)
+
+    def leaf_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        leaves: int,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x (..., I) @ weight (O, I).T + bias (O,) -> (..., O) in `dtype`, by default that of x. The inputs' leaves are
+        added along a tree: those of a rank, for whose partial sums `dtype` is fp32 and there is no bias, give a branch
+        of it (leaves.py). Products of many rows are stored in `out` (M, O), if given; others are not."""
+        rows = x.numel() // x.shape[-1]
+        flat = x.reshape(rows, x.shape[-1])
+        dtype = dtype or x.dtype
+        by_library = rows in self.leaves_by_library.get((*weight.shape, leaves), ())
+        library: Kernel | None = "library by parts" if by_library else None
+        choice = choose(product_of(flat, weight, is_exact=True, library=library, leaves=leaves), device_of(x))
+        if choice.kernel in ("streamed", "few rows"):
+            return few_rows(choice, flat, weight, bias, dtype=dtype).view(*x.shape[:-1], len(weight))
+        out = torch.empty(rows, len(weight), dtype=dtype, device=x.device) if out is None else out
+        if choice.kernel == "library by parts":
+            linear_by_parts(flat, weight, bias, weight.shape[1] // leaves, out, tree=True)
+        else:
+            linear_many_rows_triton(flat, weight, bias, leaves=leaves, out=out)
+        return out.view(*x.shape[:-1], len(weight))
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, part: int | None = None) -> Tensor:
         """x (..., I) @ weight (O, I).T + bias (O,) -> (..., O). `part`: inputs that are added up in one part, where
         these are not those of few rows of 16-bit weights."""
@@ -94,12 +146,15 @@ class FixedOrder:
             *x.shape[:-1], len(weight)
         )
 
-    def rotated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rotation) -> Tensor | None:
-        """See kernels/gemm/linear.py; the bits are those of `linear` and of the kernel that rotates."""
+    def rotated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rotation, leaves: int = 0
+    ) -> Tensor | None:
+        """See kernels/gemm/linear.py; the bits are those of `linear`, or `leaf_linear`, and of the kernel that
+        rotates."""
         if not rotation.is_whole:
             return None
-        library = self._library(len(x), weight, bias, usual_part(weight))
-        choice = choose(product_of(x, weight, "rotated", True, rotation, library), device_of(x))
+        library = None if leaves else self._library(len(x), weight, bias, usual_part(weight))
+        choice = choose(product_of(x, weight, "rotated", True, rotation, library, leaves), device_of(x))
         return None if choice.kernel == "apart" else few_rows(choice, x, weight, bias, rotation)
 
     def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
@@ -160,27 +215,45 @@ def has_equal_parts(weight: Tensor, part: int | None = None) -> bool:
     return part < weight.shape[1] and weight.shape[1] % part == 0
 
 
-def linear_by_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None, part: int | None = None) -> Tensor:
-    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O): parts by the library, in one batch, added in their order."""
+def linear_by_parts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    part: int | None = None,
+    out: Tensor | None = None,
+    *,
+    tree: bool = False,
+) -> Tensor:
+    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O): parts by the library, in one batch, added in their order, or
+    along a tree. `out` (M, O) receives the result, in its dtype."""
     part = part or usual_part(weight)
     x_parts = x.unflatten(1, (-1, part)).transpose(0, 1)
     weight_parts = weight.unflatten(1, (-1, part)).permute(1, 2, 0)
-    return sum_parts_triton(torch.bmm(x_parts, weight_parts, out_dtype=torch.float32), bias, x.dtype)
+    parts = torch.bmm(x_parts, weight_parts, out_dtype=torch.float32)
+    return sum_parts_triton(parts, bias, x.dtype, tree=tree, out=out)
 
 
 def sum_parts_triton(
-    parts: Tensor, bias: Tensor | None, dtype: torch.dtype, scales: tuple[Tensor, Tensor] | None = None
+    parts: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    scales: tuple[Tensor, Tensor] | None = None,
+    *,
+    tree: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """parts (S, M, O) fp32, bias (O,) -> their sum (M, O) in `dtype`. `scales`: of outputs (O,) and rows (M,), by which
-    the sum is multiplied first."""
+    """parts (S, M, O) fp32, bias (O,) -> their sum (M, O) in `dtype`, or in `out`, in order or along a tree. `scales`:
+    of outputs (O,) and rows (M,), by which the sum is multiplied first."""
     split, num_rows, num_outputs = parts.shape
-    out = torch.empty(num_rows, num_outputs, dtype=dtype, device=parts.device)
+    if out is None:
+        out = torch.empty(num_rows, num_outputs, dtype=dtype, device=parts.device)
+    assert out.is_contiguous()
     size = num_rows * num_outputs
     output_scales, row_scales = scales or (None, None)
     stride = 0 if row_scales is None else row_scales.stride(0)
     sum_parts_kernel[(triton.cdiv(size, 2048),)](
         parts, output_scales, row_scales, bias, out, size, num_outputs, stride,
-        SPLIT=split, BLOCK=2048, num_warps=8, **pdl_options(parts.device),
+        SPLIT=split, TREE=tree, BLOCK=2048, num_warps=8, **pdl_options(parts.device),
     )  # fmt: skip
     return out
 
@@ -188,15 +261,18 @@ def sum_parts_triton(
 @triton.jit
 def sum_parts_kernel(
     parts_ptr, output_scales_ptr, row_scales_ptr, bias_ptr, out_ptr, size, num_outputs, row_scale_stride,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = cell < size
     output = cell % num_outputs
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(SPLIT):
-        total += tl.load(parts_ptr + part * size.to(tl.int64) + cell, mask=inside, other=0.0)
+    if TREE:
+        total = load_tree(parts_ptr + cell, size.to(tl.int64), inside, 0, SPLIT)
+    else:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for part in tl.static_range(SPLIT):
+            total += tl.load(parts_ptr + part * size.to(tl.int64) + cell, mask=inside, other=0.0)
     if output_scales_ptr is not None:
         total *= tl.load(output_scales_ptr + output, mask=inside, other=0.0)
         total *= tl.load(row_scales_ptr + cell // num_outputs * row_scale_stride, mask=inside, other=0.0)
@@ -211,27 +287,33 @@ def linear_many_rows_triton(
     bias: Tensor | None = None,
     tile: tuple[int, int] | None = None,
     part: int | None = None,
+    leaves: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O), with the bits of `linear_few_rows_triton`.
 
     tile: rows and outputs of a program; part: inputs of a part, all for a product whose few rows are gated in their
-    kernel.
+    kernel; `leaves` instead: added along a tree. `out` (M, O) receives the result, in its dtype.
     """
     num_rows, num_inputs = x.shape
     num_outputs = len(weight)
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     assert weight.stride(1) == 1
-    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    assert out.is_contiguous()
     if num_rows == 0:
         return out
-    part = part or usual_part(weight)
-    rows, outputs = tile or _choose_tile(num_rows)
+    part = num_inputs // leaves if leaves else part or usual_part(weight)
+    rows, outputs = tile or (LEAF_TILE if leaves > 1 else _choose_tile(num_rows))
+    is_large = rows * outputs > 8192
     describe: Any = TensorDescriptor.from_tensor
     linear_many_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](
         describe(x, [rows, DEPTH]), describe(weight, [outputs, DEPTH]), bias, out, num_rows, num_outputs, num_inputs,
         part,
         ROWS=rows, OUTPUTS=outputs, DEPTH=DEPTH, SPLIT=triton.cdiv(num_inputs, part), GROUP=8, PRECISION="ieee",
-        num_stages=4 if rows * outputs > 8192 else 5, num_warps=8 if rows * outputs > 8192 else 4,
+        LEVELS=leaves.bit_length() - 1 if leaves else -1,
+        num_stages=4 if is_large else 5, num_warps=8 if is_large or leaves > 1 else 4,
     )  # fmt: skip
     return out
 
@@ -245,12 +327,20 @@ def _choose_tile(num_rows: int) -> tuple[int, int]:
 def linear_many_kernel(
     x_desc, weight_desc, bias_ptr, out_ptr, num_rows, num_outputs, num_inputs, part,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One tile."""
+    """One tile. LEVELS: of the tree of parts; -1: these are added in their order."""
     row, output = tile_of_program(num_rows, num_outputs, ROWS, OUTPUTS, GROUP)
     result = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    if SPLIT <= 2:
+    if LEVELS >= 0:
+        branches = new_branches(result, LEVELS)
+        for index in range(SPLIT):
+            result = _sum_part(
+                x_desc, weight_desc, row, output, index, part, num_inputs, ROWS, OUTPUTS, DEPTH, PRECISION
+            )
+            branches = end_leaf(result, branches, index, LEVELS)
+        result = end_tree(result, branches, LEVELS)
+    elif SPLIT <= 2:
         for index in tl.static_range(SPLIT):
             acc = _sum_part(x_desc, weight_desc, row, output, index, part, num_inputs, ROWS, OUTPUTS, DEPTH, PRECISION)
             result = acc if SPLIT == 1 else result + acc

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from slipstream.kernels.collectives.tree import add_along_tree
 from slipstream.kernels.gemm.activation import round_sigmoid_mul, sigmoid_mul, silu_mul
 from slipstream.kernels.gemm.choose import (
     FEW_GATED_ROWS,
@@ -36,7 +37,8 @@ from slipstream.kernels.gemm.choose import (
     device_of,
     library_takes,
 )
-from slipstream.kernels.gemm.fixed_order import milliseconds, sum_parts_triton
+from slipstream.kernels.gemm.fixed_order import LEAF_TILE, milliseconds, sum_parts_triton
+from slipstream.kernels.gemm.leaves import end_leaf, end_tree, new_branches
 from slipstream.kernels.gemm.small_m import inputs_ahead, merge_parts, round_silu_mul, scratch, store_outputs
 from slipstream.kernels.gemm.streamed_linear import streamed_linear
 from slipstream.kernels.gemm.tiling import Heads, Tiling, choose_tiling, part_inputs
@@ -269,6 +271,58 @@ def fp8_linear(
     return silu_mul.reference(out) if gated else out
 
 
+def quantize_leaves(x: Tensor, input_scales: InputScales, leaves: int) -> QuantizedRows:
+    """`quantize_rows` of x (M, I), in which each leaf of a row has a scale of its own: scales (L, M). A rank has some
+    leaves of a row, and cannot know the largest number of the others'."""
+    if leaves == 1 or input_scales.static is not None or input_scales.by_block:
+        return quantize_rows(x, input_scales)
+    rows, columns = x.shape
+    codes, scales, *_ = quantize_rows(x.reshape(rows * leaves, columns // leaves), input_scales)
+    return QuantizedRows(codes.view(rows, columns), scales.view(rows, leaves).t(), x.dtype)
+
+
+@Op
+def fp8_leaf_linear(
+    x: QuantizedRows,
+    weight: Tensor,
+    scales: Tensor,
+    leaves: int,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`fp8_linear`, to `dtype`, of rows that `quantize_leaves` quantised: the leaves' sums, scaled, are added along a
+    tree (leaves.py)."""
+    x_leaves = x.codes.chunk(leaves, 1)
+    weight_leaves = weight.chunk(leaves, 1)
+    by_block = scales.dim() == 2
+    x_scales = x.scales.chunk(leaves) if by_block else x.scales if x.scales.dim() == 2 else [x.scales] * leaves
+    weight_scales = scales.chunk(leaves, 1) if by_block else [scales] * leaves
+    parts = [
+        fp8_linear.reference(QuantizedRows(codes, row_scales, torch.float32), part, part_scales)
+        for codes, row_scales, part, part_scales in zip(x_leaves, x_scales, weight_leaves, weight_scales, strict=True)
+    ]
+    out = add_along_tree(parts)
+    return (out if bias is None else out + bias.float()).to(dtype or x.dtype)
+
+
+@fp8_leaf_linear.kernel(when=lambda x, weight, *_, **__: runs_kernels(x.codes, weight.shape[1]))
+def fp8_leaf_linear_triton(
+    x: QuantizedRows,
+    weight: Tensor,
+    scales: Tensor,
+    leaves: int,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    assert weight.shape[1] % (leaves * BLOCK) == 0
+    product = fp8_product(x, weight, scales)._replace(leaves=leaves)
+    choice = choose(product, device_of(x.codes))
+    if tiling is not None or choice.kernel == "fp8 few rows":
+        return _few_rows(x, weight, scales, bias, False, tiling or choice.tiling, dtype=dtype)
+    return _many_rows(x, weight, scales, bias, leaves, leaves=leaves, dtype=dtype)
+
+
 def _blockwise(x: QuantizedRows, weight: Tensor, scales: Tensor, work: torch.dtype) -> Tensor:
     columns = weight.shape[1]
     spread = x.scales.t().repeat_interleave(BLOCK, dim=1)[:, :columns]
@@ -396,19 +450,20 @@ def choose_fp8_tile(num_rows: int, num_outputs: int, by_block: bool) -> tuple[in
 
 def _few_rows(
     x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, gated: bool,
-    tiling: Tiling, rotation: Rotation | None = None,
+    tiling: Tiling, rotation: Rotation | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     num_rows, num_inputs = x.codes.shape
     num_outputs = len(weight) // (2 if gated else 1)
     heads = Heads.of(rotation, num_outputs, tiling)
-    out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=weight.device)
+    out = torch.empty(num_rows, heads.num_outputs, dtype=dtype or x.dtype, device=weight.device)
     if num_rows == 0:
         return out
     assert bias is None or not gated
     rows = max(triton.next_power_of_2(num_rows), tiling.least_rows)
     tiles = triton.cdiv(num_outputs, tiling.outputs)
     part = part_inputs(num_inputs, tiling)
-    pairs = scales.dim() == 2 and num_inputs % (2 * BLOCK) == part % (2 * BLOCK) == tiling.stages % 2 == 0
+    unit = num_inputs // tiling.leaves if tiling.leaves else part
+    pairs = scales.dim() == 2 and num_inputs % (2 * BLOCK) == unit % (2 * BLOCK) == tiling.stages % 2 == 0
     at_once = 2 if pairs else 1
     partial, counters = scratch(weight.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     fp8_few_kernel[(tiles, tiling.split)](
@@ -418,6 +473,7 @@ def _few_rows(
         ROWS=rows, OUTPUTS=tiling.outputs, DEPTH=BLOCK, SPLIT=tiling.split, GATED=gated, BLOCKS=scales.dim() == 2,
         EVEN=num_inputs % BLOCK == 0, AT_ONCE=at_once,
         AHEAD=inputs_ahead(weight, part) if num_rows <= AHEAD_ROWS else 0,
+        LEVELS=tiling.levels if tiling.leaves else -1, enable_fp_fusion=tiling.leaves == 0 or scales.dim() == 2,
         num_stages=tiling.stages // at_once, num_warps=tiling.warps, **pdl_options(weight.device),
     )  # fmt: skip
     return out
@@ -425,20 +481,22 @@ def _few_rows(
 
 def _many_rows(
     x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, split: int,
-    tile: tuple[int, int] | None = None,
+    tile: tuple[int, int] | None = None, leaves: int = 0, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     num_rows, num_inputs = x.codes.shape
     num_outputs = len(weight)
-    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=weight.device)
+    out = torch.empty(num_rows, num_outputs, dtype=dtype or x.dtype, device=weight.device)
     if num_rows == 0:
         return out
-    rows, outputs = tile or choose_fp8_tile(num_rows, num_outputs, by_block=scales.dim() == 2)
-    parts = replace(choose_tiling(num_outputs, num_inputs), depth=BLOCK, split=split)
+    by_block = scales.dim() == 2
+    rows, outputs = tile or (LEAF_TILE if leaves else choose_fp8_tile(num_rows, num_outputs, by_block))
+    parts = replace(choose_tiling(num_outputs, num_inputs), depth=BLOCK, split=split, leaves=leaves)
     describe: Any = TensorDescriptor.from_tensor
     fp8_many_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](
         describe(x.codes, [rows, BLOCK]), describe(weight, [outputs, BLOCK]), x.scales, scales, bias, out,
         num_rows, num_outputs, num_inputs, part_inputs(num_inputs, parts), *scale_strides(x.scales),
-        ROWS=rows, OUTPUTS=outputs, DEPTH=BLOCK, SPLIT=split, GROUP=8, BLOCKS=scales.dim() == 2,
+        ROWS=rows, OUTPUTS=outputs, DEPTH=BLOCK, SPLIT=split, GROUP=8, BLOCKS=by_block,
+        LEVELS=leaves.bit_length() - 1 if leaves else -1, enable_fp_fusion=leaves == 0 or by_block,
         num_stages=3 if outputs > 128 else 4, num_warps=8 if outputs > 64 else 4,
     )  # fmt: skip
     return out
@@ -621,13 +679,18 @@ def _scale_sums(sums, output_scales, row_scales):
 @triton.jit
 def _few_products(
     x_ptr, x_scales, block_stride, weights, weight_scale_ptr, outputs, row, first, last,
-    num_rows, num_outputs, num_inputs,
+    num_rows, num_outputs, num_inputs, own_scales, leaf,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr, BLOCKS: tl.constexpr,
-    EVEN: tl.constexpr, AT_ONCE: tl.constexpr,
+    EVEN: tl.constexpr, AT_ONCE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Sums (OUTPUTS, ROWS) over units `first` to `last` of DEPTH inputs, AT_ONCE in a step, and those of the features
-    num_outputs further on. Scales of blocks are loaded a step ahead, so that nothing waits for them."""
+    num_outputs further on. Scales of blocks are loaded a step ahead, so that nothing waits for them. LEVELS: of the
+    tree of leaves, from `leaf` on, whose sums are scaled before they are added; -1: these are parts."""
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    branches = new_branches(acc, LEVELS)
+    leaf_units = last - first
+    if LEVELS > 0:
+        leaf_units = leaf_units >> LEVELS
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up_weights = weights + num_outputs.to(tl.int64) * num_inputs
     all_outputs = num_outputs * 2 if GATED else num_outputs
@@ -660,7 +723,27 @@ def _few_products(
         if GATED:
             ups = next_ups
         scales = next_scales
+        if LEVELS > 0:  # noqa: SIM102
+            if ((step + AT_ONCE - first) % leaf_units == 0) & (step + AT_ONCE < last):
+                ended = (step + AT_ONCE - first) // leaf_units - 1
+                total = _scale_leaf(acc, own_scales, x_scales, block_stride, row, num_rows, leaf + ended, BLOCKS)
+                branches = end_leaf(total, branches, ended, LEVELS)
+                acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    if LEVELS >= 0:
+        end = leaf + (1 << LEVELS) - 1
+        acc = _scale_leaf(acc, own_scales, x_scales, block_stride, row, num_rows, end, BLOCKS)
+        acc = end_tree(acc, branches, LEVELS)
     return acc, up
+
+
+@triton.jit
+def _scale_leaf(acc, own_scales, x_scales, leaf_stride, row, num_rows, leaf, BLOCKS: tl.constexpr):
+    """A leaf's sums (OUTPUTS, ROWS) times the scales of outputs and of the leaf of each row; blocks have theirs. They
+    are rounded before they are added: launches switch the fusion of products and sums off."""
+    if not BLOCKS:
+        row_scales = tl.load(x_scales + leaf * leaf_stride, mask=row < num_rows, other=0.0)
+        acc = acc * own_scales[0][:, None] * row_scales[None, :]
+    return acc
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])
@@ -670,6 +753,7 @@ def fp8_few_kernel(
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, kv_scales_ptr, Q, G, D: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
     BLOCKS: tl.constexpr, EVEN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1), as in kernels/gemm/small_m.py."""
     outputs = head_outputs(tl.program_id(0), OUTPUTS, D)
@@ -694,10 +778,15 @@ def fp8_few_kernel(
     x_scales = x_scale_ptr + row.to(tl.int64) * row_stride
     row_scales = _load_own_scales(x_scales, row, num_rows, BLOCKS)
     angles = load_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, row, num_rows, tl.program_id(0), OUTPUTS, D)
+    leaf = 0
+    if LEVELS > 0:
+        leaf = tl.program_id(1) << LEVELS
+    elif LEVELS == 0:
+        leaf = tl.program_id(1)
     acc, up = _few_products(
         x_ptr, x_scales, block_stride, weights, weight_scale_ptr, outputs, row, first, last,
-        num_rows, num_outputs, num_inputs,
-        ROWS, OUTPUTS, DEPTH, GATED, BLOCKS, EVEN, AT_ONCE,
+        num_rows, num_outputs, num_inputs, scales, leaf,
+        ROWS, OUTPUTS, DEPTH, GATED, BLOCKS, EVEN, AT_ONCE, LEVELS,
     )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -705,8 +794,11 @@ def fp8_few_kernel(
     valid = (row < num_rows)[:, None]
     result = tl.trans(acc)  # (ROWS, OUTPUTS)
     if SPLIT > 1:
-        result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
-    result = _scale_sums(result, scales, row_scales)
+        result, valid = merge_parts(
+            result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT, LEVELS >= 0
+        )  # fmt: skip
+    if LEVELS < 0:
+        result = _scale_sums(result, scales, row_scales)
     if bias is not None:
         result += bias[None, :]
     rounded = result.to(out_ptr.dtype.element_ty)
@@ -723,14 +815,16 @@ def fp8_many_kernel(
     x_desc, weight_desc, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr,
     num_rows, num_outputs, num_inputs, part, block_stride, row_stride,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One tile."""
+    """One tile. LEVELS: of the tree of parts, which are scaled before they are added; -1: they are added in order."""
     row, output = tile_of_program(num_rows, num_outputs, ROWS, OUTPUTS, GROUP)
     rows = row + tl.arange(0, ROWS)
     outputs = output + tl.arange(0, OUTPUTS)
     x_scales = x_scale_ptr + rows.to(tl.int64) * row_stride
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    own_scales = _load_own_scales(weight_scale_ptr + outputs, outputs, num_outputs, BLOCKS)
+    branches = new_branches(sums, LEVELS)
     for index in range(SPLIT):
         acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
         block = index * part // DEPTH
@@ -749,10 +843,13 @@ def fp8_many_kernel(
             weight = weight_desc.load([output, k])
             acc = _add_products(acc, weight, x, scales, 0, DEPTH)
             scales = next_scales
-        sums += acc
-    result = _scale_sums(
-        tl.trans(sums),
-        _load_own_scales(weight_scale_ptr + outputs, outputs, num_outputs, BLOCKS),
-        _load_own_scales(x_scales, rows, num_rows, BLOCKS),
-    )
+        if LEVELS < 0:
+            sums += acc
+        else:
+            sums = _scale_leaf(acc, own_scales, x_scales, block_stride, rows, num_rows, index, BLOCKS)
+            branches = end_leaf(sums, branches, index, LEVELS)
+    if LEVELS < 0:
+        result = _scale_sums(tl.trans(sums), own_scales, _load_own_scales(x_scales, rows, num_rows, BLOCKS))
+    else:
+        result = tl.trans(end_tree(sums, branches, LEVELS))
     store_tile(result, bias_ptr, out_ptr, rows, outputs, num_rows, num_outputs)

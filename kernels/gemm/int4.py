@@ -32,6 +32,7 @@ from slipstream.kernels.gemm.int4_weight import (
     unit_words,
     unscaled,
 )
+from slipstream.kernels.gemm.leaves import end_leaf, end_tree, leaf_linear, new_branches
 from slipstream.kernels.gemm.pipelined_int4 import pipelined_int4_linear
 from slipstream.kernels.gemm.small_m import merge_parts, round_silu_mul, scratch
 from slipstream.kernels.gemm.streamed_int4 import streamed_int4_linear
@@ -103,6 +104,39 @@ def int4_linear_triton(
     return order.linear(x, dequantized, bias, part_of(weight))
 
 
+@Op
+def int4_leaf_linear(
+    x: Tensor,
+    weight: Int4Weight,
+    leaves: int,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    order: FixedOrder | None = None,  # noqa: ARG001
+) -> Tensor:
+    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) in `dtype`, by default that of x: the leaves of the inputs are
+    added along a tree (leaves.py)."""
+    return leaf_linear(x, dequantize(weight, x.dtype), leaves, bias).to(dtype or x.dtype)
+
+
+@int4_leaf_linear.kernel(when=runs_kernel)
+def int4_leaf_linear_triton(
+    x: Tensor,
+    weight: Int4Weight,
+    leaves: int,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    order: FixedOrder | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    assert weight.num_inputs % (leaves * CHUNK) == 0
+    x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
+    if len(x) <= FEW_ROWS:
+        tiling = tiling or int4_product(x, weight, "plain", True)._replace(leaves=leaves).tiling(device_of(x))
+        return _launch(x, weight, bias, False, tiling, dtype=dtype)
+    dequantized = dequantize.triton(weight, x.dtype)
+    return (order or FixedOrder()).leaf_linear(x, dequantized, leaves, bias, dtype)
+
+
 def int4_product(
     x: Tensor, weight: Int4Weight, kind: Kind, is_exact: bool, rotation: Rotation | None = None
 ) -> Product:
@@ -143,13 +177,14 @@ def _launch(
     gated: bool,
     tiling: Tiling,
     rotation: Rotation | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     num_rows = len(x)
     all_outputs = len(weight.words)
     num_inputs = weight.num_inputs
     num_outputs = all_outputs // 2 if gated else all_outputs
     heads = Heads.of(rotation, num_outputs, tiling)
-    out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_rows, heads.num_outputs, dtype=dtype or x.dtype, device=x.device)
     if num_rows == 0:
         return out
     rows = min(max(triton.next_power_of_2(num_rows), tiling.least_rows), TILE_ROWS)
@@ -162,7 +197,7 @@ def _launch(
         ROWS=rows, ROW_TILES=row_tiles, OUTPUTS=tiling.outputs, PLANE=PLANE, UNIT=unit_inputs(weight.group_size),
         SPLIT=tiling.split, GATED=gated, EVEN=num_inputs % CHUNK == 0,
         AHEAD=chunks_ahead(weight, tiling) if num_rows <= AHEAD_ROWS else 0,
-        PACKED=is_packed(weight), PRECISION="ieee",
+        PACKED=is_packed(weight), PRECISION="ieee", LEVELS=tiling.levels, TREE=tiling.leaves > 0,
         num_stages=tiling.stages, num_warps=tiling.warps, **pdl_options(x.device),
     )  # fmt: skip
     return out
@@ -226,7 +261,7 @@ def int4_kernel(
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, kv_scales_ptr, Q, G, D: tl.constexpr,
     ROWS: tl.constexpr, ROW_TILES: tl.constexpr, OUTPUTS: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, LEVELS: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features of ROWS rows (axis 0) from one part of the inputs (axis 1). Gated: half of them gates, half the
     ups beside them, num_outputs further on."""
@@ -259,10 +294,17 @@ def int4_kernel(
             _read_chunks_ahead(words_ptr, scales, zeros, feature, all_outputs, num_inputs, begin, AHEAD, PLANE, UNIT)
         tl.extra.cuda.gdc_wait()
     angles = load_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, row, num_rows, tile, OUTPUTS, D)
+    branches = new_branches(acc, LEVELS)
+    leaf_chunks = part // CHUNK >> LEVELS
     for chunk in range(first, last):
         acc = add_products(
             acc, words, scales, zeros, all_outputs, x_row, inside, num_inputs, chunk, UNIT, EVEN, PACKED, PRECISION
         )
+        if LEVELS > 0:  # noqa: SIM102
+            if ((chunk + 1 - first) % leaf_chunks == 0) & (chunk + 1 < last):
+                branches = end_leaf(acc, branches, (chunk + 1 - first) // leaf_chunks - 1, LEVELS)
+                acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    acc = end_tree(acc, branches, LEVELS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     result = tl.trans(unscaled(acc, x_ptr.dtype.element_ty, PACKED))  # (ROWS, OUTPUTS)
@@ -275,7 +317,7 @@ def int4_kernel(
     else:
         if SPLIT > 1:
             own_rows = num_rows - first_row
-            result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, own_rows, ROWS, OUTPUTS, SPLIT)
+            result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, own_rows, ROWS, OUTPUTS, SPLIT, TREE)
         if bias is not None:
             result += bias[None, :]
         rounded = result.to(dtype)

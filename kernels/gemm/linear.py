@@ -39,12 +39,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def few_rows(
-    choice: Choice, x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rotation | None = None
+    choice: Choice,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rotation: Rotation | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x (M, I) @ weight (O, I).T + bias (O,) by one of the kernels for few rows."""
+    """x (M, I) @ weight (O, I).T + bias (O,) by one of the kernels for few rows, in `dtype`, by default that of x."""
     if choice.kernel == "streamed":
-        return streamed_linear(x, weight, bias, choice.tiling, x.dtype, rotation=rotation)
-    return linear_few_rows_triton(x, weight, bias, choice.tiling, rotation)
+        return streamed_linear(x, weight, bias, choice.tiling, dtype or x.dtype, rotation=rotation)
+    return linear_few_rows_triton(x, weight, bias, choice.tiling, rotation, dtype)
 
 
 def rotated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rotation) -> Tensor | None:

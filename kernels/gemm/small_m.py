@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.gemm.activation import Activation, activate
+from slipstream.kernels.gemm.leaves import end_leaf, end_tree, load_tree, new_branches
 from slipstream.kernels.gemm.tiling import Heads, Tiling, choose_tiling, part_inputs
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
@@ -43,11 +44,12 @@ def linear_few_rows_triton(
     bias: Tensor | None = None,
     tiling: Tiling | None = None,
     rotation: Rotation | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) for M up to MAX_ROWS; summed in fp32, rounded once. With a
-    `rotation`, of heads of queries, keys and values: the queries, rotated (M, Q * D)."""
+    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) for M up to MAX_ROWS; summed in fp32, rounded once to `dtype`,
+    by default that of x. With a `rotation`, of heads of queries, keys and values: the queries, rotated (M, Q * D)."""
     tiling = tiling or choose_tiling(len(weight), weight.shape[1], num_rows=len(x))
-    return _launch(x, weight, bias, len(weight), tiling, gated=False, rotation=rotation)
+    return _launch(x, weight, bias, len(weight), tiling, gated=False, rotation=rotation, dtype=dtype)
 
 
 def gated_linear_few_rows_triton(
@@ -69,6 +71,7 @@ def _launch(
     gated: bool,
     gelu: bool = False,
     rotation: Rotation | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_inputs = x.shape
@@ -77,7 +80,7 @@ def _launch(
     assert bias is None or bias.is_contiguous()
     assert not (gated and tiling.split > 1)
     heads = Heads.of(rotation, num_outputs, tiling)
-    out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_rows, heads.num_outputs, dtype=dtype or x.dtype, device=x.device)
     if num_rows == 0:
         return out
     rows = max(triton.next_power_of_2(num_rows), tiling.least_rows)
@@ -104,6 +107,8 @@ def _options(x: Tensor, tiling: Tiling) -> dict[str, Any]:
         "OUTPUTS": tiling.outputs,
         "DEPTH": tiling.depth,
         "SPLIT": tiling.split,
+        "LEVELS": tiling.levels,
+        "TREE": tiling.leaves > 0,
         "num_stages": tiling.stages,
         "num_warps": tiling.warps,
         **pdl_options(x.device),
@@ -117,6 +122,7 @@ def linear_kernel(
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, kv_scales_ptr, Q, G, D: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
     GELU: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1).
 
@@ -144,19 +150,27 @@ def linear_kernel(
     angles = load_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, row, num_rows, tl.program_id(0), OUTPUTS, D)
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    branches = new_branches(acc, LEVELS)
+    leaf_steps = part // DEPTH >> LEVELS
     for step in range(first, last):
         k = step * DEPTH + tl.arange(0, DEPTH)[None, :]
         x = load_inputs(x_ptr + row[:, None] * x_stride, k, row, num_rows, num_inputs, EVEN)
         acc = tl.dot(load_weights(weights + k, k, num_inputs, EVEN), tl.trans(x), acc, input_precision=PRECISION)
         if GATED:
             up = tl.dot(load_weights(up_weights + k, k, num_inputs, EVEN), tl.trans(x), up, input_precision=PRECISION)
+        if LEVELS > 0:
+            ended = step + 1 - first
+            if (ended % leaf_steps == 0) & (step + 1 < last):
+                branches = end_leaf(acc, branches, ended // leaf_steps - 1, LEVELS)
+                acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    acc = end_tree(acc, branches, LEVELS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
     valid = (row < num_rows)[:, None]
     result = tl.trans(acc)  # (ROWS, OUTPUTS)
     if SPLIT > 1:
-        result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
+        result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT, TREE)
     if bias is not None:
         result += bias[None, :]
     rounded = result.to(out_ptr.dtype.element_ty)
@@ -198,9 +212,10 @@ def round_activation_mul(gate, up, GELU: tl.constexpr):
 @triton.jit
 def merge_parts(
     result, valid, partial_ptr, counters_ptr, num_rows,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr, TREE: tl.constexpr = False,
 ):  # fmt: skip
-    """Stores a part's result; the last program to finish gets the sum in order, the others no valid rows (ROWS, 1)."""
+    """Stores a part's result; the last program to finish gets the sum in order, or along a tree, the others no valid
+    rows (ROWS, 1)."""
     row = tl.arange(0, ROWS)[:, None]
     output = tl.arange(0, OUTPUTS)[None, :]
     tile = tl.program_id(0)
@@ -208,7 +223,10 @@ def merge_parts(
     tl.store(cells + tl.program_id(1) * ROWS * OUTPUTS, result, mask=row < num_rows)
     is_last = is_last_done(counters_ptr + tile, SPLIT)
     merging = row < tl.where(is_last, num_rows, 0)
-    result = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for part in tl.static_range(SPLIT):
-        result += tl.load(cells + part * ROWS * OUTPUTS, mask=merging, other=0.0, cache_modifier=".cg")
+    if TREE:
+        result = load_tree(cells, ROWS * OUTPUTS, merging, 0, SPLIT)
+    else:
+        result = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        for part in tl.static_range(SPLIT):
+            result += tl.load(cells + part * ROWS * OUTPUTS, mask=merging, other=0.0, cache_modifier=".cg")
     return result, valid & merging

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
+from slipstream.kernels.gemm.leaves import end_leaf, end_tree, new_branches
 from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
     launch_next,
@@ -60,6 +61,7 @@ def streamed_linear(
     rotation: Rotation | None = None,
 ) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) in `dtype`; `scales` of FP8: of rows (M,) and outputs (O,).
+    A tiling with leaves cuts the inputs into two parts at most.
     With a `rotation` the queries (M, Q * D) as `linear_few_rows_triton` gives them."""
     num_rows, num_inputs = x.shape
     num_outputs = len(weight)
@@ -68,6 +70,7 @@ def streamed_linear(
     rows = tile_rows(num_rows)
     parts = own_parts(rows, num_inputs, tiling)
     split = tiling.split // parts
+    assert tiling.leaves == 0 or tiling.split <= 2  # sums of two are a tree
     outputs = TILE.value // parts
     heads = Heads.of(rotation, num_outputs, tiling)
     out = torch.empty(num_rows, heads.num_outputs, dtype=dtype, device=device)
@@ -79,7 +82,8 @@ def streamed_linear(
         x_scales, output_scales, bias, out, partial, done_counters(device),
         0 if x_scales is None else x_scales.stride(0), num_rows, num_outputs, num_inputs,
         part_inputs(num_inputs, tiling), *arguments, D=heads.head_dim,
-        ROWS=rows, DEPTH=depth, PARTS=parts, SPLIT=split, LAUNCH=HEADS_LAUNCH if heads.head_dim else 0,
+        ROWS=rows, DEPTH=depth, PARTS=parts, SPLIT=split, LEVELS=tiling.levels,
+        LAUNCH=HEADS_LAUNCH if heads.head_dim else 0,
         num_warps=4, maxnreg=MOST_REGISTERS, **pdl_options(device),
     )  # fmt: skip
     return out
@@ -152,12 +156,15 @@ def _bring_inputs(
 @gluon.jit
 def _add_products(
     ring, full, empty, x_ring, x_full, x_empty, steps,
-    COLUMNS: gl.constexpr, IS_FP8: gl.constexpr, LAUNCH: gl.constexpr, PDL: gl.constexpr, ACC: gl.constexpr,
+    COLUMNS: gl.constexpr, LEVELS: gl.constexpr, IS_FP8: gl.constexpr, LAUNCH: gl.constexpr, PDL: gl.constexpr,
+    ACC: gl.constexpr,
 ):  # fmt: skip
-    """Sums (TILE, COLUMNS). In FP8 every DEPTH inputs are added in the tensor cores alone, then to a sum in fp32. The
-    next kernel may start LAUNCH steps before the end; 0: after the last."""
+    """Sums (TILE, COLUMNS), of 2 ** LEVELS leaves along a tree. In FP8 every DEPTH inputs are added in the tensor cores
+    alone, then to a sum in fp32. The next kernel may start LAUNCH steps before the end; 0: after the last."""
     zeros = gl.zeros((TILE, COLUMNS), gl.float32, ACC)
     sums = zeros
+    branches = new_branches(zeros, LEVELS)
+    leaf_steps = steps >> LEVELS
     for number in range(steps):
         slot = number % SLOTS
         x_slot = number % X_SLOTS
@@ -178,9 +185,13 @@ def _add_products(
             sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(empty.index(slot))
         mbarrier.arrive(x_empty.index(x_slot))
+        if LEVELS > 0:  # noqa: SIM102
+            if ((number + 1) % leaf_steps == 0) & (number + 1 < steps):
+                branches = end_leaf(sums, branches, (number + 1) // leaf_steps - 1, LEVELS)
+                sums = zeros
     if LAUNCH == 0:
         launch_next(PDL)
-    return sums
+    return end_tree(sums, branches, LEVELS)
 
 
 @gluon.jit
@@ -242,8 +253,8 @@ def store_head_tile(
 def _multiply(
     ring, full, empty, x_ring, x_full, x_empty, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
     scale_stride, num_rows, num_outputs, steps, cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
-    D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, LAUNCH: gl.constexpr,
-    PDL: gl.constexpr,
+    D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, LEVELS: gl.constexpr,
+    LAUNCH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     IS_FP8: gl.constexpr = scales_ptr is not None
     OUTPUTS: gl.constexpr = TILE // PARTS
@@ -275,7 +286,7 @@ def _multiply(
     dim = first_dim + gl.arange(0, OUTPUTS // 2, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
     angles = load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, head_row, head_row < num_rows, D)
     sums = _add_products(
-        ring, full, empty, x_ring, x_full, x_empty, steps, PARTS * ROWS, IS_FP8, LAUNCH, PDL, ACC
+        ring, full, empty, x_ring, x_full, x_empty, steps, PARTS * ROWS, LEVELS, IS_FP8, LAUNCH, PDL, ACC
     )  # fmt: skip
     sums = add_parts(sums, ROWS, PARTS, OUT)
     valid = (row < num_rows)[None, :] & (place >= 0)[:, None]
@@ -304,7 +315,7 @@ def streamed_linear_kernel(
     scale_stride, num_rows, num_outputs, num_inputs, part_size,
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
     D: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
-    LAUNCH: gl.constexpr, PDL: gl.constexpr,
+    LEVELS: gl.constexpr, LAUNCH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """TILE / PARTS features (axis 0) of all rows from PARTS parts of the inputs, or one of SPLIT parts (axis 1). With
     heads of D dims these are rotated and stored."""
@@ -321,7 +332,7 @@ def streamed_linear_kernel(
             (_multiply, (
                 ring, full, empty, x_ring, x_full, x_empty, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr,
                 counters_ptr, scale_stride, num_rows, num_outputs, steps, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
-                keys_ptr, values_ptr, Q, G, D, ROWS, PARTS, SPLIT, LAUNCH, PDL,
+                keys_ptr, values_ptr, Q, G, D, ROWS, PARTS, SPLIT, LEVELS, LAUNCH, PDL,
             )),
             (_bring_weights, (weights, ring, full, empty, first, part_size, steps, D, DEPTH, PARTS)),
             (_bring_inputs, (x, x_ring, x_full, x_empty, first, part_size, steps, ROWS, DEPTH, PARTS, PDL)),

@@ -3,7 +3,7 @@
 Letters: I inputs, O outputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import triton
@@ -39,6 +39,13 @@ class Tiling:
     warps: int = 4
     least_rows: int = 16
     """Fewest rows of a tile: 16 are multiplied by `wgmma` in four warps; fewer, or in two warps, by `mma.sync`."""
+    leaves: int = 0
+    """Leaves that all programs of a tile of outputs add along a tree (leaves.py); 0: parts are added in their order."""
+
+    @property
+    def levels(self) -> int:
+        """Levels of the tree of the leaves that one program adds."""
+        return max(self.leaves // self.split, 1).bit_length() - 1
 
 
 def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:
@@ -65,6 +72,13 @@ def fills_three(num_outputs: int) -> bool:
     """Whether a gated product in tiles of 64 has three programs on most multiprocessors, which 3 stages leave room for.
     With more stages two fit, and the rest of the tiles would run after them, on a few multiprocessors."""
     return 2 * PROGRAMS < triton.cdiv(num_outputs, 64) <= 3 * PROGRAMS
+
+
+def cut_leaves(tiling: Tiling, num_inputs: int, leaves: int) -> Tiling:
+    """The tiling of a product that adds its inputs along a tree of `leaves`, without parts of leaves."""
+    depth = tiling.depth if num_inputs // leaves % tiling.depth == 0 else tiling.depth // 2
+    assert num_inputs % (leaves * depth) == 0
+    return replace(tiling, depth=depth, split=min(tiling.split, leaves), leaves=leaves)
 
 
 def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: int, by_block: bool = False) -> Tiling:
@@ -95,6 +109,8 @@ def choose_int4_tiling(
 
 def part_inputs(num_inputs: int, tiling: Tiling) -> int:
     """Inputs of each of the parts that `tiling.split` programs sum, but for the last: the same for every depth."""
+    if tiling.leaves:
+        return num_inputs // tiling.split
     unit = max(tiling.depth, UNIT) if num_inputs >= UNIT * tiling.split else tiling.depth
     return triton.cdiv(triton.cdiv(num_inputs, unit), tiling.split) * unit
 

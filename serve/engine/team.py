@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from slipstream.kernels.collectives.ranks import Ranks, join_ranks
+from slipstream.kernels.collectives.join import join_ranks
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.models.files.cost_tables import CostTables
 from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner

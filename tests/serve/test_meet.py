@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.kernels.collectives.ranks import Ranks, join_ranks
+from slipstream.kernels.collectives.join import join_ranks
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.serve.engine import team as teams
 
 CPU = torch.device("cpu")

@@ -1,0 +1,66 @@
+"""Ranks on the GPUs of one machine, which add and gather through one another's memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.collectives.all_reduce import AllReduce
+from slipstream.kernels.collectives.gather import Gather
+from slipstream.kernels.collectives.peers import Peers
+from slipstream.kernels.collectives.ranks import NCCLRanks, Norm
+
+MOST_ROWS = 2048  # that are added at once
+MOST_WORDS = 1 << 21  # of 4 bytes of a rank that are gathered without NCCL
+SECONDS = 60.0  # that a kernel waits: longer than compilers take; `abort` ends the wait sooner
+
+
+class PeerRanks(NCCLRanks):
+    """Memory is shared at the first call of a size, never in a captured pass; all ranks make the same calls."""
+
+    def __init__(self, group: Any, rank: int, world: int, device: torch.device) -> None:
+        super().__init__(group, rank, world)
+        self.device = device
+        self._all_reduces: dict[int, AllReduce] = {}  # by numbers in a row
+        self._gather: Gather | None = None
+        self._peers: list[Peers] = []
+
+    def add(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = partial.reshape(-1, partial.shape[-1])
+        reduce = self._all_reduce(rows.shape[1])
+        sums = [reduce.add(some, dtype) for some in rows.split(MOST_ROWS)]
+        return (sums[0] if len(sums) == 1 else torch.cat(sums)).view(partial.shape)
+
+    def add_and_norm(self, partial: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        if len(partial) > MOST_ROWS:
+            return super().add_and_norm(partial, norm)
+        return self._all_reduce(partial.shape[1]).add_and_norm(partial, norm)
+
+    def partial_rows(self, num_rows: int, size: int) -> Tensor | None:
+        return None if num_rows > MOST_ROWS else self._all_reduce(size).partial_rows(num_rows)
+
+    def gather(self, part: Tensor) -> Tensor:
+        rows = part.reshape(-1, part.shape[-1])
+        if rows.shape[1] * rows.element_size() % 4:
+            return super().gather(part)
+        if self._gather is None:
+            self._gather = Gather(self._meet(Gather.num_bytes(self.world, MOST_WORDS)), MOST_WORDS, self.group)
+        return self._gather(rows).view(*part.shape[:-1], -1)
+
+    def is_lost(self) -> bool:
+        return any(peers.lost for peers in self._peers)
+
+    def abort(self) -> None:
+        for peers in self._peers:
+            peers.stop()
+        super().abort()
+
+    def _all_reduce(self, size: int) -> AllReduce:
+        if size not in self._all_reduces:
+            peers = self._meet(AllReduce.num_bytes(self.world, size, MOST_ROWS))
+            self._all_reduces[size] = AllReduce(peers, size, MOST_ROWS)
+        return self._all_reduces[size]
+
+    def _meet(self, num_bytes: int) -> Peers:
+        self._peers.append(Peers.meet(self.group, self.device, num_bytes, SECONDS))
+        return self._peers[-1]

@@ -1,0 +1,191 @@
+"""Memory that the ranks of one machine share: each rank has a part, and kernels of all ranks read and write all parts.
+
+Nothing here is reset between calls. What a kernel sends carries the number of its call (a tag), which it counts in
+memory of its own device, so that a captured graph may be replayed; a receiver waits for the tag of its own call.
+A receiver that waits too long, or is told to stop, says so in memory of the host, and later calls do not wait at all:
+their results are wrong, and whoever reads them asks `Peers.lost` first.
+"""
+
+import os
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.launch import COMPILED
+
+ALIGNMENT = 256  # bytes
+NANOSECONDS = 1_000_000_000
+LIMIT, FAILED, REPORT = (tl.constexpr(place) for place in range(3))  # in `Watch.words`
+POLLS = tl.constexpr(1024 if COMPILED else 16)  # between two looks at the clock
+LOOK = tl.constexpr(1_000_000)  # nanoseconds that a look takes in the interpreter, which has no clock
+GLOBALTIMER = tl.constexpr("mov.u64 $0, %globaltimer;")
+
+
+class Watch(NamedTuple):
+    """How long kernels wait for others, and for whom they waited in vain."""
+
+    words: Tensor  # (3,) int64: the limit in ns, whether a call failed, and where `report` is
+    report: Tensor  # (1 + N,) int32 of the host: whether to stop, then for each rank whether it is lost
+
+    @classmethod
+    def start(cls, world: int, device: torch.device, seconds: float) -> "Watch":
+        with torch.inference_mode(False):  # other threads write to it
+            report = torch.zeros(1 + world, dtype=torch.int32, pin_memory=device.type == "cuda")
+            words = torch.tensor([int(seconds * NANOSECONDS), 0, report.data_ptr()], device=device)
+        return cls(words, report)
+
+
+class Peers:
+    """The memory of all ranks, as this process sees it.
+
+    Ranks call `take` in the same order with the same sizes, before any graph is captured.
+    """
+
+    def __init__(self, rank: int, buffer: Tensor, addresses: list[int], seconds: float) -> None:
+        """buffer: this rank's bytes, zeros; addresses: where each rank's begin, in this process."""
+        self.rank = rank
+        self.world = len(addresses)
+        self.buffer = buffer
+        self.addresses = torch.tensor(addresses, device=buffer.device)
+        self.watch = Watch.start(self.world, buffer.device, seconds)
+        self.handle: object = None  # of the mapped memory, which lives as long
+        self._end = 0
+
+    @classmethod
+    def meet(cls, group: dist.ProcessGroup, device: torch.device, num_bytes: int, seconds: float) -> "Peers":
+        """Allocates `num_bytes` on this rank's GPU and maps those of the others. All ranks of `group` call it.
+
+        Raises RuntimeError where GPUs cannot read one another's memory.
+        """
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # nothing here would use what torch prepares for it
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        buffer = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+        buffer.zero_()
+        handle = symmetric_memory.rendezvous(buffer, group.group_name)
+        torch.cuda.synchronize(device)  # sync
+        dist.barrier(group)
+        rank = dist.get_rank(group)
+        offset = buffer.data_ptr() - handle.buffer_ptrs[rank]
+        peers = cls(rank, buffer, [address + offset for address in handle.buffer_ptrs], seconds)
+        peers.handle = handle
+        return peers
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffer.device
+
+    def take(self, num_bytes: int) -> int:
+        """Returns where the next `num_bytes` of each rank's memory begin."""
+        start = self._end
+        self._end = -(-(start + num_bytes) // ALIGNMENT) * ALIGNMENT
+        if self._end > len(self.buffer):
+            raise ValueError(
+                f"ranks share {len(self.buffer)} bytes, of which {start} are taken; {num_bytes} more do not fit: "
+                "meet with more"
+            )
+        return start
+
+    def local(self, start: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns this rank's part of what was taken, as a tensor."""
+        count = torch.Size(size).numel()
+        return self.buffer[start : start + count * dtype.itemsize].view(dtype).view(size)
+
+    def counters(self, count: int) -> Tensor:
+        """Returns zeros (count,) int32 of this device, for tags."""
+        return torch.zeros(count, dtype=torch.int32, device=self.device)
+
+    def limit(self, seconds: float) -> None:
+        """Says how long kernels wait from now on, captured ones too: long while ranks compile, short while serving."""
+        self.watch.words[0] = int(seconds * NANOSECONDS)
+
+    def stop(self) -> None:
+        """Ends the wait of kernels that run now."""
+        self.watch.report[0] = 1
+
+    @property
+    def lost(self) -> list[int]:
+        """Ranks for which a kernel waited in vain; asked without waiting for the device."""
+        return [rank for rank, is_lost in enumerate(cast(list[int], self.watch.report[1:].tolist())) if is_lost]
+
+
+@triton.jit
+def start_of(addresses_ptr, rank, start, dtype: tl.constexpr):
+    """A pointer to what `take` returned, in a rank's memory."""
+    return tl.multiple_of((tl.load(addresses_ptr + rank) + start).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _is_over(start_time, lanes, watch_ptr, peer):
+    """Whether to stop waiting for `peer`, and when the first look at the clock was (0: this is it). All threads must
+    agree, so what each of them reads goes through a maximum over `lanes`, a tensor of at least one number a thread."""
+    report = tl.load(watch_ptr + REPORT).to(tl.pointer_type(tl.int32))
+    stop = tl.max(tl.load(report + lanes * 0, volatile=True), axis=0)
+    if COMPILED:
+        times = tl.inline_asm_elementwise(GLOBALTIMER, "=l,r", [lanes], tl.int64, is_pure=False, pack=1)
+        time = tl.max(times, axis=0)
+        start_time = tl.where(start_time == 0, time, start_time)
+        elapsed = time - start_time
+    else:
+        start_time += LOOK
+        elapsed = start_time
+    is_over = (elapsed > tl.load(watch_ptr + LIMIT)) | (stop != 0)
+    if is_over:
+        tl.store(report + 1 + peer, 1)
+        tl.store(watch_ptr + FAILED, 1)
+    return is_over, start_time
+
+
+@triton.jit
+def send_words(cells, words, tag, inside):
+    """Stores words (n,) int32 at `cells`, pointers to int64 in a peer's memory, each with the tag: 8 bytes arrive at
+    once, so a word is there when its tag is."""
+    packed = (words.to(tl.int64) & 0xFFFFFFFF) | (tag.to(tl.int64) << 32)
+    tl.store(cells, packed, mask=inside)
+
+
+@triton.jit
+def receive_words(cells, tag, inside, watch_ptr, peer):
+    """Waits until all of `cells` inside, pointers to int64 in this rank's memory, have the tag; words (n,) int32."""
+    missing = tag.to(tl.int64) << 32
+    failed = tl.load(watch_ptr + FAILED)
+    packed = tl.load(cells, mask=inside, other=missing, volatile=True)
+    is_missing = ((packed >> 32).to(tl.int32) != tag) & (failed == 0)
+    waits = tl.max(is_missing.to(tl.int32), axis=0)
+    polls = waits * 0
+    start_time = tag.to(tl.int64) * 0
+    while waits > 0:
+        packed = tl.load(cells, mask=inside, other=missing, volatile=True)
+        waits = tl.max(((packed >> 32).to(tl.int32) != tag).to(tl.int32), axis=0)
+        polls += 1
+        if polls % POLLS == 0:
+            is_over, start_time = _is_over(start_time, packed.to(tl.int32), watch_ptr, peer)
+            waits = tl.where(is_over, 0, waits)
+    return packed.to(tl.int32)
+
+
+@triton.jit
+def send_flag(flag, tag):
+    """Stores the tag at `flag` in a peer's memory, after what this program stored before."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, tag, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_flag(flag, tag, lanes, watch_ptr, peer):
+    """Waits until `flag` in this rank's memory has the tag, or a later one; then what the peer stored before is there.
+    lanes: as in `_is_over`."""
+    failed = tl.max(lanes * 0 + tl.load(watch_ptr + FAILED).to(tl.int32), axis=0)
+    waits = (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - tag < 0) & (failed == 0)
+    polls = tag * 0
+    start_time = tag.to(tl.int64) * 0
+    while waits:
+        waits = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - tag < 0
+        polls += 1
+        if polls % POLLS == 0:
+            is_over, start_time = _is_over(start_time, lanes, watch_ptr, peer)
+            waits = waits & (is_over == 0)

@@ -1,0 +1,219 @@
+"""Sums over ranks: their formula, the same bits on every rank, and peers that do not answer."""
+
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.collectives import all_reduce, gather, peer_ranks
+from slipstream.kernels.collectives.all_reduce import AllReduce, add_ranks
+from slipstream.kernels.collectives.gather import Gather, gather_columns
+from slipstream.kernels.collectives.peer_ranks import PeerRanks
+from slipstream.kernels.collectives.peers import Peers
+from slipstream.kernels.collectives.ranks import Norm
+from slipstream.kernels.collectives.tree import add_along_tree
+from slipstream.kernels.norm import add_rms_norm
+from slipstream.tests.kernels.rank_processes import run_ranks
+from slipstream.tests.kernels.triton_runs import NO_INTERPRETER
+
+SIZE = 48
+CALLS = [1, 3, 2, 3, 3, 1]  # rows
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_terms_are_added_along_a_balanced_tree() -> None:
+    a, b, c, d, e, f, g, h = random(8, 3, seed=0)
+    assert torch.equal(add_along_tree([a, b, c, d]), (a + b) + (c + d))
+    assert torch.equal(add_along_tree([a, b, c]), (a + b) + c)
+    assert torch.equal(add_along_tree([a, b, c, d, e, f]), ((a + b) + (c + d)) + (e + f))
+    halves = [add_along_tree([a, b, c, d]), add_along_tree([e, f, g, h])]
+    assert torch.equal(add_along_tree([a, b, c, d, e, f, g, h]), add_along_tree(halves))
+
+
+@NO_INTERPRETER
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_all_ranks_get_the_sum_in_tree_order(world: int) -> None:
+    weight = random(SIZE, seed=1).half()
+
+    def run(peers: Peers) -> list[Tensor]:
+        reduce = AllReduce(peers, SIZE, 8)
+        outputs = []
+        for index, rows in enumerate(CALLS):
+            partial = random(world, rows, SIZE, seed=index)[peers.rank]
+            residual = random(rows, SIZE, seed=100 + index).half()
+            bias = weight if index % 2 else None
+            outputs.append(reduce.add(partial, torch.float16, bias))
+            outputs += reduce.add_and_norm(partial, Norm(residual, weight, 1e-5), bias)
+        return outputs
+
+    results = run_ranks(world, AllReduce.num_bytes(world, SIZE, 8), run)
+    for index, rows in enumerate(CALLS):
+        partials = random(world, rows, SIZE, seed=index)
+        residual = random(rows, SIZE, seed=100 + index).half()
+        expected = add_ranks(partials, torch.float16, weight if index % 2 else None)
+        normed, summed = add_rms_norm(residual, expected, weight, 1e-5)
+        for outputs in results:
+            total, own_normed, own_summed = outputs[3 * index : 3 * index + 3]
+            assert torch.equal(total, expected)
+            assert torch.equal(own_summed, summed)
+            torch.testing.assert_close(own_normed, normed)
+            assert torch.equal(own_normed, results[0][3 * index + 1])
+
+
+@NO_INTERPRETER
+@pytest.mark.parametrize("world", [2, 3])
+def test_many_rows_are_shared_out(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "FEW_ROWS", 2)
+    weight = random(SIZE, seed=1).half()
+
+    def run(peers: Peers) -> list[Tensor]:
+        reduce = AllReduce(peers, SIZE, 8)
+        outputs = []
+        for index, rows in enumerate([3, 8, 2, 5]):
+            partial = random(world, rows, SIZE, seed=index)[peers.rank]
+            place = reduce.partial_rows(rows)
+            assert (place is None) == (rows <= 2)
+            partial = partial if place is None or index % 2 else place.copy_(partial)
+            outputs.append(reduce.add(partial, torch.float32, weight))
+            residual = random(rows, SIZE, seed=100).half()
+            if place is None:
+                outputs += [partial, partial]
+            else:
+                outputs += reduce_and_norm(reduce, partial, residual, weight)
+        with pytest.raises(ValueError, match="9 rows are to be added, but ranks share memory for 8"):
+            reduce.add(torch.zeros(9, SIZE), torch.float16)
+        return outputs
+
+    results = run_ranks(world, AllReduce.num_bytes(world, SIZE, 8), run)
+    for index, rows in enumerate([3, 8, 2, 5]):
+        partials = random(world, rows, SIZE, seed=index)
+        for outputs in results:
+            assert torch.equal(outputs[3 * index], add_ranks(partials, torch.float32, weight))
+            if rows > 2:
+                residual = random(rows, SIZE, seed=100).half()
+                normed, summed = add_rms_norm(residual, add_ranks(partials, torch.float16), weight, 1e-5)
+                torch.testing.assert_close(outputs[3 * index + 1], normed)
+                assert torch.equal(outputs[3 * index + 2], summed)
+
+
+def reduce_and_norm(reduce: AllReduce, partial: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
+    """`add_and_norm` into strided rows."""
+    out = torch.zeros(len(partial), SIZE + 8, dtype=torch.float16)[:, :SIZE]
+    normed, summed = reduce.add_and_norm(partial, Norm(residual, weight, 1e-5, out))
+    assert summed.data_ptr() == out.data_ptr()
+    return [normed, summed]
+
+
+@NO_INTERPRETER
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_peer_that_leaves_is_named(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "FEW_ROWS", 2)
+
+    def run(peers: Peers) -> list[Tensor]:
+        reduce = AllReduce(peers, SIZE, 8)
+        reduce.add(torch.ones(rows, SIZE), torch.float16)
+        assert peers.lost == []
+        peers.limit(0.02)
+        for _ in range(3 if peers.rank == 0 else 0):
+            reduce.add(torch.ones(rows, SIZE), torch.float16)  # only the first waits
+        assert peers.lost == ([1] if peers.rank == 0 else [])
+        return []
+
+    run_ranks(2, AllReduce.num_bytes(2, SIZE, 8), run)
+
+
+@NO_INTERPRETER
+def test_a_wait_can_be_stopped() -> None:
+    def run(peers: Peers) -> list[Tensor]:
+        reduce = AllReduce(peers, SIZE, 8)
+        if peers.rank == 0:
+            peers.stop()
+            reduce.add(torch.ones(1, SIZE), torch.float16)
+            assert peers.lost == [1]
+        return []
+
+    run_ranks(2, AllReduce.num_bytes(2, SIZE, 8), run)
+
+
+@NO_INTERPRETER
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_columns_are_gathered_in_the_order_of_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "TILE", 16)
+    monkeypatch.setattr(gather, "PROGRAMS", 2)
+    calls = [(1, 50), (3, 20), (2, 34), (1, 2)]
+
+    def run(peers: Peers) -> list[Tensor]:
+        together = Gather(peers, 100)
+        outputs = [together(random(world, *call, seed=index)[peers.rank].half()) for index, call in enumerate(calls)]
+        with pytest.raises(ValueError, match="3 columns of torch.float16 are no multiple of 4 bytes"):
+            together(torch.zeros(2, 3, dtype=torch.float16))
+        with pytest.raises(ValueError, match="share memory for 112 words, fewer than"):
+            together(torch.zeros(2, 200))
+        return outputs
+
+    results = run_ranks(world, Gather.num_bytes(world, 100), run)
+    for index, call in enumerate(calls):
+        expected = gather_columns(random(world, *call, seed=index).half())
+        assert all(torch.equal(outputs[index], expected) for outputs in results)
+
+
+def test_memory_that_is_not_there_is_refused() -> None:
+    peers = Peers(0, torch.zeros(1024, dtype=torch.uint8), [0], 1.0)
+    assert peers.take(100) == 0
+    assert peers.take(4) == 256
+    with pytest.raises(ValueError, match="ranks share 1024 bytes, of which 512 are taken; 600 more do not fit"):
+        peers.take(600)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("scenario", ["sums", "replays", "products", "quantised", "lost"])
+def test_ranks_on_gpus(scenario: str) -> None:
+    program = Path(__file__).with_name("gpu_ranks.py")
+    done = subprocess.run([sys.executable, program, scenario], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@NO_INTERPRETER
+def test_ranks_of_one_machine_meet_when_they_first_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_ranks, "MOST_ROWS", 4)
+    monkeypatch.setattr(peer_ranks, "MOST_WORDS", 256)
+    monkeypatch.setattr(gather, "TILE", 16)
+    gain = random(SIZE, seed=1).half()
+    shapes = [(2, 3, SIZE), (3, SIZE), (9, SIZE), (0, SIZE)]
+
+    def run(peers: Peers) -> list[Tensor]:
+        monkeypatch.setattr(PeerRanks, "_meet", lambda ranks, _: ranks._peers.append(peers) or peers)
+        group = Mock()
+        ranks = PeerRanks(group, peers.rank, 2, torch.device("cpu"))
+        outputs = [ranks.add(random(2, *shape, seed=0)[peers.rank], torch.float16) for shape in shapes]
+        assert ranks.partial_rows(5, SIZE) is None
+        for rows in (3, 9):
+            residual = random(rows, SIZE, seed=2).half()
+            outputs += ranks.add_and_norm(random(2, rows, SIZE, seed=0)[peers.rank], Norm(residual, gain, 1e-5))
+        outputs.append(ranks.gather(random(2, 3, 5, 4, seed=0)[peers.rank].half()))
+        assert not ranks.is_lost()
+        ranks.abort()
+        group.abort.assert_called_once_with()
+        if peers.rank == 0:
+            ranks.add(torch.ones(1, SIZE), torch.float16)
+            assert ranks.is_lost()
+        return outputs
+
+    results = run_ranks(2, AllReduce.num_bytes(2, SIZE, 4) + Gather.num_bytes(2, 256) + 512, run)
+    for outputs in results:
+        for output, shape in zip(outputs, shapes, strict=False):
+            assert torch.equal(output, add_ranks(random(2, *shape, seed=0), torch.float16))
+        for index, rows in ((4, 3), (6, 9)):
+            total = add_ranks(random(2, rows, SIZE, seed=0), torch.float16)
+            normed, summed = add_rms_norm(random(rows, SIZE, seed=2).half(), total, gain, 1e-5)
+            torch.testing.assert_close(outputs[index], normed)
+            assert torch.equal(outputs[index + 1], summed)
+        assert torch.equal(outputs[8], torch.cat([*random(2, 3, 5, 4, seed=0).half()], -1))
