@@ -51,6 +51,9 @@ class EngineConfig:
     """Device of the target. auto: a GPU if there is one."""
     tp: int = 1
     """Number of devices that share the target (tensor parallelism), with one process each."""
+    tp_exact: bool = False
+    """Add sums in an order that any number of devices keeps, so that answers of one device are those of several; fail
+    at the start if that is not possible. With several devices it is the order where it is possible."""
     width: int | None = None
     """Nodes to verify per request and step (drafted tokens + 1). Default: chosen in each step for the most expected
     tokens per millisecond."""

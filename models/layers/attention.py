@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from slipstream.kernels.collectives.ranks import Ranks
+from slipstream.kernels.collectives.ranks import Ranks, RankSum
 from slipstream.kernels.gemm.activation import sigmoid_mul
 from slipstream.kernels.gemm.fp8 import InputScales, quantized_sigmoid_mul
 from slipstream.kernels.gemm.linear import linear
@@ -86,6 +86,7 @@ class SelfAttention(nn.Module):
         parts = {f"{name}_proj": size * spec.head_dim for name, size in zip("qkv", self.sizes, strict=False)}
         self.qkv_proj = Linear(input_size or hidden_size, parts, bias=spec.qkv_bias)
         self.o_proj = Linear(spec.num_heads * spec.head_dim, hidden_size, bias=spec.output_bias)
+        self.o_proj.shares_inputs = True
         has_norms = spec.qk_norm or spec.projection_norm
         normed_heads = self.sizes if spec.projection_norm else (1, 1)
         q_size, *k_size = (heads * spec.head_dim for heads in normed_heads[: min(kv_parts, 1) + 1])
@@ -99,7 +100,7 @@ class SelfAttention(nn.Module):
             gates = spec.num_heads if spec.gate.by_head else spec.num_heads * spec.head_dim
             self.gate_proj = Linear(input_size or hidden_size, gates, bias=spec.gate.bias)
 
-    def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
+    def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor | RankSum:
         layer = self.layer
         rotation = attention.rotation(layer)
         if rotation is not None and (rotated := self.qkv_proj.rotated(x, rotation)) is not None:
@@ -121,7 +122,7 @@ class SelfAttention(nn.Module):
             return q, q[..., :0, :], q[..., :0, :], factors
         return q, kv[0], kv[-1], factors
 
-    def _project(self, attended: Tensor, x: Tensor, factors: Tensor | None = None) -> Tensor:
+    def _project(self, attended: Tensor, x: Tensor, factors: Tensor | None = None) -> Tensor | RankSum:
         """attended (..., Q, D) -> (..., H), gated by the layer's input x (..., H) where it has a gate; `factors`: as
         `_heads` returns them."""
         gate = self.spec.gate

@@ -11,7 +11,7 @@ from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.delta_net import DeltaNet
 from slipstream.models.layers.linear import Embedding, Linear
 from slipstream.models.layers.moe import Experts, MixtureOfExperts, ScaledRouter, feed_forward
-from slipstream.models.layers.norm import RMSNorm, add_delta, add_for_all
+from slipstream.models.layers.norm import Delta, RMSNorm, add_delta, add_for_all
 from slipstream.models.targets.config import AttentionSpec, DeltaNetSpec, LayerSpec, MLPSpec, RecurrentSpec
 from slipstream.models.targets.families import Norms, PerLayerSpec
 
@@ -73,11 +73,11 @@ class DecoderLayer(MixingLayer):
     def forward(
         self,
         residual: Tensor,
-        delta: Tensor | Increment | None,
+        delta: Delta | None,
         attention: Attention,
         mask: Mask,
         out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | Increment]:
+    ) -> tuple[Tensor, Delta]:
         """The layer's input is residual + delta (..., H), written to `out` if given; so is its output.
 
         The next norm computes the sum, both in one kernel.
@@ -86,9 +86,7 @@ class DecoderLayer(MixingLayer):
         normed, residual = self.post_attention_layernorm.add(residual, self.mixer(normed, attention, mask))
         return residual, self.mlp(normed)
 
-    def norm_input(
-        self, residual: Tensor, delta: Tensor | Increment | None, out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def norm_input(self, residual: Tensor, delta: Delta | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """The layer's input, normed and as it is."""
         if delta is None:
             if out is not None:
@@ -114,7 +112,7 @@ class SandwichLayer(DecoderLayer):
     def forward(
         self,
         residual: Tensor,
-        delta: Tensor | Increment | None,
+        delta: Delta | None,
         attention: Attention,
         mask: Mask,
         out: Tensor | None = None,
@@ -161,7 +159,7 @@ class ScaledLayer(SandwichLayer):
     def forward(
         self,
         residual: Tensor,
-        delta: Tensor | Increment | None,
+        delta: Delta | None,
         attention: Attention,
         mask: Mask,
         out: Tensor | None = None,
@@ -221,7 +219,7 @@ class PostNormLayer(MixingLayer):
     def forward(
         self,
         residual: Tensor,
-        delta: Tensor | Increment | None,
+        delta: Delta | None,
         attention: Attention,
         mask: Mask,
         out: Tensor | None = None,

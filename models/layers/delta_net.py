@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from slipstream.kernels.collectives.ranks import Ranks
+from slipstream.kernels.collectives.ranks import Ranks, RankSum
 from slipstream.kernels.norm import rms_norm_gated
 from slipstream.kernels.recurrent.delta import Records, States, Weights, delta_net
 from slipstream.kernels.recurrent.delta_blocks import Sizes, absorb_block
@@ -56,8 +56,9 @@ class DeltaNet(RecurrentMixer):
         self.dt_bias = nn.Parameter(torch.ones(self.num_heads))
         self.norm = RMSNorm(spec.value_dim, eps)
         self.out_proj = Linear(values, hidden_size)
+        self.out_proj.shares_inputs = True
 
-    def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:  # noqa: ARG002
+    def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor | RankSum:  # noqa: ARG002
         """Its tokens are in the order of the text, or along a tree's paths: who keeps the states knows."""
         projected = self.in_proj(x)
         channels = sum(self.sizes)

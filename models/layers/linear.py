@@ -10,14 +10,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.collectives.ranks import Ranks
+from slipstream.kernels.collectives.ranks import Ranks, RankSum
 from slipstream.kernels.gemm.activation import Activation, activation_mul
 from slipstream.kernels.gemm.choose import Format as ProductFormat
 from slipstream.kernels.gemm.choose import Kind, Product
 from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.gemm.fp8 import InputScales
 from slipstream.kernels.gemm.gathered_head import DraftHead
+from slipstream.kernels.gemm.leaves import LEAF_UNIT, LEAVES, MOST_LEAVES
 from slipstream.kernels.gemm.linear import gated_linear, linear, rotated_linear
+from slipstream.kernels.gemm.tiling import MAX_OUTPUTS
 from slipstream.kernels.kv.rope import Rotation
 
 CHUNK = 64 << 20  # bytes converted at once: the most that loading needs beside the weights
@@ -74,6 +76,9 @@ class Linear(nn.Linear):
 
     order: FixedOrder | None = None  # in which products are added on a GPU; None: the fastest
     ranks: Ranks | None = None  # which share the inputs, of a head the outputs; None: all weights are here
+    shares_inputs = False  # whether ranks share the inputs, not the outputs
+    leaves = 0  # of the inputs, which an order adds along a tree that ranks share; 0: the order's own parts
+    leaf_unit = LEAF_UNIT  # inputs that a leaf has a multiple of
     product_format: ProductFormat = "16 bits"
     sums_fast = False  # without an order: sums of many rows may be less exact than fp32, where a format gains by it
     units = (1, 1)  # of outputs and of inputs, which a slice of the weights does not cut
@@ -88,19 +93,33 @@ class Linear(nn.Linear):
         self.parts: dict[str | None, slice] = {part: slice(end - size, end) for (part, size), end in ends}
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.leaves and self.order is not None:
+            return self.order.leaf_linear(input, self.weight, self.leaves, self.bias)
         multiply = linear if self.order is None else self.order.linear
         return multiply(input, self.weight, self.bias)
 
-    def added(self, x: Tensor) -> Tensor:
-        """self(x), of the inputs of all ranks where these share them."""
-        part = self(x)
-        return part if self.ranks is None else self.ranks.add(part.float(), part.dtype)
+    def added(self, x: Tensor) -> Tensor | RankSum:
+        """self(x), of the inputs of all ranks where these share them: of rows (T, I) a sum that is to be added."""
+        if self.ranks is None:
+            return self(x)
+        if x.dim() == 2:
+            return RankSum(self.partial(x), x.dtype, self.ranks)
+        return self.ranks.add(self.partial(x), x.dtype)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the sums over all inputs: x (..., I) -> (..., O) fp32."""
+        if self.order is None or not self.leaves:
+            return self(x).float()
+        assert self.ranks is not None
+        place = self.ranks.partial_rows(x.numel() // self.in_features, self.out_features)
+        return self.order.leaf_linear(x, self.weight, self.leaves, self.bias, torch.float32, place)
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:
         """Projects x (T, I) to q, k and v, rotates, and stores k and v in one kernel; returns q (T, Q * D). None where
         there is no such kernel."""
-        multiply = rotated_linear if self.order is None else self.order.rotated_linear
-        return multiply(x, self.weight, self.bias, rotation)
+        if self.order is None:
+            return rotated_linear(x, self.weight, self.bias, rotation)
+        return self.order.rotated_linear(x, self.weight, self.bias, rotation, self.leaves)
 
     def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
         """activation(first half of the outputs) * second half: (..., I) -> (..., O / 2)."""
@@ -120,7 +139,8 @@ class Linear(nn.Linear):
     def product(self, num_rows: int, kind: Kind, dtype: torch.dtype) -> Product:
         """Describes a product of rows in `dtype`, which may lie anywhere, for kernels/gemm/choose.py."""
         is_exact = self.order is not None
-        return Product(self.product_format, num_rows, self.out_features, self.in_features, kind, is_exact, dtype)
+        product = Product(self.product_format, num_rows, self.out_features, self.in_features, kind, is_exact, dtype)
+        return product._replace(leaves=self.leaves if is_exact else 0)
 
     def gated_kind(self, num_rows: int, activation: Activation) -> Kind:  # noqa: ARG002
         """Returns the kind of the product that `gated` computes."""
@@ -131,6 +151,11 @@ class Linear(nn.Linear):
         return None
 
     @property
+    def scales_leaves(self) -> bool:
+        """Whether leaves of an input row have scales of their own: a rank does not know the others' numbers."""
+        return False
+
+    @property
     def is_gated(self) -> bool:
         """Whether `gated` multiplies gate and up at once."""
         return "up_proj" in self.parts and self.bias is None
@@ -138,11 +163,50 @@ class Linear(nn.Linear):
     def check_order(self, rows: Iterable[int]) -> None:
         """Lets the library compute these numbers of rows where it adds in the module's `order`."""
         assert self.order is not None
-        self.order.check(self.weight, self.bias, rows, gated=self.is_gated)
+        if self.leaves:
+            self.order.check_leaves(self.weight, self.leaves, rows)
+        else:
+            self.order.check(self.weight, self.bias, rows, gated=self.is_gated)
 
     def load(self, part: str | None, name: str, tensor: Tensor) -> None:
         """Stores a file's "weight" or "bias" of a part, or of all."""
         copy_converted(self.get_parameter(name)[self.parts.get(part, slice(None))], tensor)
+
+
+def cut_sums(network: nn.Module, *, quantized: bool) -> list[str]:
+    """Lets products of a `network` in an order add their inputs along trees that any number of ranks shares; returns
+    the paths of layers that have another order on another number of ranks. `quantized`: also products of quantised
+    weights, whose fastest kernels have no trees."""
+    uncut = []
+    for path, layer in network.named_modules():
+        if isinstance(layer, Linear):
+            if not layer.is_gated and not has_one_part(layer):
+                layer.leaves = count_leaves(layer, quantized)
+                uncut += [] if layer.leaves else [path]
+        elif path and hasattr(layer, "ranks") and not isinstance(layer, Embedding):
+            uncut.append(path)  # experts, each of which adds up all of its inputs before the next
+    for module in network.modules():
+        reader = getattr(getattr(module, "quantize", None), "__self__", None)
+        if isinstance(reader, Linear) and reader.scales_leaves:  # the module would give a row one scale
+            module.quantize = None  # type: ignore[assignment]
+    return uncut
+
+
+def count_leaves(layer: Linear, quantized: bool) -> int:
+    """Returns the leaves of a layer's inputs; 0 where it has none."""
+    leaves = LEAVES
+    if layer.ranks is not None and not isinstance(layer, Head):
+        leaves = 0 if layer.bias is not None else LEAVES // layer.ranks.world  # rank 0 adds it before other ranks' sums
+    is_cut = bool(leaves and layer.leaf_unit) and layer.in_features % (leaves * layer.leaf_unit) == 0
+    return leaves if is_cut and (layer.is_plain or quantized) else 0
+
+
+def has_one_part(layer: Linear) -> bool:
+    """Whether it is a head of so many outputs that a rank's share of them is not cut into parts, either."""
+    if not isinstance(layer, Head):
+        return False
+    world = 1 if layer.ranks is None else layer.ranks.world
+    return layer.out_features * world > MOST_LEAVES * MAX_OUTPUTS
 
 
 class Head(Linear):

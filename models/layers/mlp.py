@@ -1,7 +1,7 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.kernels.collectives.ranks import Ranks
+from slipstream.kernels.collectives.ranks import Ranks, RankSum
 from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.config import MLPSpec
 
@@ -16,13 +16,14 @@ class GatedMLP(nn.Module):
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         self.gate_up_proj = Linear(hidden_size, parts, bias=spec.bias)
         self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
+        self.down_proj.shares_inputs = True
 
     @property
     def reader(self) -> Linear:
         """The projection that reads the input."""
         return self.gate_up_proj
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | RankSum:
         if self.down_proj.ranks is None:
             out = self.gate_up_proj.gated_mlp(x, self.down_proj, self.activation)
             if out is not None:
@@ -41,13 +42,14 @@ class SquaredMLP(nn.Module):
         super().__init__()
         self.up_proj = Linear(hidden_size, spec.intermediate_size, bias=spec.bias)
         self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
+        self.down_proj.shares_inputs = True
 
     @property
     def reader(self) -> Linear:
         """The projection that reads the input."""
         return self.up_proj
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | RankSum:
         return self.down_proj.added(F.relu(self.up_proj(x)).square())
 
     def join(self, ranks: Ranks) -> None:

@@ -4,6 +4,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.collectives.ranks import Norm, RankSum
 from slipstream.kernels.gemm.fp8 import InputScales, QuantizedRows, quantized_rms_norm
 from slipstream.kernels.norm import (
     Branch,
@@ -15,6 +16,8 @@ from slipstream.kernels.norm import (
     rms_norm_parts,
 )
 from slipstream.models.layers.linear import copy_converted
+
+Delta = Tensor | RankSum | Increment  # that a residual grows by
 
 
 class RMSNorm(nn.Module):
@@ -45,8 +48,12 @@ class RMSNorm(nn.Module):
             return cast(Tensor, self._quantized(x, None, None, self.quantize())[0])
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, residual: Tensor, delta: Tensor | Increment, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def add(self, residual: Tensor, delta: Delta, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm(summed), summed) with summed = residual + delta (..., H), written to `out` if given; in one kernel."""
+        if isinstance(delta, RankSum):
+            if self.quantize is None:
+                return delta.ranks.add_and_norm(delta.partial, Norm(residual, self.weight, self.eps, out))
+            delta = delta.total()
         if self.quantize is not None and residual.dim() == 2:
             rows, summed = self._quantized(residual, delta, out, self.quantize())
             return cast(Tensor, rows), summed
@@ -60,9 +67,9 @@ class RMSNorm(nn.Module):
     ) -> tuple[QuantizedRows, Tensor]:
         return quantized_rms_norm(residual, delta, self.weight, self.eps, scales, out, keeps_rows=self.keeps_rows)
 
-    def branch(self, x: Tensor) -> Branch:
+    def branch(self, x: Tensor | RankSum) -> Branch:
         """self(x), for an increment of a residual."""
-        return Branch(x, *self.gain)
+        return Branch(x.total() if isinstance(x, RankSum) else x, *self.gain)
 
     @property
     def gain(self) -> tuple[Tensor, float]:
@@ -78,8 +85,10 @@ class RMSNorm(nn.Module):
         return rms_norm_pair(x, y, (self.weight, other.weight), self.eps)
 
 
-def add_delta(residual: Tensor, delta: Tensor | Increment, out: Tensor | None = None) -> Tensor:
+def add_delta(residual: Tensor, delta: Delta, out: Tensor | None = None) -> Tensor:
     """residual + delta (..., H), written to `out` if given."""
+    if isinstance(delta, RankSum):
+        delta = delta.total()
     if isinstance(delta, Increment):
         return grow_and_norm(residual, delta, out=out)[1]
     return residual + delta if out is None else out.copy_(residual).add_(delta)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.kernels.compile_ahead import zero_filled
-from slipstream.kernels.norm import Increment
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import EMBEDDING, HEAD, ROWS
 from slipstream.models.files.checkpoint import read_json, read_tensors
@@ -24,7 +23,7 @@ from slipstream.models.layers.decoder_layer import MixingLayer, PerLayerInputs, 
 from slipstream.models.layers.formats.base import Quantization
 from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.linear import Embedding, Head
-from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.layers.norm import Delta, RMSNorm
 from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, join_gates, quantize
 from slipstream.models.targets import families
 from slipstream.models.targets.adapt import adapt_names, adapt_values, mtp_names
@@ -145,7 +144,7 @@ class Target(nn.Module):
             states[num_layers].copy_(hidden)
         return hidden, aux_states
 
-    def _norm(self, residual: Tensor, delta: Tensor | Increment | None, out: Tensor | None) -> Tensor:
+    def _norm(self, residual: Tensor, delta: Delta | None, out: Tensor | None) -> Tensor:
         """The final norm of residual + delta, which goes to `out`."""
         if delta is not None:
             return self.norm.add(residual, delta, out)[0]

@@ -16,7 +16,7 @@ from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.files.cost_tables import CostTables
-from slipstream.models.layers.linear import Linear
+from slipstream.models.layers.linear import Linear, cut_sums
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_target
 from slipstream.models.targets.pretrained import load_tokenizer
@@ -191,6 +191,15 @@ def fix_order(plan: EnginePlan, target: Target) -> FixedOrder | None:
     for module in target.modules():
         if isinstance(module, Linear):
             module.order = order
+    if plan.config.tp > 1 or plan.config.tp_exact:
+        uncut = cut_sums(target, quantized=plan.config.tp_exact)
+        if uncut and plan.config.tp_exact:
+            raise ValueError(
+                f"tp_exact is true, but the sums of {uncut[0]} depend on the number of ranks; leave tp_exact out"
+            )
+        if uncut:
+            logger.info("answers depend on the number of ranks, as the sums of %s do", uncut[0])
+        order.suits_ranks = not uncut
     return order
 
 
@@ -366,6 +375,7 @@ def cost_key(plan: EnginePlan, networks: Networks) -> CostKey:
             **{name: getattr(config, name) for name in names},
             **({"tp": config.tp} if config.tp > 1 else {}),
             **({"keep_states": config.keep_states} if config.keep_states else {}),
+            **({"tp_exact": True} if config.tp_exact else {}),
         },
     )
 
@@ -423,7 +433,9 @@ def fingerprint(plan: EnginePlan, networks: Networks) -> str:
         parts += ["fp8 KV cache", *(repr(scale.tolist()) for scale in scales)]
     if plan.device.type == "cuda":
         parts.append(plan.device.name)
-    if plan.config.tp > 1:
+    if networks.order is not None and networks.order.suits_ranks:
+        parts.append("sums for any tp")
+    elif plan.config.tp > 1:
         parts.append(f"tp {plan.config.tp}")
     if plan.inexact:
         parts += [plan.inexact, repr(plan.config)]

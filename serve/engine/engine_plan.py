@@ -205,6 +205,8 @@ def plan_engine(
         raise ValueError(
             f"exact is true, but {inexact}; change that, or leave exact out (exact-check: --engine.exact false)"
         )
+    if inexact and config.tp_exact:
+        raise ValueError(f"tp_exact is true, but {inexact}; change that, or leave tp_exact out")
     max_model_len = pick_max_model_len(config.max_model_len, spec)
     most_nodes = max(usual_nodes, forced_nodes)
     captured_tokens = config.captured_tokens if captures else 0

@@ -12,8 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3MoeConfig
 
+from slipstream.kernels.collectives.ranks import Ranks, RankSum
+from slipstream.kernels.gemm.fp8 import quantize_weight
 from slipstream.models.files.checkpoint import read_tensors
+from slipstream.models.layers.formats.fp8 import FP8Format, FP8Linear
+from slipstream.models.layers.linear import Head, Linear, cut_sums
 from slipstream.models.layers.moe import Experts
+from slipstream.models.layers.norm import RMSNorm, add_delta
 from slipstream.models.targets import decoder
 from slipstream.models.targets.config import DeltaNetSpec, MoESpec, TargetSpec
 from slipstream.models.targets.decoder import Target, load_config, load_target
@@ -433,3 +438,87 @@ def test_widths_of_experts_that_ranks_do_not_divide_are_refused(make_target: Mak
     for name, label in (("intermediate_size", "the experts' intermediate size"), ("shared_size", "shared_expert_")):
         with pytest.raises(ValueError, match=f"{label}.* is 7, and 2 ranks do not divide it"):
             replace(experts, **{name: 7}).shard(2)
+
+
+class Pretended(Ranks):
+    """Two ranks that never meet."""
+
+    def add(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
+        return partial.to(dtype)
+
+    def gather(self, part: Tensor) -> Tensor:
+        return part
+
+    def collect(self, part: Tensor) -> Tensor:
+        return part
+
+
+def test_leaves_of_sums_are_the_same_on_all_ranks() -> None:
+    """Layers that share inputs have their part of the leaves; layers without leaves are named."""
+    network = nn.ModuleDict(
+        {
+            "q": Linear(512, 128),
+            "o": Linear(256, 512),
+            "odd": Linear(160, 8),
+            "gated": Linear(512, {"gate_proj": 64, "up_proj": 64}),
+            "head": Head(512, 64),
+            "wide head": Head(64, 40_000),
+            "wide": Linear(64, 8),
+        }
+    )
+    network["o"].ranks = network["head"].ranks = network["wide head"].ranks = Pretended(0, 2)  # type: ignore[assignment]
+    assert cut_sums(network, quantized=False) == ["odd", "wide"]
+    assert {name: layer.leaves for name, layer in network.items()} == {
+        "q": 4, "o": 2, "odd": 0, "gated": 0, "head": 4, "wide head": 0, "wide": 0
+    }  # fmt: skip
+
+
+def test_sums_of_ranks_wait_for_the_next_norm() -> None:
+    layer = Linear(8, 16)
+    nn.init.normal_(layer.weight)
+    layer.ranks = Pretended(0, 2)
+    norm = RMSNorm(16, 1e-5)
+    x = torch.randn(3, 8)
+    delta = layer.added(x)
+    assert isinstance(delta, RankSum)
+    assert delta.partial.dtype == torch.float32
+    residual = torch.randn(3, 16)
+    expected = norm.add(residual, layer(x))
+    for output, other in zip(norm.add(residual, delta), expected, strict=True):
+        assert torch.equal(output, other)
+    assert torch.equal(add_delta(residual, delta), residual + layer(x))
+    assert torch.equal(norm.branch(delta).x, layer(x))
+    assert isinstance(layer.added(x[None]), Tensor)
+
+
+def test_fp8_layers_scale_the_leaves_of_shared_inputs() -> None:
+    """Ranks' sums are those of one rank, for which nothing quantises rows before the layer does."""
+    weight = torch.randn(128, 1024)
+    codes, scales = quantize_weight(weight)
+    x = torch.randn(3, 1024)
+
+    def layer(part: slice) -> FP8Linear:
+        linear = Linear(part.stop - part.start, 128)
+        linear.shares_inputs = True
+        with torch.device("cpu"):
+            quantized = FP8Format("channel").layer(linear, [], {})
+        quantized.load_part(None, {"weight": codes[:, part], "weight_scale": scales[:, None]})
+        return quantized
+
+    full = layer(slice(0, 1024))
+    mlp = nn.ModuleDict({"reader": layer(slice(0, 1024)), "down": full})
+    mlp["reader"].quantize = full.input_scaling()  # type: ignore[assignment]
+    assert cut_sums(mlp, quantized=False) == ["reader", "down"]
+    assert cut_sums(mlp, quantized=True) == []
+    assert mlp["reader"].quantize is None
+    partials = []
+    for rank in range(2):
+        half = layer(slice(512 * rank, 512 * rank + 512))
+        half.ranks = Pretended(rank, 2)
+        assert cut_sums(nn.ModuleDict({"down": half}), quantized=True) == []
+        assert half.leaves == 2
+        partials.append(half.partial(x.chunk(2, 1)[rank]))
+    assert torch.equal(partials[0] + partials[1], full(x))
+    assert (full(x) - x @ weight.t()).norm() < 0.1 * full(x).norm()
+    static = FP8Linear(Linear(1024, 128), FP8Format("tensor", static=True))
+    assert not static.scales_leaves

@@ -22,6 +22,8 @@ def test_what_is_not_exact_says_so_and_is_refused_where_it_is_asked_for(target: 
     assert build_engine(target, exact=False).info.inexact == "exact is false (--fast)"
     with pytest.raises(ValueError, match="exact is true, but libraries for a CPU .*; change that, or leave exact out"):
         build_engine(target, exact=True)
+    with pytest.raises(ValueError, match="tp_exact is true, but libraries for a CPU .*, or leave tp_exact out"):
+        build_engine(target, tp_exact=True)
 
 
 @pytest.mark.parametrize(

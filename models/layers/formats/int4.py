@@ -134,6 +134,7 @@ class Int4Linear(QuantizedLinear):
 
     format: Int4Format
     product_format = "int4"
+    leaf_unit = int4_weight.CHUNK
     unsliced: tuple[str, ...] = GROUP_IDS
 
     def __init__(self, like: Linear, format: Int4Format, act_order: bool) -> None:
@@ -260,7 +261,15 @@ class Int4Linear(QuantizedLinear):
         return self.stored_in(cast(dict[str, Tensor], self._buffers))
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._multiply(input, gated=False)
+        return self._add_leaves(input, input.dtype) if self.leaves else self._multiply(input, gated=False)
+
+    def partial(self, x: Tensor) -> Tensor:
+        return self._add_leaves(x, torch.float32) if self.leaves else super().partial(x)
+
+    def _add_leaves(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        flat = self._sorted(x.reshape(-1, self.in_features))
+        out = int4.int4_leaf_linear(flat, self.stored, self.leaves, self.bias, dtype, self.order)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
         if activation != "silu" or self.bias is not None:  # for which there is no fused kernel
@@ -269,7 +278,7 @@ class Int4Linear(QuantizedLinear):
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:
         weight = self.stored
-        if x.dim() != 2 or not rotation.is_whole or not int4.runs_kernel(x, weight):
+        if self.leaves or x.dim() != 2 or not rotation.is_whole or not int4.runs_kernel(x, weight):
             return None
         product = int4.int4_product(x, weight, "rotated", self.order is not None, rotation)
         if choose(product, device_of(x)).kernel == "apart":
@@ -291,6 +300,9 @@ class Int4Linear(QuantizedLinear):
         many = [count for count in rows if int4.dequantizes(self.stored, count, self.is_gated)]
         if many:
             weight = int4_weight.dequantize(self.stored, self.get_buffer("scales").dtype)
+            if self.leaves:
+                self.order.check_leaves(weight, self.leaves, many)
+                return
             part = int4.part_of(self.stored, self.is_gated)
             self.order.check(weight, self.bias, many, gated=self.is_gated, part=part)
 
