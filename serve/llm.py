@@ -21,7 +21,7 @@ from slipstream.serve.chat.tools import ToolChoice, read_choice
 from slipstream.serve.detokenize import Decoder, TextStream, spellings
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.grammar.grammars import translate
-from slipstream.serve.options import EngineConfig, find_target
+from slipstream.serve.options import TRIAL_ROUNDS, EngineConfig, find_target
 from slipstream.serve.request import (
     FinishReason,
     Logprobs,
@@ -249,6 +249,17 @@ class LLM:
         choice = read_choice(None, None, True)
         tokens = self._chat_prompt(prompt, choice, chat_template_kwargs or {})
         return self._begin(name, tokens, params, self._chat.answer(choice, tokens, params.grammar), ())
+
+    def swap_draft(self, draft: str, trial_rounds: int = TRIAL_ROUNDS) -> str:
+        """Lets the weights of another checkpoint draft from the next step on; no token changes by that. They are on
+        trial for so many rounds: if they are accepted less than those before on the same kinds of requests, these
+        return. 0: for good. Returns their version, the beginning of the fingerprint of their files.
+
+        Raises ValueError, or OSError, for a checkpoint that cannot be read or whose network is another; nothing has
+        changed then."""
+        if trial_rounds < 0:
+            raise ValueError(f"trial_rounds is {trial_rounds}; give a number of rounds, or 0 for no trial")
+        return self.engine.swap_draft(self.engine.stage_draft(draft), trial_rounds).version
 
     def close(self) -> None:
         """Ends the engine and lets its drafter save its state. Do not use the LLM afterwards. Raises OSError where the

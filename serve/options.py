@@ -18,6 +18,7 @@ from slipstream.serve.chat.forms import check_parsers
 
 PROMPT_TOKENS = 1024  # prompt tokens of a step, unless options or the target ask for more
 MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/grid_sync.py)
+TRIAL_ROUNDS = 2000  # of other weights of the draft, unless something else is asked for
 MOST_WHITESPACE = 64  # characters in a row; the grammar of more takes longer to compile
 
 
@@ -196,6 +197,8 @@ class ServeConfig(EngineConfig):
     """API key that clients must send. Programs set it; users have api_key_file or the variable SLIPSTREAM_API_KEY."""
     api_key_file: str | None = None
     """File of accepted API keys, one per line."""
+    draft_folder: str | None = None
+    """Folder of draft checkpoints that POST /v1/drafts may load while the server runs. Default: no such endpoint."""
     cors_origins: list[str] = field(default_factory=list)
     """Origins whose pages may call this server from a browser, such as https://example.org; * allows all."""
     max_body_mb: float | None = None
@@ -243,6 +246,8 @@ class ServeConfig(EngineConfig):
         check_checkpoints(self.target, self.draft)
         check_file("chat_template", self.chat_template, "a text file")
         check_file("api_key_file", self.api_key_file, KEY_FILE)
+        if self.draft_folder is not None and not Path(self.draft_folder).is_dir():
+            raise ValueError(f"draft_folder {self.draft_folder} is no folder; name one that holds draft checkpoints")
         check_file("kv_cache_dtype", self.calibration_file, "a file of text after fp8:")
 
 

@@ -300,6 +300,7 @@ class RequestStats:
     rounds: int = 0
     drafted_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    weight_version: str = ""  # of the draft's weights as it ended; empty where no network drafts
 
     @property
     def decoded_tokens(self) -> int:
@@ -332,6 +333,7 @@ class RequestStats:
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
             "num_spec_tokens": num_spec_tokens,
+            "weight_version": self.weight_version,
         }
 
     def add(self, other: "RequestStats") -> None:
@@ -340,6 +342,7 @@ class RequestStats:
         self.accepted_by_position = [sum(pair) for pair in pairs]
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "prefills", "rounds", "drafted_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.weight_version = other.weight_version
 
 
 class TokenTrace(NamedTuple):

@@ -108,6 +108,12 @@ class DraftConfig(DecoderShape, ABC):
                 f"partial_rotary_factor is {self.rope.partial} in the draft; drafts have 1.0, whatever targets have"
             )
 
+    @property
+    def network(self) -> Self:
+        """The fields on which the network depends, and not where it comes from or how it was calibrated: drafts with
+        equal ones can take each other's weights."""
+        return replace(self, target="", target_revision=None, target_fingerprint="", tokenizer_hash="")
+
     @classmethod
     def from_target(cls, model: TargetSpec, /, **fields: Any) -> Self:
         """A draft as wide as the target `model`. `fields` override or add others (intermediate_size, target, ...)."""
@@ -225,6 +231,10 @@ class DraftNetwork(DraftModule):
     @property
     def target_ids(self) -> Tensor | None:
         return None if self.config.draft_vocab_size is None else ids_of(self.d2t)
+
+    def adopt(self, config: DraftConfig) -> None:
+        """Takes the config of weights that are loaded in place of its own, whose `network` is the same."""
+        self.config = config
 
     @classmethod
     def read_tensors(cls, tensors: Tensors, target: TargetSpec) -> dict[str, Tensor]:  # noqa: ARG003

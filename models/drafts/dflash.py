@@ -143,6 +143,11 @@ class DFlashConfig(DraftConfig):
         return replace(self, heads=tuple(head if type(other) is type(head) else other for other in self.heads))
 
     @property
+    def network(self) -> Self:
+        same = DraftConfig.network.fget(self)  # type: ignore[attr-defined]
+        return replace(same, heads=tuple(head.uncalibrated for head in self.heads))
+
+    @property
     def first_slot(self) -> int:
         """The block's row that drafts the first token."""
         return 0 if self.sample_from_anchor else 1
@@ -408,6 +413,11 @@ class DFlash(DraftNetwork):
     def joining(self) -> JoiningHead | None:
         """The head that joins the slots."""
         return self.head(JoiningHead)  # type: ignore[type-abstract]
+
+    def adopt(self, config: DraftConfig) -> None:
+        super().adopt(config)
+        for head, head_config in zip(self.heads, self.config.heads, strict=True):
+            head.adopt(head_config)
 
     def fuse(self, aux_states: Tensor) -> Tensor:
         """Target states (..., K * H) -> the context (..., H) that every layer projects to keys and values."""

@@ -228,9 +228,10 @@ class Head(Linear):
         """All rows; `ids` (V,) are the target's ids of a draft's own head."""
         return DraftHead(self.weight, ids, ranks=self.ranks)
 
-    def cut(self, ids: Tensor) -> DraftHead:
-        """Copies of the rows `ids` (Vd,), which each rank has."""
-        return DraftHead(derive(self, lambda: self.table[ids]), ids)
+    def cut(self, ids: Tensor, owner: nn.Module | None = None) -> DraftHead:
+        """Copies of the rows `ids` (Vd,), which each rank has. They follow the weights, or those of `owner`, whose ids
+        they are."""
+        return DraftHead(derive(owner or self, lambda: self.table[ids]), ids)
 
     def gathered(self, ids: Tensor) -> DraftHead:
         """The rows `ids` (Vd,) in their place; ids may change between steps, -1 marks an unused one."""

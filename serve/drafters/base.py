@@ -2,19 +2,23 @@
 
 import functools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.models.drafts.base import (
     Choices,
+    DraftConfig,
     load_draft,
     read_draft_config,
     with_window,
 )
 from slipstream.models.drafts.source import DrafterName, DraftSource
+from slipstream.models.layers.formats.base import Tensors
+from slipstream.models.layers.linear import remake_derived
 from slipstream.models.targets.config import AttentionSpec, DecoderShape, TargetSpec
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
@@ -73,6 +77,20 @@ class Drafter(ABC):
     def forget(self) -> None:
         """Drops what passes before the first request, which are timed, have taught it."""
 
+    def read_weights(self, source: DraftSource, options: Any, target: Target) -> "DraftWeights":  # noqa: ARG002
+        """Reads other weights for its network into the host's memory; safe beside passes, on another thread. Raises
+        ValueError for a draft whose network is another one."""
+        raise ValueError(f"draft {source.name} cannot be loaded: no network drafts here; start an engine with it")
+
+    def save_weights(self, fingerprint: str) -> "DraftWeights":
+        """Copies the weights of its network, which are of files with this fingerprint, to the host's memory."""
+        raise AssertionError("no network drafts")
+
+    def load_weights(self, weights: "DraftWeights") -> None:
+        """Copies weights into the storage of its own, and renews what it has derived of them, in place: captured passes
+        that run later read them. KV and states of requests stay."""
+        raise AssertionError("no network drafts")
+
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         """Proposes at most N = `width` nodes per request, after batch.lengths (B,) committed tokens and the
         roots batch.roots (B,). The default proposes the roots alone."""
@@ -88,10 +106,20 @@ class Drafter(ABC):
         `aux_layers` names; not called without such layers."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftWeights:
+    """Weights apart from a network, in the host's memory, on a GPU's host in pinned pages."""
+
+    fingerprint: str  # of their files
+    config: DraftConfig
+    tensors: dict[str, Tensor]  # by their names in the network
+
+
 class NetworkDrafter(Drafter):
     """A drafter with a network from a checkpoint."""
 
     Network: ClassVar[type[Any]]
+    module: Any  # the network
     vocabulary: DraftVocabulary
 
     @abstractmethod
@@ -115,7 +143,7 @@ class NetworkDrafter(Drafter):
 
     @classmethod
     def load(cls, source: DraftSource, options: Any, target: Target) -> Self:
-        module = cls.read_network(source, options, target)
+        module = cls.read_network(source, options, target, target.device, target.shared)
         if getattr(options, "window", None) is not None:
             module.limit_window(options.window)
         return cls(module, find_vocabulary(module, target, options), options)
@@ -126,17 +154,53 @@ class NetworkDrafter(Drafter):
         return read_draft_config(cls.Network, source.folder(), target, Choices.of(options))
 
     @classmethod
-    def read_network(cls, source: DraftSource, options: Any, target: Target) -> Any:
-        """Returns the network with its weights, on the target's device and in its dtype."""
+    def read_network(
+        cls, source: DraftSource, options: Any, target: Target, device: torch.device, shared: Tensors | None
+    ) -> Any:
+        """Returns the network with its weights, in the target's dtype. `shared`: see load_draft."""
         return load_draft(
             cls.Network,
             source.folder(),
             target=target.config,
             dtype=target.dtype,
-            device=target.device,
-            shared=target.shared,
+            device=device,
+            shared=shared,
             choices=Choices.of(options),
         )
+
+    def keep_tokens(self, module: Any) -> None:
+        """Drops of a network that was read what its own has not kept."""
+
+    def read_weights(self, source: DraftSource, options: Any, target: Target) -> DraftWeights:
+        is_shared = target.ranks is not None  # embedding and head, of which a rank has a part
+        if is_shared and self.module.embed_tokens is not None:
+            raise ValueError(
+                f"draft {source.name} cannot be loaded: the draft that is served has an embedding of its own, which "
+                "ranks that share the target's cannot compare with that; start an engine with it"
+            )
+        module = self.read_network(source, options, target, torch.device("cpu"), None if is_shared else target.shared)
+        network = asdict(self.module.config.network)
+        values = asdict(module.config.network)
+        self.keep_tokens(module)
+        tensors = tensors_of(module)
+        served = {name: shape_of(tensor) for name, tensor in tensors_of(self.module).items()}
+        shapes = {name: shape_of(tensor) for name, tensor in tensors.items()}
+        if (fault := first_difference(values, network) or first_difference(shapes, served)) is not None:
+            raise ValueError(
+                f"draft {source.name} is not of the network that is served: {fault}; start an engine with it"
+            )
+        return DraftWeights(source.fingerprint, module.config, on_host(tensors, target.device))
+
+    def save_weights(self, fingerprint: str) -> DraftWeights:
+        module = self.module
+        return DraftWeights(fingerprint, module.config, on_host(tensors_of(module), next(module.parameters()).device))
+
+    @torch.no_grad()
+    def load_weights(self, weights: DraftWeights) -> None:
+        for name, tensor in tensors_of(self.module).items():
+            tensor.copy_(weights.tensors[name], non_blocking=True)
+        self.module.adopt(weights.config)
+        remake_derived(self.module)
 
     @property
     def fixed_tokens(self) -> frozenset[int] | None:
@@ -151,6 +215,37 @@ class NetworkDrafter(Drafter):
     def forget(self) -> None:
         if self.vocabulary.recent is not None:
             self.vocabulary.recent.forget()
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters and buffers of a network by name; tied ones appear once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def shape_of(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def first_difference(values: Mapping[str, Any], served: Mapping[str, Any]) -> str | None:
+    """Names the first entry in which two mappings differ, with both values; None: they are equal."""
+    name = next((name for name in (*served, *values) if values.get(name) != served.get(name)), None)
+    return None if name is None else f"{name} is {values.get(name)} in it and {served.get(name)} here"
+
+
+def on_host(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copies tensors to the host's memory, for `device` to read them."""
+    with torch.inference_mode(False), torch.no_grad():
+        if device.type == "cpu":
+            return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        copies = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for name, tensor in tensors.items()
+        }
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))  # weights may be on their way
+        with torch.cuda.stream(stream):  # beside later passes
+            for name, tensor in tensors.items():
+                copies[name].copy_(tensor)  # sync
+        return copies
 
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:

@@ -92,17 +92,22 @@ class Drafter(base.NetworkDrafter):
             )
         return options.admit_by or ("candidates" if self.confidence is None else "confidence")
 
-    def _prepare_heads(self, options: DFlashOptions) -> None:
+    def keep_tokens(self, module: DFlash) -> None:
         """Keeps what heads hold of the tokens that a token map names."""
+        if self.options.token_map is not None:
+            assert self.head.ids is not None
+            ids = self.head.ids.to(next(module.parameters()).device)
+            for head in module.heads:
+                head.keep(ids)
+
+    def _prepare_heads(self, options: DFlashOptions) -> None:
+        self.keep_tokens(self.module)
         for head in self.module.heads:
-            if head.by_token and options.token_map is not None:
-                if self.vocabulary.recent is not None:
-                    raise ValueError(
-                        f"drafter.token_map_dynamic is {options.token_map_dynamic}; the tokens of a draft with "
-                        f"{head.Config.option} are fixed when it is loaded: leave the option out"
-                    )
-                assert self.head.ids is not None
-                head.keep(self.head.ids)
+            if head.by_token and self.vocabulary.recent is not None:
+                raise ValueError(
+                    f"drafter.token_map_dynamic is {options.token_map_dynamic}; the tokens of a draft with "
+                    f"{head.Config.option} are fixed when it is loaded: leave the option out"
+                )
             head.prepare()
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:

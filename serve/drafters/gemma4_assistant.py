@@ -13,6 +13,7 @@ from slipstream.kernels.gemm.gathered_head import head_logits, head_topk
 from slipstream.kernels.sampling.sample import Sampling, perturbed_topk
 from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place, choose, grow
 from slipstream.models.drafts.gemma4_assistant import Gemma4Assistant, Gemma4AssistantConfig
+from slipstream.models.layers.linear import derive
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
@@ -34,7 +35,7 @@ class Drafter(base.NetworkDrafter):
         self.branches = options.topk > 1
         self.aux_layers = (module.config.target_num_layers,)
         self.clusters = module.masked_embedding
-        self.cluster_ids = None if self.clusters is None else self.clusters.cluster_ids()
+        self.cluster_ids = None if self.clusters is None else derive(self.clusters, self.clusters.cluster_ids)
 
     @classmethod
     def plan_network(cls, options: AssistantOptions, config: Gemma4AssistantConfig) -> base.DraftPlan:  # noqa: ARG003

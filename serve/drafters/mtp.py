@@ -7,6 +7,7 @@ from torch import Tensor
 from slipstream.models.drafts.mtp import MTP, MTPConfig, check_files, load_mtp
 from slipstream.models.drafts.mtp_trial import choose_hidden
 from slipstream.models.drafts.source import DraftSource
+from slipstream.models.layers.formats.base import Tensors
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target
 from slipstream.models.targets.families import MTP as FORMS
@@ -30,9 +31,11 @@ class Drafter(ModulesDrafter):
         return config
 
     @classmethod
-    def read_network(cls, source: DraftSource, options: MTPOptions, target: Target) -> MTP:
+    def read_network(
+        cls, source: DraftSource, options: MTPOptions, target: Target, device: torch.device, shared: Tensors | None
+    ) -> MTP:
         if not source.is_in_target:
-            return super().read_network(source, options, target)
+            return super().read_network(source, options, target, device, shared)
         module = load_mtp(target)
         choose_hidden(module, target, options.hidden or FORMS[target.config.architecture].hidden)
         return module

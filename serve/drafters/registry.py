@@ -7,7 +7,7 @@ from typing import Any
 from slipstream.models.drafts.source import DraftSource
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target
-from slipstream.serve.drafters.base import Drafter, DraftPlan
+from slipstream.serve.drafters.base import Drafter, DraftPlan, DraftWeights
 from slipstream.serve.drafters.options import NGRAM, options_for, options_of
 from slipstream.serve.engine.host_stages import HostStage
 
@@ -39,6 +39,21 @@ def load_drafter(source: DraftSource, values: dict[str, Any], target: Target) ->
     ngram, first = _ngram_options(source, options)
     stages = [] if ngram is None else [_ngram_stage()(ngram, target.config.vocab_size, first)]
     return find_drafter(source).load(source, options, target), stages
+
+
+def read_weights(
+    source: DraftSource, values: dict[str, Any], drafter: Drafter, name: str, target: Target
+) -> DraftWeights:
+    """Reads the weights of a checkpoint for a drafter that serves, whose name and options are given. Raises ValueError
+    for a draft of another network."""
+    if not source.has_network or source.is_in_target:
+        raise ValueError(f"draft is {source.name!r}; name the checkpoint of a draft, whose weights are loaded")
+    source.check()
+    if source.drafter != name:
+        raise ValueError(
+            f"draft {source.name} is of drafter {source.drafter}, and {name} drafts here; start an engine with it"
+        )
+    return drafter.read_weights(source, build_options(options_for(source), values), target)
 
 
 def _ngram_options(source: DraftSource, options: Any) -> tuple[Any, int]:

@@ -15,6 +15,7 @@ from slipstream.kernels.gemm.gathered_head import DraftHead
 from slipstream.models.drafts.base import DraftModule
 from slipstream.models.drafts.token_map import check_tokenizer, read_token_map
 from slipstream.models.files.checkpoint import tokenizer_hash
+from slipstream.models.layers.linear import derive
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.request import Request
 from slipstream.serve.runner.batch import PassRows
@@ -85,7 +86,7 @@ def find_vocabulary(module: DraftModule, target: Target, options: Any) -> DraftV
 
     Raises ValueError for a map of another tokenizer or vocabulary, and for one that lacks end-of-text tokens.
     """
-    ids = module.target_ids
+    ids = None if module.target_ids is None else derive(module, lambda: expect(module.target_ids))
     lm_head = getattr(module, "lm_head", None)
     if lm_head is not None:
         if getattr(options, "token_map", None) is not None:
@@ -95,7 +96,7 @@ def find_vocabulary(module: DraftModule, target: Target, options: Any) -> DraftV
             )
         return DraftVocabulary(lm_head.whole(ids))
     if options.token_map is None:
-        return DraftVocabulary(target.lm_head.whole() if ids is None else target.lm_head.cut(ids))
+        return DraftVocabulary(target.lm_head.whole() if ids is None else target.lm_head.cut(ids, module))
     if ids is not None:
         raise ValueError(
             f"drafter.token_map is {options.token_map}, but this draft has a vocabulary of its own of {len(ids)} "
@@ -112,6 +113,12 @@ def find_vocabulary(module: DraftModule, target: Target, options: Any) -> DraftV
         )
     places = torch.cat((map_ids, map_ids.new_full((options.token_map_dynamic,), -1)))
     return DraftVocabulary(target.lm_head.gathered(places), RecentTokens(places, len(map_ids), vocab_size))
+
+
+def expect(ids: Tensor | None) -> Tensor:
+    """Returns the ids of a draft that has a vocabulary of its own."""
+    assert ids is not None
+    return ids
 
 
 def _read_ids(target: Target, path: str, size: int | None) -> Tensor:

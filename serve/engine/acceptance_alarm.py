@@ -25,6 +25,7 @@ from slipstream.serve.contexts import context_class
 from slipstream.serve.engine.control_charts import DAY, LEAST_VARIANCE, Alarm, Chart, Level, collapse_evidence
 from slipstream.serve.engine.cost_files import text_hash
 from slipstream.serve.engine.counts import AcceptanceView, CategoryState, RecentAcceptance
+from slipstream.serve.engine.draft_trial import DraftTrial
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.request import Request
 
@@ -49,6 +50,7 @@ SELDOM = 0.1  # share of new forms up to which a template decides an edge
 ALL = "all"
 
 Key = tuple[tuple[str, ...], bool]  # labels, and whether it is a first segment
+Memory = tuple[dict[str, dict[Key, "Record"]], "Baseline | None", Mapping[str, str]]
 
 logger = logging.getLogger(__name__)
 
@@ -224,11 +226,47 @@ class AcceptanceAlarm:
         self.charts: dict[str, dict[str, Chart]] = {"day": {}, "training": {}}  # by record and category
         self.recent: dict[str, dict[str, RecentAcceptance]] = {"day": {}, "training": {}}
         self.records: dict[str, dict[Key, Record]] = {}  # by client; the last used last
+        self.trial: DraftTrial | None = None  # of the draft's weights
+        self._first_on_trial = 0  # number of its first request
+        self._before: Memory = ({}, None, {})  # records, training and facts of the weights before
         self._clock = clock
         self._open: dict[int, OpenRequest] = {}  # by slot
         self._sums = np.zeros(num_slots)
         self._rounds = np.zeros(num_slots, np.int64)
         self._number = 0
+
+    def change_draft(self, trained: Baseline | None, facts: Mapping[str, str], trial_rounds: int) -> None:
+        """Begins anew for other weights of the draft, which are on trial for so many rounds: the records up to now are
+        what they are compared with. `trained` and `facts` are theirs."""
+        levels = {
+            (client, *key): record.moments.level
+            for client, records in self.records.items()
+            for key, record in records.items()
+            if record.is_known
+        }
+        pooled = Moments()
+        for records in self.records.values():
+            for record in records.values():
+                pooled.add(record.moments)
+        level = pooled.level if pooled.requests >= LEAST_REQUESTS else None
+        self.trial = DraftTrial(levels, level, trial_rounds) if trial_rounds else None
+        self._first_on_trial = self._number + 1
+        self._before = self.records, self.trained, self.facts
+        self._begin({}, trained, facts)
+
+    def return_draft(self) -> None:
+        """Goes on with the records of the weights before those that were on trial."""
+        self._begin(*self._before)
+
+    def _begin(self, records: dict[str, dict[Key, Record]], trained: Baseline | None, facts: Mapping[str, str]) -> None:
+        """Begins to observe other weights with what is known of them."""
+        self.records = records
+        self.trained = trained
+        self.facts = {**facts}
+        self.charts = {"day": {}, "training": {}}
+        self.recent = {"day": {}, "training": {}}
+        for request in self._open.values():
+            request.charts.clear()
 
     def admit(self, sequence: Sequence) -> None:
         """Begins to observe a request, which has got its slot."""
@@ -321,6 +359,8 @@ class AcceptanceAlarm:
                 self._update_collapse(request)
         request.last = rate
         request.num_observed += num_rounds
+        if self.trial is not None and request.number >= self._first_on_trial:
+            self.trial.observe(request.number, (client, labels, is_first), request.rate, weight, num_rounds)
         self._compare(request, labels, segment, record)
         record.add(segment, self._clock(), is_doubted=self._is_doubted((ALL, *labels), client))
 

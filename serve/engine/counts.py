@@ -12,6 +12,7 @@ from typing import NamedTuple
 NODE_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 SECOND_BOUNDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 RATIO_BOUNDS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)  # measured over predicted
+VERSION_DIGITS = 12
 IN_TREE = "tree"  # the position of nodes of trees, whose depths only the device knows
 
 
@@ -72,6 +73,22 @@ class AcceptanceView:
     facts: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """The draft's weights. `trial`: open, passed or worse; empty without one."""
+
+    fingerprint: str = ""  # of their files, or the name of a drafter without a network
+    has_network: bool = False
+    num_swaps: int = 0
+    num_returns: int = 0  # of weights whose successors were worse
+    trial: str = ""
+
+    @property
+    def version(self) -> str:
+        """The beginning of the fingerprint, by which answers name the weights; empty where no network drafts."""
+        return self.fingerprint[:VERSION_DIGITS] if self.has_network else ""
+
+
 @dataclass(slots=True)
 class EngineCounts:
     """Counts since the start. Sources are those of traces: the drafter's name, and host stages (ngram, grammar)."""
@@ -90,6 +107,7 @@ class EngineCounts:
     kv_pages: dict[tuple[str, str], int] = field(default_factory=dict)  # now, by group and state
     rank_memory: list[int] = field(default_factory=list)  # now, bytes by rank; empty where there is one rank
     acceptance: AcceptanceView = field(default_factory=AcceptanceView)  # now
+    draft: DraftState = field(default_factory=DraftState)  # now
 
     def add_step(self, *, budget: int, node_rows: int, prompt_rows: int, ms: float, predicted_ms: float) -> None:
         """Counts a step. `budget`: nodes that the policy allowed, of which the pass verified `node_rows`; 0 if no

@@ -19,7 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.serve.engine.acceptance_files import load_record, record_path, save_record
-from slipstream.serve.engine.counts import EngineCounts
+from slipstream.serve.engine.counts import DraftState, EngineCounts
+from slipstream.serve.engine.draft_swaps import DraftSwaps, StagedDraft
 from slipstream.serve.engine.engine_plan import EnginePlan
 from slipstream.serve.engine.host_stages import HostStage
 from slipstream.serve.engine.host_work import HostNeed, HostWork
@@ -29,7 +30,7 @@ from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.engine.team import Team
 from slipstream.serve.grammar.grammars import Grammars
-from slipstream.serve.options import EngineConfig, ServeConfig
+from slipstream.serve.options import TRIAL_ROUNDS, EngineConfig, ServeConfig
 from slipstream.serve.request import EngineInfo, FinishReason, Output, Request, RequestStats, check_token_ids
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
@@ -94,6 +95,7 @@ class Engine:
         self.trace: Trace | None = None
         self.on_states: OnStates | None = None
         self.team = team
+        self.draft = DraftSwaps(plan, runner, self.scheduler, planner.alarm)
         self._record_path: Path | None = None  # of the acceptance
         self._check = check  # the drafter's: raises ValueError
         self._grammars = grammars
@@ -134,6 +136,8 @@ class Engine:
         With overlap it waits for the oldest step in flight, while a newer one runs; otherwise for the step it launched.
         """
         self.runner.check()
+        if self.planner.alarm.trial is not None:
+            self.draft.judge()
         try:
             return self._add_compiled() + self._step() if self._compiling else self._step()
         finally:
@@ -197,6 +201,16 @@ class Engine:
         if not self.host.slots:
             return "nothing"
         return self.host.need([slot for step in self._steps for slot in step.plan.segments])
+
+    def stage_draft(self, name: str) -> StagedDraft:
+        """Reads other weights for the draft, on any thread (serve/engine/draft_swaps.py). Raises ValueError or
+        OSError."""
+        return self.draft.stage(name)
+
+    def swap_draft(self, staged: StagedDraft, trial_rounds: int = TRIAL_ROUNDS) -> DraftState:
+        """Lets them draft from the next step on; between two calls of `step`."""
+        self.draft.swap(staged, trial_rounds)
+        return self.draft.state()
 
     def drain(self) -> list[Output]:
         """Reads all steps in flight and launches nothing."""
@@ -265,6 +279,7 @@ class Engine:
         self.host.admit(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        sequence.stats.weight_version = self.draft.version
         store = self.runner.passes.kept_states
         if self.on_states is not None and store is not None and not sequence.resumes:
             num_tokens = min(sequence.num_computed, len(sequence.tokens) - 1)
@@ -282,7 +297,7 @@ class Engine:
         with ExitStack() as closing:  # all of them, whichever fails
             if self.team is not None:
                 closing.callback(self.team.end)
-            if self._record_path is not None:
+            if self._record_path is not None and self.draft.is_first:
                 closing.callback(save_record, self._record_path, self.planner.alarm)
             for stage in self.stages:
                 closing.callback(stage.close)
@@ -326,4 +341,5 @@ class Engine:
             idle_tokens=0 if self.idle is None else self.idle.num_tokens,
             rank_memory=[] if self.team is None else self.team.memory(),
             acceptance=self.planner.alarm.view(),
+            draft=self.draft.state(),
         )

@@ -20,6 +20,7 @@ import torch
 
 from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.serve import logs
+from slipstream.serve.drafters.base import DraftWeights
 from slipstream.serve.engine.build import Capture, Networks, load_networks, make_runner, measure
 from slipstream.serve.engine.engine_plan import EnginePlan, Space
 from slipstream.serve.engine.plan import StepPlan
@@ -91,6 +92,9 @@ class Follower:
 
     def forget(self) -> None:
         self.runner.forget()
+
+    def load_draft(self, weights: DraftWeights) -> None:
+        self.runner.load_draft(weights)
 
     def launch(self, plan: StepPlan, up_to_sampling: bool) -> None:
         flight = self.runner.launch(plan, up_to_sampling=up_to_sampling)

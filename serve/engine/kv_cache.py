@@ -59,6 +59,7 @@ class PageTable:
     num_sent: int = 0  # pages that plans have named
     num_missed: int = 0  # pages that the tree knew when this was admitted, and a further group could not serve
     miss_reason: MissReason | None = None
+    is_mixed: bool = False  # the draft's weights have changed since its first page
     num_idle: int = 0  # pages at the end of its hit that were computed in idle time, and that no request found before
 
     def changes(self) -> list[tuple[int, int]]:
@@ -87,6 +88,15 @@ class PageCache(PagePool):
         self.groups: tuple[Any, ...] = tuple(groups)
         self._cached: OrderedDict[int, Node] = OrderedDict()  # by page, the one longest unused first
         self._root = Node((), 0, None)
+        self._roots = {"": self._root}  # by version of the draft's weights
+
+    def change_draft(self, version: str, tables: Iterable[PageTable]) -> None:
+        """Begins a prefix tree for weights of the draft, or goes on with theirs: its KV in other trees is that of other
+        weights. `tables` of running sequences keep their pages, and publish none from now on."""
+        for table in tables:
+            table.is_mixed = True
+        self._roots = {name: root for name, root in self._roots.items() if root.children}
+        self._root = self._roots.setdefault(version, Node((), 0, None))
 
     def usage(self) -> dict[tuple[str, str], int]:
         """Counts pages by group (0: of all tokens) and state: used, cached, free."""
@@ -292,6 +302,8 @@ class PageCache(PagePool):
 
     def _num_full(self, table: PageTable, tokens: list[int], num_computed: int) -> int:
         """Returns how many pages have complete KV, the drafter's too: they may enter the tree."""
+        if table.is_mixed:
+            return len(table.nodes)
         num_shared = self._most_shared(table, len(tokens) - table.lookahead)
         num_full = max(0, min(num_computed, num_shared)) // self.page_size
         assert num_full >= len(table.nodes), "a table shares pages that it has not computed"
@@ -346,7 +358,8 @@ class PageCache(PagePool):
         readers: dict[Node, int] = {}
         private_pages: list[int] = []
         for table in tables:
-            parent = self._root
+            parent = table.nodes[0].parent if table.nodes else None
+            assert parent is None or parent in self._roots.values(), "shared pages begin below a root"
             for index, node in enumerate(table.nodes):
                 assert node.parent is parent, "shared pages are a path of the tree"
                 assert node.page == table.pages[index], "a shared page is not its node's"
@@ -369,10 +382,10 @@ class PageCache(PagePool):
             group.check([(table.groups[index], set(table.nodes)) for table in tables], set(nodes))
 
     def _nodes(self) -> list[Node]:
-        """Returns all nodes but the root, parents first."""
-        nodes = [self._root]
+        """Returns all nodes but the roots, parents first."""
+        nodes = [*self._roots.values()]
         for parent in nodes:  # grows while it is walked
             for key, node in parent.children.items():
                 assert (node.parent, node.key) == (parent, key), "a node hangs below the wrong parent"
                 nodes.append(node)
-        return nodes[1:]
+        return nodes[len(self._roots) :]

@@ -1,10 +1,9 @@
 """The engine's process: builds the engine, then takes requests from a pipe and sends back the outputs of each step.
 
-Messages in: the EngineConfig; then lists of Request, Abort, Ping, and None to end. Other threads of this process put
-calls between these, for `--states`. Messages out: `engine.info` once it
-is ready, then Step and Rejected; Failed before an end that nobody asked for. A step and its Outputs are one message, so
-that a step costs one write. Every message is answered by a Step: at once by an idle engine, else after the step,
-within METRICS_SECONDS more.
+Messages in: the EngineConfig; then lists of Request, Abort, Ping, SwapDraft, and None to end. Other threads of this
+process put calls between these. Messages out: `engine.info` once it is ready, then Step, Swapped and Rejected; Failed
+before an end that nobody asked for. A step and its Outputs are one message, so that a step costs one write. Every
+message is answered by a Step: at once by an idle engine, else after the step, within METRICS_SECONDS more.
 
 A message travels as an 8-byte length and a pickle. The engine's end of the pipe blocks; the server's is an asyncio
 stream, so that neither a full pipe nor half a message stops its event loop.
@@ -25,7 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, Protocol
 
 from slipstream.serve import logs
-from slipstream.serve.engine.counts import EngineCounts
+from slipstream.serve.engine.counts import DraftState, EngineCounts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import EngineInfo, Output, Request, RequestStats
 
@@ -35,8 +34,7 @@ HEADER = struct.Struct("!Q")
 
 logger = logging.getLogger(__name__)
 
-
-Call = Callable[[], None]
+Call = Callable[[], None]  # of another thread of this process, for the one that steps the engine
 
 
 class EngineLike(Protocol):
@@ -50,6 +48,8 @@ class EngineLike(Protocol):
     def abort(self, request_id: str) -> Output | None: ...
     def step(self) -> list[Output]: ...
     def work_idle(self) -> bool: ...
+    def stage_draft(self, name: str) -> Any: ...
+    def swap_draft(self, staged: Any, trial_rounds: int) -> DraftState: ...
     def metrics(self) -> dict[str, float]: ...
     def counts(self) -> EngineCounts: ...
     def watch(self, report: Callable[[str], None]) -> None: ...
@@ -58,7 +58,7 @@ class EngineLike(Protocol):
 
 
 EngineFactory = Callable[[EngineConfig], EngineLike]  # importable, since it is pickled
-Inbox = SimpleQueue  # of Request | Abort | Ping | Call | None
+Inbox = SimpleQueue  # of Message | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,27 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Ping:
     """Makes an idle engine send a Step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapDraft:
+    """Asks for other weights of the draft, on trial for so many rounds. Answered by a Swapped of this `number`."""
+
+    number: int
+    name: str
+    trial_rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """`error`: why nothing was changed."""
+
+    number: int
+    draft: DraftState | None
+    error: str = ""
+
+
+Message = Request | Abort | Ping | SwapDraft | Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +225,10 @@ def serve_requests(engine: EngineLike, inbox: Inbox, pipe: Pipe) -> None:
         for message in take(inbox, engine):
             if message is None:
                 return
-            outputs += handle(message, engine, pipe)
+            if isinstance(message, SwapDraft):
+                threading.Thread(target=swap_draft, args=(message, engine, inbox, pipe.send), daemon=True).start()
+            else:
+                outputs += handle(message, engine, pipe)
         if engine.has_work:
             outputs += engine.step()
         now = time.monotonic()
@@ -215,7 +239,7 @@ def serve_requests(engine: EngineLike, inbox: Inbox, pipe: Pipe) -> None:
             pipe.send(Step(outputs, engine.metrics(), engine.counts()) if is_due else Step(outputs, None))
 
 
-def take(inbox: Inbox, engine: EngineLike) -> Iterator[Request | Abort | Ping | Call | None]:
+def take(inbox: Inbox, engine: EngineLike) -> Iterator[Message | None]:
     """Yields all messages in the inbox; if no request is open, at least one."""
     if not engine.has_work:
         yield wait_for_message(inbox, engine)
@@ -226,7 +250,7 @@ def take(inbox: Inbox, engine: EngineLike) -> Iterator[Request | Abort | Ping | 
         return
 
 
-def wait_for_message(inbox: Inbox, engine: EngineLike) -> Request | Abort | Ping | Call | None:
+def wait_for_message(inbox: Inbox, engine: EngineLike) -> Message | None:
     """Returns the next message. Once it is quiet, the engine works for later requests in the meantime."""
     try:
         return inbox.get(timeout=QUIET_SECONDS)
@@ -234,6 +258,31 @@ def wait_for_message(inbox: Inbox, engine: EngineLike) -> Request | Abort | Ping
         while inbox.empty() and engine.work_idle():
             pass
         return inbox.get()
+
+
+def swap_draft(swap: SwapDraft, engine: EngineLike, inbox: Inbox, answer: Callable[[Swapped], None]) -> None:
+    """Reads the weights of a draft on this thread, and has the engine's thread let them serve and answer."""
+    error = ""
+    try:
+        staged = engine.stage_draft(swap.name)
+    except (ValueError, OSError) as fault:
+        error = one_line(fault)
+    except Exception as fault:
+        logger.exception("draft %s could not be read", swap.name)
+        error = f"draft {swap.name} cannot be read ({type(fault).__name__}); see the log"
+
+    def finish() -> None:
+        if error:
+            answer(Swapped(swap.number, None, error))
+            return
+        try:
+            state = engine.swap_draft(staged, swap.trial_rounds)
+        except ValueError as fault:
+            answer(Swapped(swap.number, None, one_line(fault)))
+        else:
+            answer(Swapped(swap.number, state))
+
+    inbox.put(finish)
 
 
 def handle(message: Request | Abort | Ping | Call, engine: EngineLike, pipe: Pipe) -> list[Output]:

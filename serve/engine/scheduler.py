@@ -218,6 +218,11 @@ class Scheduler:
         if sequence.slot >= 0:
             self._preempt(sequence)
 
+    def change_draft(self, version: str) -> None:
+        """Notes that from now on the draft's KV is that of weights of this version. Running sequences keep what they
+        have."""
+        self.cache.change_draft(version, [sequence.table for sequence in self._running])
+
     def next_chunks(self, num_tokens: int, admission_limit: int | None = None) -> list[Chunk]:
         """Returns the next prompt tokens to compute, first come first served, at most `num_tokens` in all. After
         `admission_limit` tokens no further prompt joins the step."""

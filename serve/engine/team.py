@@ -30,6 +30,7 @@ import torch
 from slipstream.kernels.collectives.join import join_ranks
 from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.models.files.cost_tables import CostTables
+from slipstream.serve.drafters.base import DraftWeights
 from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
@@ -309,6 +310,10 @@ class LeadingRunner(RankRunner):
     def forget(self) -> None:
         self.team.order("forget")
         super().forget()
+
+    def load_draft(self, weights: DraftWeights) -> None:
+        self.team.order("load_draft", weights)
+        super().load_draft(weights)
 
     def launch(self, plan: StepPlan, *, up_to_sampling: bool = False) -> InFlight:
         try:

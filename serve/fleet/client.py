@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from slipstream.serve.engine.counts import EngineCounts, Histogram
+from slipstream.serve.engine.counts import DraftState, EngineCounts, Histogram
 from slipstream.serve.fleet.replica import Abort, Call, Failure, ReplicaState, Reply
 from slipstream.serve.http.engine_client import EngineError, Receiver
 from slipstream.serve.http.metrics import ACCEPT_BOUNDS
@@ -158,6 +158,10 @@ class FleetClient:
         if ticket is not None and not ticket.is_aborted:
             ticket.is_aborted = True
             self._forward_abort(ticket)
+
+    async def swap_draft(self, name: str, trial_rounds: int) -> DraftState:  # noqa: ARG002
+        """Raises ValueError: an update of the deployment changes drafts."""
+        raise ValueError(f"draft {name} cannot be loaded here; run `slipstream deploy` with it, which updates replicas")
 
     async def refresh(self) -> None:
         """Asks all replicas for their states."""

@@ -26,6 +26,7 @@ from slipstream.serve.grammar.trials import Busy, Trials
 from slipstream.serve.http import playground
 from slipstream.serve.http.completions import Completion, Deadline, Delta, RequestFailed
 from slipstream.serve.http.connections import UnreadBodies
+from slipstream.serve.http.engine_client import Busy as EngineBusy
 from slipstream.serve.http.engine_client import Engine, EngineError, EngineStopped
 from slipstream.serve.http.frontend import CallBody, Frontend
 from slipstream.serve.http.guard import Guard
@@ -46,6 +47,7 @@ from slipstream.serve.http.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    DraftBody,
     TokenizeBody,
     read_body,
 )
@@ -125,6 +127,24 @@ class Api:
             return Response(status_code=CLIENT_LEFT)
         disconnect.cancel()
         return JSONResponse(answer)
+
+    async def change_draft(self, request: Request) -> Response:
+        def read(fields: Fields) -> tuple[str, DraftBody]:
+            return self._read(DraftBody, lambda body: (self.frontend.draft_path(body), body), fields)
+
+        try:
+            (path, body), disconnect = await self._take(read, request)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)
+        disconnect.cancel()
+        try:
+            draft = await self.engine.swap_draft(path, body.trial_rounds)
+        except ValueError as error:
+            raise ApiError(400, str(error), "draft") from error
+        except EngineBusy as error:
+            raise ApiError(409, str(error), code="draft_busy") from error
+        fields = {"draft": body.draft, "weight_version": draft.version, "trial": draft.trial or None}
+        return JSONResponse({"object": "draft", **fields})
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -325,7 +345,7 @@ class Api:
             "exact": not self.frontend.inexact,
             "inexact_reason": self.frontend.inexact or None,
             "system_fingerprint": self.frontend.fingerprint,
-            "draft_fingerprint": self.frontend.draft_fingerprint,
+            "draft_fingerprint": self.engine.counts.draft.fingerprint or self.frontend.draft_fingerprint,
         }
 
 
@@ -375,6 +395,7 @@ def create_app(api: Api) -> Starlette:
         Route("/v1/chat/completions", guarded(partial(api.answer, ChatBody)), methods=["POST"]),
         Route("/v1/completions", guarded(partial(api.answer, CompletionBody)), methods=["POST"]),
         Route("/v1/responses", guarded(partial(api.answer, ResponsesBody)), methods=["POST"]),
+        *([Route("/v1/drafts", guarded(api.change_draft), methods=["POST"])] if api.frontend.draft_folder else ()),
         Route("/tokenize", guarded(api.tokenize), methods=["POST"]),
         Route("/detokenize", guarded(api.detokenize), methods=["POST"]),
         Route("/tokenizer_info", guarded(api.tokenizer_info)),

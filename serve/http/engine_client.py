@@ -15,7 +15,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
-from slipstream.serve.engine.counts import EngineCounts
+from slipstream.serve.engine.counts import DraftState, EngineCounts
 from slipstream.serve.engine.process import (
     HEADER,
     Abort,
@@ -24,6 +24,8 @@ from slipstream.serve.engine.process import (
     Ping,
     Rejected,
     Step,
+    SwapDraft,
+    Swapped,
     build_engine,
     run_engine,
 )
@@ -41,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 class EngineError(Exception):
     """The engine cannot answer: it failed to start, failed in a step or for one request, or was killed."""
+
+
+class Busy(Exception):
+    """The engine does something of which it does one at a time."""
 
 
 class EngineStopped(EngineError):
@@ -72,6 +78,7 @@ class Engine(Protocol):
     def is_congested(self) -> bool: ...
     def submit(self, request: Request, receiver: Receiver) -> None: ...
     def abort(self, request_id: str) -> None: ...
+    async def swap_draft(self, name: str, trial_rounds: int) -> DraftState: ...
 
 
 class EngineClient:
@@ -85,7 +92,9 @@ class EngineClient:
         self.counts = EngineCounts()  # the engine's latest; they outlive it
         self._make_engine = make_engine
         self._receivers: dict[str, Receiver] = {}
-        self._outbox: list[Request | Abort | Ping | None] = []
+        self._swaps: dict[int, asyncio.Future[DraftState]] = {}  # by number
+        self._num_swaps = 0
+        self._outbox: list[Request | Abort | Ping | SwapDraft | None] = []
         self._asked_at: float | None = None  # when the oldest unanswered message was sent
         self._process: BaseProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -152,6 +161,19 @@ class EngineClient:
         self._receivers[request.id] = receiver
         self._send(request)
 
+    async def swap_draft(self, name: str, trial_rounds: int) -> DraftState:
+        """Has the engine draft with other weights (LLM.swap_draft). Raises ValueError if it refuses them, Busy while it
+        reads others, and EngineError if it has ended."""
+        if self.failure is not None:
+            raise EngineError(self.failure)
+        if self._swaps:
+            raise Busy("the weights of another draft are being read; try again later")
+        self._num_swaps += 1
+        swap = asyncio.get_running_loop().create_future()
+        self._swaps[self._num_swaps] = swap
+        self._send(SwapDraft(self._num_swaps, name, trial_rounds))
+        return await swap
+
     def abort(self, request_id: str) -> None:
         """Asks the engine to end a request; its last Output still comes."""
         if request_id in self._receivers:
@@ -169,7 +191,7 @@ class EngineClient:
             self._end(EngineStopped("the server is shutting down"))
         await self._reap(seconds)
 
-    def _send(self, message: Request | Abort | Ping | None) -> None:
+    def _send(self, message: Request | Abort | Ping | SwapDraft | None) -> None:
         """Pickles the messages of one event loop iteration together, so that n choices of a prompt send it once."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -227,6 +249,14 @@ class EngineClient:
             # Ends first: their clients' next requests may then come in time for the next step.
             for output in sorted(message.outputs, key=lambda output: output.finish_reason is None):
                 self._deliver(output)
+        elif isinstance(message, Swapped):
+            swap = self._swaps.pop(message.number)
+            if swap.cancelled():
+                return
+            if message.draft is None:
+                swap.set_exception(ValueError(message.error))
+            else:
+                swap.set_result(message.draft)
         elif isinstance(message, Rejected):
             self._fail(self._receivers.pop(message.request_id), message.error)
         elif isinstance(message, Failed):
@@ -270,6 +300,9 @@ class EngineClient:
             self._writer.close()
         if not self._info.done():
             self._info.set_exception(error)
+        for swap in self._swaps.values():
+            if not swap.done():
+                swap.set_exception(error)
         receivers = self._receivers
         self._receivers = {}
         self.num_failed = len(receivers)

@@ -25,6 +25,7 @@ from slipstream.serve.http.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    DraftBody,
     TokenizeBody,
     grammar_of,
 )
@@ -131,6 +132,7 @@ class Frontend:
         self.inexact = info.inexact
         self.fingerprint = info.fingerprint
         self.draft_fingerprint = info.draft_fingerprint
+        self.draft_folder = config.draft_folder
         self.num_spec_tokens = info.num_spec_tokens
         self.limits = HttpLimits.of(config, info.max_model_len, self.tokenizer)
 
@@ -199,6 +201,15 @@ class Frontend:
             tokens = self.encode(body.prompt, "prompt", body.add_special_tokens)
         strings = self.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens, "token_strs": strings}
+
+    def draft_path(self, body: DraftBody) -> str:
+        """Returns the folder of a checkpoint that POST /v1/drafts names. Raises ApiError for one elsewhere."""
+        assert self.draft_folder is not None
+        name = Path(body.draft)
+        path = Path(self.draft_folder) / name
+        if not body.draft or name.is_absolute() or ".." in name.parts or not path.is_dir():
+            raise ApiError(400, "draft names no folder in the server's draft_folder; give the name of one", "draft")
+        return str(path)
 
     def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
         """Answers /detokenize, special tokens included."""

@@ -21,8 +21,15 @@ class Guard:
 
     @classmethod
     def of(cls, config: ServeConfig) -> "Guard":
-        """Raises ValueError for a file that cannot be read or holds no key."""
-        return cls(read_keys(config))
+        """Raises ValueError for a file that cannot be read or holds no key, and if others than this machine could
+        change the draft without a key."""
+        guard = cls(read_keys(config))
+        if config.draft_folder is not None and guard.is_open and not is_loopback(config.host):
+            raise ValueError(
+                f"draft_folder is {config.draft_folder}, so clients may change the draft, but host is {config.host}, "
+                f"so others may reach this server, and it asks for no API key; set {VARIABLE} or add --api-key-file"
+            )
+        return guard
 
     def check(self, path: str, authorization: str | None) -> str:
         """Returns the name of the client: a digest of its key, or empty if there are fewer than two keys to tell

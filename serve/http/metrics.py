@@ -6,6 +6,7 @@ The server counts what requests see; the engine counts what its steps do and sen
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from operator import attrgetter
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
@@ -29,6 +30,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 ENGINE_TOTALS = (
     ("steps", "steps", "Steps of the engine: passes of the target."),
     ("emitted_tokens", "emitted_tokens", "Tokens that steps have emitted, also for requests that have not ended."),
+    ("draft_swaps", "draft.num_swaps", "Times that the draft got other weights."),
+    ("draft_returns", "draft.num_returns", "Times that worse weights were taken back."),
     ("idle_tokens", "idle_tokens", "Tokens of ended conversations that were computed while no request was open."),
 )
 ENGINE_HISTOGRAMS = (
@@ -192,7 +195,7 @@ class EngineCollector(Collector):
         for name, value in engine.gauges.items():
             yield gauge(f"engine_{name}", help_of(name), value)
         for name, attribute, text in ENGINE_TOTALS:
-            yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=getattr(counts, attribute))
+            yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=attrgetter(attribute)(counts))
         rows = labelled("rows", "Rows of passes: nodes of proposals, roots included, and prompt tokens.", "kind")
         rows.add_metric(["node"], counts.node_rows)
         rows.add_metric(["prompt"], counts.prompt_rows)

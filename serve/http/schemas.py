@@ -29,6 +29,7 @@ from slipstream.models.files.tables import read_tables
 from slipstream.serve.chat.tools import ToolError, read_calls
 from slipstream.serve.http import limits
 from slipstream.serve.http.limits import ApiError
+from slipstream.serve.options import TRIAL_ROUNDS
 from slipstream.serve.request import MOST_LOGPROBS, Grammar, Speculation
 
 Values = dict[str, Any]  # of JSON
@@ -494,6 +495,13 @@ class TokenizeBody(Fields):
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "send either prompt or messages", "prompt")
         return self
+
+
+class DraftBody(Fields):
+    """POST /v1/drafts."""
+
+    draft: str
+    trial_rounds: Annotated[int, Field(ge=0)] = TRIAL_ROUNDS
 
 
 class DetokenizeBody(Fields):

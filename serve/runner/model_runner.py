@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.speculation.ragged import Chunks
 from slipstream.models.files.cost_tables import CostTables
+from slipstream.serve.drafters.base import DraftWeights
 from slipstream.serve.engine.graph_keys import MODES, GraphKeys
 from slipstream.serve.engine.plan import HostProposal, PromptChunk, StepOutput, StepPlan
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
@@ -155,6 +156,10 @@ class ModelRunner:
     def forget(self) -> None:
         """Lets the drafter forget what it has learnt from passes before the first request."""
         self.drafter.forget()
+
+    def load_draft(self, weights: DraftWeights) -> None:
+        """Gives the drafter other weights, which the passes read that are launched from now on."""
+        self.drafter.load_weights(weights)
 
     def check(self) -> None:
         """Raises an error if what passes gave may be wrong."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from hashlib import blake2b
 
-from slipstream.serve.engine.counts import EngineCounts
+from slipstream.serve.engine.counts import DraftState, EngineCounts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import EngineInfo, Logprobs, Output, Request, RequestStats, SamplingParams, TokenTrace
 
@@ -146,6 +146,15 @@ class FakeEngine:
             for position in range(min(num_tokens, ROUND - 1)):
                 stats.accepted_by_position[position] += 1
         stats.completion_tokens += num_tokens
+
+    def stage_draft(self, name: str) -> str:
+        if not name.endswith("other"):
+            raise ValueError("draft is not of the network that is served; start an engine with it")
+        return name
+
+    def swap_draft(self, staged: str, trial_rounds: int) -> DraftState:
+        trial = "open" if trial_rounds else ""
+        return DraftState(fingerprint=f"{len(staged):064}", has_network=True, num_swaps=1, trial=trial)
 
     def metrics(self) -> dict[str, int]:
         return {

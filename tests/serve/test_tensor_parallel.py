@@ -32,6 +32,7 @@ from slipstream.tests.serve import correctness
 from slipstream.tests.serve.engine_runs import Answer, make_request, random_prompt, run, sized_requests, tokens_of
 from slipstream.tests.serve.played_graphs import equal_costs, gpu_plan, play_all
 from slipstream.tests.serve.replayed_steps import digest, record_steps
+from slipstream.tests.serve.test_draft_swaps import save_changed
 from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.serve.test_lossless import AnyPolicy
 from slipstream.tests.serve.test_replay import SIZES as MOST_SIZES
@@ -129,6 +130,33 @@ def check_alike(answers: dict[str, Answer], expected: dict[str, Answer]) -> None
         assert answer.finish_reason == expected[name].finish_reason
         for field in ("logprobs", "prompt_logprobs"):
             assert correctness.is_near(getattr(answer, field), getattr(expected[name], field)), (name, field)
+
+
+def test_ranks_swap_the_draft_together(make_target: MakeTarget, make_team: MakeTeam, tmp_path: Path) -> None:
+    """After random steps, while requests run: a rank with other weights would propose, and so verify, other nodes. Each
+    draft is accepted as in an engine of one rank, which has its rows of the target's head, too."""
+    target = make_target("qwen3")
+    save_random_eagle(target, tmp_path / "a", draft_vocab_size=80)
+    save_changed(tmp_path / "a", tmp_path / "b", 0.1)
+    config = EngineConfig(target=str(target), draft=str(tmp_path / "a"), device="cpu", width=4, **SIZES)
+    requests = long_requests()
+    counts = []
+    for world in (1, 2):
+        team = make_team(world) if world > 1 else None
+        engine = build(read_plan(replace(config, tp=world)), team=team)
+        generator = random.Random(1)
+
+        def swap(*_: object, engine: Engine = engine, generator: random.Random = generator) -> None:
+            if generator.random() < 0.3:
+                name = "a" if engine.counts().draft.num_swaps % 2 else "b"
+                engine.swap_draft(engine.stage_draft(str(tmp_path / name)), trial_rounds=0)
+
+        answers = run(engine, requests, swap)
+        check_alike(answers, answers_alone(target, "qwen3"))
+        assert engine.counts().draft.num_swaps > 2
+        counts.append({name: answer.counts for name, answer in answers.items()})
+        engine.close()
+    assert counts[0] == counts[1]
 
 
 @grouped("family", "world")

@@ -123,6 +123,9 @@ class Head(nn.Module, ABC):
     def prepare(self) -> None:
         """Derives what serving reads from the weights; once, after these are loaded and cut."""
 
+    def adopt(self, config: Any) -> None:
+        """Takes the config of weights that are loaded in place of its own; only its calibration may be another."""
+
     def loss(self, slots: TrainedSlots, tokens: TokenLosses, weights: Mapping[str, float]) -> HeadLosses:
         """Computes its losses; `weights` of all losses, by name."""
         return HeadLosses({})

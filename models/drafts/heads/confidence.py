@@ -6,7 +6,7 @@ the draft samples, after the text's tokens. Evaluations calibrate it (train/cali
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -34,6 +34,10 @@ class ConfidenceConfig(HeadConfig):
 
     confidence_temperatures: tuple[float, ...] = ()  # of each slot; none: 1
     confidence_biases: tuple[float, ...] = ()  # of each slot; none: 0
+
+    @property
+    def uncalibrated(self) -> Self:
+        return replace(self, confidence_temperatures=(), confidence_biases=())
 
     def check(self, sizes: BlockSizes) -> None:
         count = sizes.num_proposals
@@ -105,11 +109,15 @@ class ConfidenceHead(Head):
         count = self.num_slots
         return config.confidence_temperatures or (1.0,) * count, config.confidence_biases or (0.0,) * count
 
+    def adopt(self, config: ConfidenceConfig) -> None:
+        self.config = config
+
     def prepare(self) -> None:
         """Computes the share of the token before for all tokens."""
-        weight = self.proj.weight
-        self.temperatures, biases = (torch.tensor(numbers, device=weight.device) for numbers in self.calibration)
-        self.logit_biases = biases * self.temperatures  # of the logits before they are divided
+        device = self.proj.weight.device
+        self.temperatures = derive(self, lambda: torch.tensor(self.calibration[0], device=device))
+        # of the logits before they are divided
+        self.logit_biases = derive(self, lambda: torch.tensor(self.calibration[1], device=device) * self.temperatures)
         self.token_logits = None if self.embed is None else derive(self, self._token_logits)
 
     def _token_logits(self) -> Tensor:

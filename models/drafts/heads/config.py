@@ -47,6 +47,11 @@ class HeadConfig:
         """Candidates of a slot that it scores."""
         return 1
 
+    @property
+    def uncalibrated(self) -> Self:
+        """The config without numbers that say how to read the head's outputs."""
+        return self
+
     def check(self, sizes: BlockSizes) -> None:
         """Raises ValueError for a draft in which the head cannot be."""
 
