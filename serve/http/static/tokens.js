@@ -85,6 +85,8 @@ export function origin(token) {
   return ["target", "ngram", "grammar"].includes(token.source) ? token.source : "draft";
 }
 
+const LEAST_SPAN = 250; // milliseconds: a shorter answer comes in bursts, which tell no speed
+
 /** Counts and times of one answer, while it comes. Times are milliseconds of performance.now(). */
 export class Progress {
   tokens = [];
@@ -102,7 +104,7 @@ export class Progress {
     this.#arrivals.push([time, this.tokens.length]);
     const [first] = this.#arrivals[0];
     const [start, before] = this.#arrivals.findLast(([when]) => when <= time - 1000) ?? this.#arrivals[0];
-    if (time - start > 250) {
+    if (time - start > LEAST_SPAN) {
       this.speeds.push([(time - first) / 1000, (1000 * (this.tokens.length - before)) / (time - start)]);
     }
   }
@@ -111,7 +113,7 @@ export class Progress {
   get speed() {
     if (this.#arrivals.length < 2) return null;
     const [[first, before], [last, total]] = [this.#arrivals[0], this.#arrivals.at(-1)];
-    return last > first ? (1000 * (total - before)) / (last - first) : null;
+    return last - first > LEAST_SPAN ? (1000 * (total - before)) / (last - first) : null;
   }
 
   get seconds() {
