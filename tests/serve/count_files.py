@@ -40,7 +40,7 @@ class CallCounter:
 
     def _count(self, frame: FrameType, event: str, _: Any) -> None:
         path = frame.f_code.co_filename
-        if self._is_on and event == "call" and path.startswith(str(ROOT)):
+        if self._is_on and event == "call" and path.startswith(str(ROOT)) and "site-packages" not in path:
             self.calls[path.removeprefix(f"{ROOT}/")] += 1
 
     @contextmanager
