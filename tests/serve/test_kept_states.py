@@ -19,9 +19,11 @@ from slipstream.tests.serve.engine_runs import (
     make_request,
     plain_answers,
     random_prompt,
+    run,
     serve_traffic,
 )
 from slipstream.tests.serve.known_answers import save_dflash
+from slipstream.tests.sources import ROOT
 
 CPU = torch.device("cpu")
 LAYERS = (3, 0, 4)  # the last: after the final norm
@@ -63,10 +65,10 @@ def kinds() -> dict[str, Request]:
     }
 
 
-@pytest.mark.parametrize("name", DRAFTS)
-def test_states_are_those_of_the_target(name: str, make_target: MakeTarget, tmp_path: Path) -> None:
-    """In a cache that preempts, with chunks, shared prefixes and aborts."""
-    target = make_target("qwen3")
+@pytest.mark.parametrize(("name", "family"), [*((name, "qwen3") for name in DRAFTS), ("ngram", "gemma3")])
+def test_states_are_those_of_the_target(name: str, family: str, make_target: MakeTarget, tmp_path: Path) -> None:
+    """In a cache that preempts, with chunks, shared prefixes and aborts; of a target with windows, too."""
+    target = make_target(family)
     make = DRAFTS[name]
     draft: Path | str = name
     if make is not None:
@@ -78,3 +80,15 @@ def test_states_are_those_of_the_target(name: str, make_target: MakeTarget, tmp_
     expected = plain_answers(target, list(kinds().values()))
     serve_traffic(engine, kinds(), expected, random.Random(4), lambda number: number < 40, most_open=6)
     assert len(watch.texts) > 30
+
+
+def test_states_of_recurrent_layers() -> None:
+    """Later turns find earlier ones in the prefix cache."""
+    target = ROOT / "assets" / "tiny-hybrid-target"
+    engine = build_engine(target, "ngram", keep_states=LAYERS, prefill_budget=64)
+    watch = engine.on_states = Watch(target)
+    text = random_prompt(150, 7)
+    for turn in range(3):
+        answer = run(engine, [make_request(str(turn), text)])[str(turn)]
+        text = [*text, *answer.tokens, *random_prompt(5, turn)]
+    assert len(watch.texts) == 3
