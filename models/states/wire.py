@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -97,10 +98,11 @@ class Connection:
         try:
             kind, fields, shapes = json.loads(meta)
             listed = [(str(name), tuple(map(int, shape)), NAMES[dtype]) for name, dtype, shape in shapes]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise BrokenError("a frame is damaged") from error
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in listed]
-        if sum(sizes) != size or min(sizes, default=0) < 0:
+        sizes = [prod(shape) * dtype.itemsize for _, shape, dtype in listed]
+        is_whole = all(number >= 0 for _, shape, _ in listed for number in shape) and sum(sizes) == size
+        if not is_whole or not isinstance(kind, str) or not isinstance(fields, dict):
             raise BrokenError("a frame is damaged")
         allocate = allocate or (lambda _, shape, dtype: torch.empty(shape, dtype=dtype))
         tensors = {name: allocate(name, shape, dtype) for name, shape, dtype in listed}

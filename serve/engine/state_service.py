@@ -33,6 +33,7 @@ from slipstream.serve.runner.model_runner import is_out_of_memory
 
 MOST_TOKENS = 1 << 18  # of a request
 MOST_OPEN = 4  # requests of a client that are read and not answered
+MOST_REFUSAL = 1000  # characters
 IN_ENGINE = 2  # requests that the engine has at once: it never waits for the next one
 
 Post = Callable[[Callable[[], None]], None]
@@ -174,15 +175,16 @@ class Client:
             frame = self.connection.receive(limit=4 * 8 * MOST_TOKENS)
             try:
                 job = self.read(frame)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:
                 none = torch.zeros(0, dtype=torch.int64)
-                job = StateJob(self, PackedText(none, none, ()), none, none, False, refusal=f"no request: {error}")
+                refusal = f"no request: {error}"[:MOST_REFUSAL]
+                job = StateJob(self, PackedText(none, none, ()), none, none, False, refusal=refusal)
             with self.service.lock:
                 self.waiting.append(job)
             self.service.schedule()
 
     def read(self, frame: Frame) -> StateJob:
-        """Raises ValueError, KeyError or TypeError for what is no request."""
+        """Raises ValueError, KeyError, TypeError, OverflowError or RuntimeError for what is no request."""
         tokens, positions, rows, final_rows = (
             frame.tensors[name] for name in ("tokens", "positions", "rows", "final_rows")
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.models.states.address import Address
 from slipstream.models.states.client import StateClient, StateRequest
-from slipstream.models.states.wire import Connection, RefusedError, connect
+from slipstream.models.states.wire import HEADER, MAGIC, BrokenError, Connection, RefusedError, connect
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.serve.engine.process import build_engine
@@ -169,6 +169,8 @@ def test_a_request_that_always_fails_ends(engine: StateEngine, tmp_path: Path) -
         ({"positions": torch.full((2, 12), 3, dtype=torch.int32)}, "do not count documents"),
         ({"rows": torch.tensor([24])}, "outside the text"),
         ({"positions": torch.zeros(1, 12, dtype=torch.int32)}, "tokens"),
+        ({"tokens": torch.zeros(2, 12, dtype=torch.float8_e4m3fn)}, "no request"),
+        ({"layers": ("x" * 60_000,)}, "no request"),
     ],
 )
 def test_wrong_requests_are_refused_and_others_go_on(engine: StateEngine, changes: Any, sentence: str) -> None:
@@ -178,6 +180,29 @@ def test_wrong_requests_are_refused_and_others_go_on(engine: StateEngine, change
         futures[1].result(30)
     futures[0].result(30)
     futures[2].result(30)
+    client.close()
+
+
+NO_FRAMES = (
+    b"null",
+    b"[" * 60_000,
+    b"[1, {}, []]",
+    b'["ask", [], []]',
+    b'["ask", {}, [["tokens", "int32", [-1, -1]]]]',
+    b'["ask", {}, [["tokens", "int32", [1e999]]]]',
+    b'["ask", {}, [["tokens", "complex", [1]]]]',
+)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_is_no_frame_ends_its_connection_alone(engine: StateEngine) -> None:
+    client = StateClient("endpoint", [engine.address], "first key", 5.0)
+    for meta in NO_FRAMES:
+        stranger, _ = connect(engine.address, "first key", 5.0)
+        stranger.end.sendall(HEADER.pack(MAGIC, len(meta), 4 * meta.startswith(b'["ask", {}')) + meta)
+        with pytest.raises(BrokenError, match="closed the connection"):
+            stranger.receive()
+        client.ask(request()).result(30)
     client.close()
 
 
