@@ -170,11 +170,28 @@ class EngineConfig:
         return parse_objective(self.objective)
 
 
+@dataclass(frozen=True, kw_only=True)  # without slots: the parser reads the defaults by vars()
+class LearnOptions:
+    """Training of the draft on what is served."""
+
+    device: str = ""
+    """Device of a process that trains the draft on what is served: cpu, or a GPU that the engine does not use, such as
+    cuda:1. Default: none does. --learn is short for --learn.device cpu."""
+    memory_gb: float = 1.0
+    """Memory of that process for served texts and their states, in GB."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"learn.device is {self.device!r}; give cpu, or a GPU such as cuda:1")
+        if not 0 < self.memory_gb < math.inf:
+            raise ValueError(f"learn.memory_gb is {self.memory_gb}; it must be a number above 0")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(EngineConfig):
     """Options of `serve`."""
 
-    ALIASES = {"--fast": "--no-exact"}
+    ALIASES = {"--fast": "--no-exact", "--learn": "--learn.device=cpu"}
     # Programs set these: tests, benchmarks (bench/server.py) and `LLM`.
     HIDDEN = frozenset(
         ("api_key", "grammar_drafts", "health_timeout", "idle_prompts", "keep_states", "overlap", "page_size")
@@ -199,6 +216,8 @@ class ServeConfig(EngineConfig):
     """File of accepted API keys, one per line."""
     draft_folder: str | None = None
     """Folder of draft checkpoints that POST /v1/drafts may load while the server runs. Default: no such endpoint."""
+    learn: LearnOptions = field(default_factory=LearnOptions)
+    """Training of the draft on what is served."""
     cors_origins: list[str] = field(default_factory=list)
     """Origins whose pages may call this server from a browser, such as https://example.org; * allows all."""
     max_body_mb: float | None = None
@@ -232,6 +251,11 @@ class ServeConfig(EngineConfig):
         check_date(self.date)
         if self.states is not None:
             Address.parse("states", self.states)
+        if self.learn.device and self.draft_folder is not None:
+            raise ValueError(
+                f"learn.device is {self.learn.device} and draft_folder {self.draft_folder}: clients would change "
+                "weights that are being trained; leave one of them out"
+            )
         if not 0 <= self.drain_timeout < math.inf:
             raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be a number of seconds, at least 0")
         if not 0 < self.health_timeout < math.inf:

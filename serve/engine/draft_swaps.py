@@ -12,10 +12,11 @@ these are worse.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from slipstream.models.drafts.source import DraftSource, source_of
+from slipstream.models.files.learning import Outcome
 from slipstream.serve.drafters.base import DraftWeights
 from slipstream.serve.drafters.registry import read_weights
 from slipstream.serve.engine.acceptance_alarm import AcceptanceAlarm, Baseline
@@ -53,6 +54,7 @@ class DraftSwaps:
         self._alarm = alarm
         self._first = self.fingerprint
         self._has_network = source.has_network
+        self.on_verdict: Callable[[Outcome], None] = lambda _: None  # called at the end of each trial
         self._before: DraftWeights | None = None  # while their successors are on trial
         scheduler.change_draft(self.fingerprint)
 
@@ -107,6 +109,7 @@ class DraftSwaps:
         before = self._before
         self._before = None
         if trial.verdict == "passed":
+            self.on_verdict("passed")
             logger.info(
                 "draft: version %s is no worse than the one before in %d rounds", self.version, trial.num_rounds
             )
@@ -115,6 +118,7 @@ class DraftSwaps:
         self._load(before, self._runner.drafter.save_weights(self.fingerprint))
         self.num_returns += 1
         self._alarm.return_draft()
+        self.on_verdict("worse")
         logger.warning(
             "draft: version %s is accepted less than %s, which serves again: %d rounds of the same kinds of requests",
             *(worse, self.version, trial.num_rounds),

@@ -21,12 +21,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from slipstream.serve import logs
 from slipstream.serve.engine.counts import DraftState, EngineCounts
-from slipstream.serve.options import EngineConfig
+from slipstream.serve.options import TRIAL_ROUNDS, EngineConfig, ServeConfig
 from slipstream.serve.request import EngineInfo, Output, Request, RequestStats
+
+if TYPE_CHECKING:
+    from slipstream.models.files.learning import Offer
+    from slipstream.serve.engine.learning import Learner
 
 METRICS_SECONDS = 0.1  # a busy engine sends its gauges at most this often
 QUIET_SECONDS = 0.05  # without a message or a request, after which the engine works for later ones
@@ -141,6 +145,10 @@ def build_engine(config: EngineConfig) -> EngineLike:
 
     # INFO: the chosen backends and captured passes. A ServeConfig names the format, `LLM` has none.
     logs.configure(getattr(config, "log_format", "text"), level=logging.INFO)
+    if learns(config):
+        from slipstream.serve.engine.learning import with_states
+
+        config = with_states(config)
     engine = build.build_engine(config)
     engine.keep_record()
     return engine
@@ -158,6 +166,7 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
         return  # the options were wrong
     threading.Thread(target=listen, args=(pipe, inbox), daemon=True).start()
     engine = start_engine(make_engine, config, pipe, inbox)
+    learner = start_learner(engine, config, inbox) if learns(config) else None
     try:
         serve_requests(engine, inbox, pipe)
     except ConnectionError:
@@ -168,10 +177,36 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
         logger.exception("the engine failed in a step")  # before the message, at which the server closes the pipe
         pipe.send(Failed(f"the engine failed in a step with {type(error).__name__}; its traceback is in the log"))
         raise SystemExit(1) from error
+    if learner is not None:
+        learner.close()
     try:
         engine.close()
     except (OSError, ValueError, MemoryError) as error:  # ValueError: another process is writing the file
         logger.error("the n-grams of this run could not be saved: %s", one_line(error))
+
+
+def learns(config: EngineConfig) -> bool:
+    return isinstance(config, ServeConfig) and config.learn.device != ""
+
+
+def start_learner(engine: Any, config: Any, inbox: Inbox) -> "Learner":
+    """Starts the process that trains the draft, and lets weights that it offers serve on trial."""
+    from slipstream.serve.engine.learning import Learner
+
+    def offer(weights: "Offer") -> None:
+        logger.info(
+            "learn: held-out texts are accepted %.3f tokens long with new weights, %.3f with those that serve",
+            *(weights.after, weights.before),
+        )
+        swap_draft(SwapDraft(0, weights.folder, TRIAL_ROUNDS), engine, inbox, answer)
+
+    def answer(swapped: Swapped) -> None:
+        if swapped.draft is None:
+            logger.warning("learn: %s", swapped.error)
+            learner.judge("refused")
+
+    learner = Learner(engine, engine.config, config.learn, offer)
+    return learner
 
 
 def start_engine(make_engine: EngineFactory, config: EngineConfig, pipe: Pipe, inbox: Inbox) -> EngineLike:

@@ -1,0 +1,78 @@
+"""Messages between an engine and the process that trains its draft on what it serves: pickles on a socket.
+
+The engine (serve/engine/learning.py) sends ServedText and Verdict, the trainer (train/learn.py) Offer.
+"""
+
+import pickle
+import socket
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+Outcome = Literal["passed", "worse", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class LearnJob:
+    """The trainer's task, as JSON on its command line."""
+
+    target: str
+    draft: str
+    trust_remote_code: bool
+    layers: list[int]  # whose states texts have
+    device: str
+    memory: int  # bytes of texts
+    folder: str  # for the checkpoints that it offers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedText:
+    """A prompt and its answer. `states`: (L, K, H) of all tokens but the last, which nothing reads."""
+
+    client: str
+    tokens: list[int]
+    num_prompt: int
+    states: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.states.nbytes + 8 * len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The end of a trial of weights that were offered, or their refusal."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Weights that the trainer holds for better: a checkpoint's folder, and accept lengths of held-out texts."""
+
+    folder: str
+    before: float
+    after: float
+
+
+class Line:
+    """An end of the socket. One thread sends, another one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._in = end.makefile("rb")
+        self._out = end.makefile("wb")
+
+    def send(self, message: object) -> None:
+        """Raises OSError where the other end is closed."""
+        pickle.dump(message, self._out, pickle.HIGHEST_PROTOCOL)
+        self._out.flush()
+
+    def receive(self) -> Any:
+        """Blocks for the next message. Raises EOFError or OSError at the end."""
+        return pickle.load(self._in)
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

@@ -1,0 +1,162 @@
+"""`serve --learn`: a process beside the engine trains the draft on what it serves (train/learn.py).
+
+The engine sends the tokens of each answer that is whole, with the target's states that it computed. It keeps none of
+them: a text for which the trainer has no time is dropped. Texts of requests with a `cache_salt` are never sent. What
+the trainer offers is a checkpoint, which comes in as any other weights do, on trial (draft_swaps.py).
+The trainer ends with the engine; if it ends by itself, the engine goes on.
+"""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from queue import Empty, Full, Queue
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.models.files.learning import LearnJob, Line, Offer, Outcome, ServedText, Verdict
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.engine_plan import read_plan
+from slipstream.serve.engine.scheduler import Sequence
+from slipstream.serve.options import EngineConfig, LearnOptions, find_target
+
+MODULE = "slipstream.train.learn"
+MOST_UNSENT = 64  # texts
+EXIT_SECONDS = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class Unsent(NamedTuple):
+    message: ServedText | Verdict
+    landed: torch.cuda.Event | None = None  # after which the host has the states
+
+
+def with_states(config: EngineConfig) -> EngineConfig:
+    """Has the engine keep the states that the draft reads, and the one that its loss reads. Raises ValueError for a
+    draft without a checkpoint to go on from."""
+    source = config.source
+    if not source.has_network or source.is_in_target:
+        raise ValueError(f"learn.device is set, but draft {config.draft} has no checkpoint to go on from; name one")
+    plan = read_plan(config)
+    layers: tuple[int, ...] = plan.draft.network.aux_layers  # type: ignore[union-attr]
+    last = plan.spec.num_layers
+    return replace(config, keep_states=layers if last in layers else (*layers, last))
+
+
+def text_of(sequence: Sequence, states: Tensor) -> ServedText | None:
+    """Returns the text of a request that has ended, with its states on their way to the host; None for one that opted
+    out by a `cache_salt`, and where states or an answer of two tokens are lacking."""
+    request = sequence.request
+    is_whole = len(states) == len(sequence.tokens) - 1 and len(sequence.tokens) >= len(request.prompt) + 2
+    if request.namespace or not is_whole:
+        return None
+    dtype = states.dtype if states.dtype == torch.float32 else torch.bfloat16
+    on_host = torch.empty(states.shape, dtype=dtype, pin_memory=states.device.type == "cuda")
+    on_host.copy_(states, non_blocking=True)
+    return ServedText(request.client, [*sequence.tokens], len(request.prompt), on_host)
+
+
+class Learner:
+    """The engine's end. `offer` is called with each Offer, from another thread."""
+
+    def __init__(
+        self, engine: Engine, config: EngineConfig, options: LearnOptions, offer: Callable[[Offer], None]
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-learn-", ignore_cleanup_errors=True)
+        _, target = find_target(config)
+        job = LearnJob(
+            target=str(target),
+            draft=config.draft,
+            trust_remote_code=config.trust_remote_code,
+            layers=list(config.keep_states),
+            device=options.device,
+            memory=int(options.memory_gb * 1e9),
+            folder=self._folder.name,
+        )
+        end, other = socket.socketpair()
+        with other:
+            argv = [sys.executable, "-P", "-m", MODULE, str(other.fileno()), json.dumps(asdict(job))]
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+            # A session of its own: Ctrl-C is for the server, at whose end the socket closes.
+            self.process = subprocess.Popen(
+                argv, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
+        self.num_dropped = 0  # texts
+        self._line = Line(end)
+        self._unsent: Queue[Unsent] = Queue(MOST_UNSENT)
+        self._offer = offer
+        self._is_closed = False
+        engine.on_states = self.note
+        engine.draft.on_verdict = self.judge
+        for work in (self._send, self._receive):
+            threading.Thread(target=work, name=f"slipstream-learn{work.__name__}", daemon=True).start()
+
+    def note(self, sequence: Sequence, states: Tensor) -> None:
+        """Takes the text of a request that ends, and its states (L, K, H)."""
+        text = text_of(sequence, states)
+        if text is None:
+            return
+        landed = None
+        if states.device.type == "cuda":
+            landed = torch.cuda.Event()
+            landed.record()
+        try:
+            self._unsent.put_nowait(Unsent(text, landed))
+        except Full:
+            self.num_dropped += 1
+
+    def judge(self, outcome: Outcome) -> None:
+        """Tells the trainer what became of its offer."""
+        while True:
+            try:
+                self._unsent.put_nowait(Unsent(Verdict(outcome)))
+                return
+            except Full:
+                self._drop_one()
+
+    def _drop_one(self) -> None:
+        try:
+            self._unsent.get_nowait()
+            self.num_dropped += 1
+        except Empty:
+            return
+
+    def close(self) -> None:
+        """Ends the trainer, whose texts are gone then."""
+        self._is_closed = True
+        self._line.close()
+        try:
+            self.process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._folder.cleanup()
+
+    def _send(self) -> None:
+        try:
+            while True:
+                message, landed = self._unsent.get()
+                if landed is not None:
+                    landed.synchronize()  # sync, on this thread
+                self._line.send(message)
+        except OSError:
+            return
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._offer(self._line.receive())
+        except (EOFError, OSError):
+            if not self._is_closed:
+                logger.warning(
+                    "the process that trains the draft ended (status %d); serving goes on", self.process.wait()
+                )
