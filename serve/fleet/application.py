@@ -30,7 +30,7 @@ from slipstream.serve.fleet.metrics import IngressReport
 from slipstream.serve.fleet.options import DeployConfig
 from slipstream.serve.fleet.replica import Abort, Call, Replica, ReplicaState, Reply
 from slipstream.serve.fleet.routing import Placed, PrefixTable, page_keys, rank_replicas
-from slipstream.serve.http.engine_client import EngineClient
+from slipstream.serve.http.engine_client import EngineClient, EngineError
 from slipstream.serve.http.guard import Guard
 from slipstream.serve.http.request_log import HEADER
 from slipstream.serve.options import ServeConfig
@@ -38,6 +38,7 @@ from slipstream.serve.options import ServeConfig
 INGRESS = "Ingress"
 FAREWELL_SECONDS = 0.1  # for a replica to tell ingresses that its engine has ended
 TELL_SECONDS = 1.0  # between messages of an ingress to the others
+PLACE_SECONDS = 60.0  # for a request to wait until a replica is there
 STATE_SECONDS = 2.0  # for replicas to tell their states
 ROUTER = "slipstream.serve.fleet.application:PrefixRouter"
 POLICY = "slipstream.serve.fleet.scaling:ScalingPolicy"
@@ -100,11 +101,26 @@ class RayFleet:
     async def generate(self, call: Call) -> AsyncIterator[Reply]:
         replies = self._handle.options(method_name="generate", stream=True).remote(call)
         try:
+            yield await self._first(call, replies)
             async for reply in replies:
                 yield reply
         except (RayError, RayServeException, grpc.RpcError) as error:
             name = call.replica or "that was to compute this request"
             raise ReplicaLost(f"the replica {name} was lost ({type(error).__name__})") from error
+
+    async def _first(self, call: Call, replies: Any) -> Reply:
+        """Waits for the first reply, however long the replica takes, but not for a replica. Raises EngineError."""
+        first = asyncio.ensure_future(anext(replies))
+        try:
+            await asyncio.wait({first}, timeout=PLACE_SECONDS)
+            if not first.done() and not call.replica:
+                replies.cancel()
+                raise EngineError(f"no replica took the request within {PLACE_SECONDS:g} s; send it again")
+            return await first
+        except StopAsyncIteration:
+            raise ReplicaLost(f"the replica {call.replica} ended") from None
+        finally:
+            first.cancel()
 
     async def abort(self, message: Abort) -> None:
         try:
@@ -193,6 +209,11 @@ class IngressActor:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return SingleRequestId(self._ingress.app())
+
+    async def drain(self) -> int:
+        """Refuses new requests from now on. Returns how many are open."""
+        self._ingress.api.is_draining = True
+        return self._ingress.api.engine.num_open
 
     async def report(self) -> IngressReport:
         return self._ingress.api.report()

@@ -8,8 +8,10 @@ The options are those of `serve`, and numbers of replicas. See docs/operations.m
 
 import math
 import os
+import re
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -58,7 +60,8 @@ def deploy(config: DeployConfig) -> None:
             return
         print(" (Ctrl-C ends it)", flush=True)
         watch(config, stop)
-        serve.delete(config.name)  # replicas finish what they have
+        drain(config)
+        serve.delete(config.name)
     finally:
         ray.shutdown()
 
@@ -137,7 +140,18 @@ def reason_of(name: str) -> str:
     if status is None:
         return ""
     messages = [part.message for part in status.deployments.values() if part.status != "HEALTHY"]
-    return " ".join(" ".join(messages).split())[-600:]
+    text = " ".join(" ".join(messages).split())
+    return re.split(r"\b\w+(?:Error|Exception): ", text)[-1][-600:]  # without the traceback before it
+
+
+def drain(config: DeployConfig) -> None:
+    """Has ingresses refuse new requests, and waits up to `drain_timeout` for the open ones."""
+    from ray import serve
+
+    handle = serve.get_app_handle(config.name)
+    deadline = time.monotonic() + config.drain_timeout
+    while time.monotonic() < deadline and sum(handle.broadcast("drain").results(timeout_s=ANSWER_SECONDS)):
+        time.sleep(LOOK_SECONDS / 4)
 
 
 def watch(config: DeployConfig, stop: threading.Event) -> None:

@@ -141,6 +141,19 @@ class Deployment:
             self.process.kill()
 
 
+def test_after_sigterm_open_requests_finish_and_new_ones_are_refused(tmp_path: Path) -> None:
+    deployed = Deployment(tmp_path)
+    try:
+        answers = deployed.under_load(lambda: deployed.process.send_signal(signal.SIGTERM), seconds=4)
+        assert any("the server is shutting down" in error for error in errors_of(answers))
+        assert [answer.error for answer in answers if answer.error is not None and answer.arrivals_s] == []
+        broken = ("ServerDisconnected", "ClientPayloadError", "broke off")
+        assert [error for error in errors_of(answers) if any(words in error for words in broken)] == []
+        assert deployed.process.wait(90) in (0, -signal.SIGTERM)
+    finally:
+        deployed.process.kill()
+
+
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     deployed = Deployment(tmp_path_factory.mktemp("deployment"))
@@ -173,6 +186,15 @@ def test_a_draft_is_replaced_without_a_failed_or_changed_answer(deployment: Depl
     by_draft = deployment.samples("replica_requests_total", "draft")
     assert by_draft["ngram",] > 20
     assert by_draft["none",] > 20
+
+
+def test_an_update_that_cannot_start_leaves_what_runs(deployment: Deployment) -> None:
+    command = deployment.command(draft="none", kv_cache_tokens=16)
+    ended = subprocess.run(command, capture_output=True, text=True, env=deployment.environment, cwd=deployment.folder)
+    assert ended.returncode == 1
+    assert "slipstream deploy: error: the deployment failed (the KV cache holds 0 tokens" in ended.stderr
+    assert sum(deployment.samples("engine_up", "replica").values()) == 2
+    deployment.update(draft="none")
 
 
 @pytest.mark.parametrize("part", ["actor", "engine"])
