@@ -23,7 +23,7 @@ BLOCK_NODES = 32  # nodes of a tree from one block
 NGRAM = "ngram"  # no drafter but a host stage (ngram/stage.py), alone or before a draft network
 SAVED_MAGIC = b"GMTRIE1"  # csrc/snapshot.cpp
 LONGEST_MATCH = 12  # last tokens that are looked up, unless options say otherwise
-CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "order", "breadth", "queue_tokens")
+CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "breadth", "queue_tokens")
 AdmitBy = Literal["confidence", "candidates", "position"]
 
 
@@ -228,8 +228,6 @@ class NgramOptions:
     """Fewest last tokens that count as a match."""
     max_match: int = LONGEST_MATCH
     """Most last tokens that are looked up; the longest match wins."""
-    order: Literal["probability", "breadth"] = "probability"
-    """Which nodes come first: the likeliest by counts, or level by level."""
     breadth: int = 4
     """Most children of a node; 1 drafts chains."""
     capacity: int = 1_000_000

@@ -56,7 +56,6 @@ class Fuzz:
             "branch_length": branch,
             "min_match": rng.randint(1, longest),
             "max_match": longest,
-            "order": rng.choice(("probability", "breadth")),
             "breadth": rng.choice((1, 2, 4, 8, 64)),
         }
         self.num_rows = rng.choice((1, 2, 5))

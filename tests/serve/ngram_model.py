@@ -41,13 +41,10 @@ Cursor = tuple
 class NgramModel:
     """NgramCore with an insertion that is always done at once."""
 
-    def __init__(
-        self, capacity: int, branch_length: int, min_match: int, max_match: int, order: str, breadth: int
-    ) -> None:
+    def __init__(self, capacity: int, branch_length: int, min_match: int, max_match: int, breadth: int) -> None:
         self.trie = Trie(capacity, branch_length)
         self.min_match = min_match
         self.max_match = max_match
-        self.order = order
         self.breadth = breadth
         self.requests: dict[int, Request] = {}
         self.scores: list[list[float]] = []  # of the trees that `advance` returned last
@@ -162,10 +159,9 @@ class Tree:
         self.width = width
         self.tokens = [text[-1]]
         self.parents = [-1]
-        self.depths = [0]
         self.probabilities = [1.0]
         self.foreign = [False]
-        # -score, order, token, parent, length, probability, behind
+        # -probability, order, token, parent, length, probability, behind
         self.waiting: list[tuple[float, int, int, int, int, float, Cursor]] = []
         self.num_pushed = 0
 
@@ -180,12 +176,11 @@ class Tree:
             siblings = [node for node, above in enumerate(self.parents) if above == parent]
             node = next((node for node in siblings if self.tokens[node] == token), None)
             if node is None:
-                if len(siblings) >= self.limit(parent):
+                if len(siblings) >= self.model.breadth:
                     continue
                 node = len(self.tokens)
                 self.tokens.append(token)
                 self.parents.append(parent)
-                self.depths.append(self.depths[parent] + 1)
                 self.probabilities.append(probability)
                 self.foreign.append(True)
             if next_cursor[0] == "text":
@@ -194,16 +189,11 @@ class Tree:
         padding = [-1] * (self.width - len(self.tokens))
         return self.tokens + padding, self.parents + padding, longest
 
-    def limit(self, node: int) -> int:
-        if self.model.order == "probability":
-            return self.model.breadth
-        return max(1, self.model.breadth - self.depths[node])
-
     def follow(self, cursor: Cursor, parent: int, length: int, probability: float) -> None:
         if cursor[0] == "node":
             node = cursor[1]
             weight = probability * length / (node.frequency * length + len(node.children))
-            for child in node.children[: self.limit(parent)]:
+            for child in node.children[: self.model.breadth]:
                 next_cursor = ("node", child) if child.children else ("log", child.frequency, child.tail, 0)
                 self.push(child.token, parent, length, weight * child.frequency, next_cursor)
         elif cursor[0] == "log":
@@ -221,8 +211,5 @@ class Tree:
             self.push(self.text[index], parent, length, probability_of_text, ("text", index + 1, period))
 
     def push(self, token: int, parent: int, length: int, probability: float, cursor: Cursor) -> None:
-        score = probability
-        if self.model.order == "breadth":
-            score = (length - self.depths[parent]) * 64 - self.depths[parent]
-        insort(self.waiting, (-score, self.num_pushed, token, parent, length + 1, probability, cursor))
+        insort(self.waiting, (-probability, self.num_pushed, token, parent, length + 1, probability, cursor))
         self.num_pushed += 1

@@ -88,7 +88,7 @@ void watch(ngram::Ngram& core, const std::string& path) {
 
 int main(int argc, char** argv) {
   require(argc == 3, "arguments: SECONDS FILE");
-  ngram::Ngram core({2 * BATCH, 5000, 18, 1, 12, "probability", 4, 4096});
+  ngram::Ngram core({2 * BATCH, 5000, 18, 1, 12, 4, 4096});
   core.insert(std::vector<int32_t>{1, 2, 3}.data(), 3, "");
   std::vector<std::thread> threads;
   threads.emplace_back(serve, std::ref(core), 0, 1);

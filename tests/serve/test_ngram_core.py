@@ -208,24 +208,20 @@ def test_unused_namespaces_are_forgotten() -> None:
     core.check()
 
 
-def test_likeliest_first_and_last_used_first() -> None:
+def test_the_likeliest_come_first() -> None:
     texts = [[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5]]
-    trees = {}
-    for order in ("probability", "breadth"):
-        core = NgramCore(order=order, breadth=2)
-        for text in texts:
-            core.insert(text)
-        core.admit(0, [9, 1])
-        trees[order] = advance(core, 0, 8)
+    core = NgramCore(breadth=2)
+    for text in texts:
+        core.insert(text)
+    core.admit(0, [9, 1])
     # 2: 4 / (5 + 2), 3: 2's times 3 / (4 + 2 / 2), 5: 1 / 7, 4: 2's times 1 / 5
-    assert trees["probability"] == ([1, 2, 3, 5, 4, -1, -1, -1], [-1, 0, 1, 0, 1, -1, -1, -1], 1)
-    assert trees["breadth"] == ([1, 5, 2, 4, -1, -1, -1, -1], [-1, 0, 0, 2, -1, -1, -1, -1], 1)
+    assert advance(core, 0, 8) == ([1, 2, 3, 5, 4, -1, -1, -1], [-1, 0, 1, 0, 1, -1, -1, -1], 1)
 
 
 def test_dropped_tokens_are_counted_and_the_next_ones_are_a_new_text() -> None:
     options: dict[str, Any] = {"capacity": 500, "branch_length": 4, "min_match": 1, "max_match": 3, "breadth": 4}
     core = NgramCore(queue_tokens=8, **options)
-    model = NgramModel(order="probability", **options)
+    model = NgramModel(**options)
     core.admit(0, [1, 2, 3])
     core.flush()
     model.admit(0, [1, 2, 3], "")

@@ -30,16 +30,14 @@ class NgramCore:
         branch_length: int = 18,
         min_match: int = 1,
         max_match: int = 12,
-        order: str = "probability",
         breadth: int = 4,
         queue_tokens: int = 65_536,
     ) -> None:
         """Raises ValueError with the option, its value and its range.
 
         rows: requests at the same time. capacity: nodes of the trie, 57 to 62 bytes each. branch_length: tokens that a
-        branch may share. min_match, max_match: how many last tokens are looked up. order: "probability", or "breadth"
-        for level by level. breadth: most children of a drafted node; 1 drafts chains. queue_tokens: tokens that
-        may wait for insertion.
+        branch may share. min_match, max_match: how many last tokens are looked up. breadth: most children of a drafted
+        node; 1 drafts chains. queue_tokens: tokens that may wait for insertion.
         """
 
     def admit(self, row: int, tokens: ArrayLike, namespace: str = "", common: str | None = None) -> None:

@@ -124,9 +124,9 @@ py::list branches(Ngram& self) {
 }
 
 std::unique_ptr<Ngram> make(int64_t rows, int64_t capacity, int64_t branch_length, int64_t min_match, int64_t max_match,
-                            const std::string& order, int64_t breadth, int64_t queue_tokens) {
-  return std::make_unique<Ngram>(ngram::Options{rows, capacity, branch_length, min_match, max_match, order, breadth,
-                                                queue_tokens});
+                            int64_t breadth, int64_t queue_tokens) {
+  return std::make_unique<Ngram>(
+      ngram::Options{rows, capacity, branch_length, min_match, max_match, breadth, queue_tokens});
 }
 
 void translate(std::exception_ptr pointer) {
@@ -148,7 +148,7 @@ PYBIND11_MODULE(ngram_core, module) {
   py::class_<Ngram>(module, "NgramCore")
       .def(py::init(&make), py::kw_only(), py::arg("rows") = 64, py::arg("capacity") = 1'000'000,
            py::arg("branch_length") = 18, py::arg("min_match") = 1, py::arg("max_match") = 12,
-           py::arg("order") = "probability", py::arg("breadth") = 4, py::arg("queue_tokens") = 65'536)
+           py::arg("breadth") = 4, py::arg("queue_tokens") = 65'536)
       .def("admit", &admit, py::arg("row"), py::arg("tokens"), py::arg("namespace") = "",
            py::arg("common") = py::none())
       .def("advance", &advance, py::arg("rows"), py::arg("emitted"), py::arg("tokens").noconvert(),

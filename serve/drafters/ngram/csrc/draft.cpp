@@ -15,11 +15,10 @@ constexpr uint32_t MAX_VISITS = VISITS_PER_NODE * MAX_WIDTH;
 
 }  // namespace
 
-Draft::Draft(const Trie& trie, uint32_t min_match, uint32_t breadth, Order order)
+Draft::Draft(const Trie& trie, uint32_t min_match, uint32_t breadth)
     : trie_(trie),
       min_match_(min_match),
       breadth_(breadth),
-      order_(order),
       candidates_(size_t{breadth} * (MAX_OCCURRENCES + MAX_HISTORIES * MAX_PLACES + MAX_VISITS)),
       waiting_(MAX_VISITS) {}
 
@@ -34,7 +33,7 @@ uint32_t Draft::propose(const Context& context, const std::vector<History>& hist
   row.foreign[0] = false;
   row.tokens[0] = text_[text_size_ - 1];
   size_ = 1;
-  depth_[0] = num_children_[0] = 0;
+  num_children_[0] = 0;
   num_candidates_ = num_waiting_ = 0;
   const uint32_t longest = row.width > 1 ? find_starts(context, histories) : 0;
   for (uint32_t visits = VISITS_PER_NODE * row.width; visits > 0 && size_ < row.width && num_waiting_ > 0; --visits) {
@@ -105,7 +104,7 @@ void Draft::follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, 
   const NodePool& nodes = trie_.nodes();
   const Node& above = nodes[cursor.place];
   const double weight = probability * length / (static_cast<double>(above.frequency) * length + above.num_children);
-  uint32_t left = limit(parent);
+  uint32_t left = breadth_;
   for (uint32_t id = above.down; id != NONE && left > 0; id = nodes[id].next, --left) {
     const Node& node = nodes[id];
     // Read when this child is expanded.
@@ -116,13 +115,9 @@ void Draft::follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, 
 }
 
 void Draft::push(int32_t token, uint32_t parent, uint32_t length, double probability, const Cursor& rest) {
-  double score = probability;
-  if (order_ == Order::BREADTH) {  // length - depth is the length of the match that the node follows
-    score = (static_cast<double>(length) - depth_[parent]) * MAX_WIDTH - depth_[parent];
-  }
-  const uint32_t place = rank(score);
+  const uint32_t place = rank(probability);
   if (place == MAX_VISITS) return;
-  waiting_[place] = {score, num_candidates_};
+  waiting_[place] = {probability, num_candidates_};
   Candidate& candidate = candidates_[num_candidates_++];
   candidate.token = token;
   candidate.parent = parent;
@@ -157,14 +152,13 @@ bool Draft::place(const Candidate& candidate, const Row& row, uint32_t& node) {
     row.foreign[node] = row.foreign[node] && is_foreign;
     return true;
   }
-  if (num_children_[candidate.parent] >= limit(candidate.parent)) return false;
+  if (num_children_[candidate.parent] >= breadth_) return false;
   node = size_++;
   ++num_children_[candidate.parent];
   row.tokens[node] = candidate.token;
   row.parents[node] = static_cast<int32_t>(candidate.parent);
   row.scores[node] = std::log(static_cast<float>(candidate.probability));
   row.foreign[node] = is_foreign;
-  depth_[node] = depth_[candidate.parent] + 1;
   num_children_[node] = 0;
   return true;
 }
@@ -176,12 +170,6 @@ uint32_t Draft::child(const Row& row, uint32_t parent, int32_t token) const {
     if (row.tokens[node] == token && row.parents[node] == static_cast<int32_t>(parent)) return node;
   }
   return 0;
-}
-
-// How many children a node of the tree may have.
-uint32_t Draft::limit(uint32_t node) const {
-  if (order_ == Order::PROBABILITY) return breadth_;
-  return breadth_ > depth_[node] ? breadth_ - depth_[node] : 1;
 }
 
 }  // namespace ngram

@@ -21,15 +21,9 @@ struct Row {
   bool* foreign;  // whether the node is drawn from other requests' texts alone; true of unused ones
 };
 
-enum class Order {
-  PROBABILITY,  // the likeliest node first
-  BREADTH,      // level by level below the longest match, one child fewer on each, last used first; then below the
-                // next match
-};
-
 class Draft {
  public:
-  Draft(const Trie& trie, uint32_t min_match, uint32_t breadth, Order order);
+  Draft(const Trie& trie, uint32_t min_match, uint32_t breadth);
 
   // Fills `row`, from the text and at most MAX_HISTORIES of it; returns the length of the longest match, 0 if nothing is drafted.
   uint32_t propose(const Context& context, const std::vector<History>& histories, const Row& row);
@@ -68,12 +62,10 @@ class Draft {
   uint32_t rank(double score);
   bool place(const Candidate& candidate, const Row& row, uint32_t& node);
   uint32_t child(const Row& row, uint32_t parent, int32_t token) const;
-  uint32_t limit(uint32_t node) const;
 
   const Trie& trie_;
   uint32_t min_match_;
   uint32_t breadth_;
-  Order order_;
 
   // Of the tree under construction.
   const int32_t* text_ = nullptr;
@@ -85,7 +77,6 @@ class Draft {
   uint32_t num_candidates_ = 0;
   uint32_t num_waiting_ = 0;
   uint32_t size_ = 0;
-  uint32_t depth_[MAX_WIDTH];
   uint32_t num_children_[MAX_WIDTH];
 };
 

@@ -27,7 +27,6 @@ struct Options {
   int64_t branch_length;  // tokens from a branch's first to its last
   int64_t min_match;      // shortest end of a text that is looked up
   int64_t max_match;      // longest
-  std::string order;      // "probability" or "breadth"
   int64_t breadth;        // children of a drafted node
   int64_t queue_tokens;   // tokens that may wait for insertion
 
@@ -40,9 +39,6 @@ struct Options {
     within("min_match", min_match, 1, max_match, " (the most is max_match)");
     within("breadth", breadth, 1, MAX_WIDTH);
     within("queue_tokens", queue_tokens, 2 * branch_length, int64_t{1} << 30, " (the least is 2 * branch_length)");
-    if (order != "probability" && order != "breadth") {
-      throw std::invalid_argument("order is '" + order + "'; choose one of probability, breadth");
-    }
   }
 };
 
