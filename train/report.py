@@ -41,6 +41,7 @@ TITLES = {
     SPEED: "Expected speed at the fastest depth: tokens per second",
     "eval_expected_speedup": "Expected speed over that without a draft",
     "eval_fastest_depth": "Depth at which the expected speed is highest",
+    "eval_accept_length_with_target_states": "Accept length if all tokens were read from the target's states, held out",
     BY_DEPTH: "Accept length by depth, held out",
     BY_CATEGORY: "Accept length by category, held out",
     "eval_accept_rate": "Accept rate by position, held out: share of rounds",

@@ -31,7 +31,7 @@ from slipstream.kernels.loss_kinds import Kind
 from slipstream.kernels.norm import norm_heads
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.train.acceptance import count_accepted
+from slipstream.train.acceptance import count_accepted, walk_answers, walk_metrics
 from slipstream.train.batches import Batch, possible_roots
 from slipstream.train.losses import TargetHead, distillation_loss
 from slipstream.train.row_ranks import Gathering, RowGroup
@@ -397,6 +397,8 @@ class ChainTraining(DraftTraining):
         return self.target.embed(tokens)
 
     def evaluate(self, batch: Batch) -> Metrics:
+        """Also `accept_length_with_target_states`, as if every step read the target's states, as the first one does:
+        about the most that better later steps can reach."""
         rows, tokens, aux_states, final = self.read(batch, self.depth)
         asking = rows.of_taught(rows.asking)
         text = torch.stack([token_at(tokens, asking + 2 + step) for step in range(self.depth)])  # (depth, N)
@@ -406,8 +408,13 @@ class ChainTraining(DraftTraining):
             if self.temperature:
                 noise = partial(self.step_noise, batch, asking + 1 + step, text[step], final)
             predicted.append(self.predictions(states, noise))
-        accepted = count_accepted(torch.stack(predicted), text, rows.counts)
-        return self.walk(batch, asking.cpu(), accepted.cpu())  # sync
+        # Where step s counts, the row s further asks, too: its first step drafts the same token.
+        first_steps = torch.stack([predicted[0].roll(-step) for step in range(self.depth)])
+        chains = torch.stack((torch.stack(predicted), first_steps))
+        accepted, bound = (count_accepted(chain, text, rows.counts).cpu() for chain in chains)  # sync
+        asking = asking.cpu()
+        length = walk_metrics(list(walk_answers(batch, asking, bound)), 0)["accept_length"]
+        return self.walk(batch, asking, accepted) | {"accept_length_with_target_states": length}
 
     def step_noise(self, batch: Batch, rows: Tensor, text: Tensor, final: Tensor, part: slice) -> Tensor:
         """The noise of a part of a step's tokens `text` (N,), which the target says at `rows` (N,)."""

@@ -12,6 +12,7 @@ from slipstream.tests.random_targets import target_aux_states
 from slipstream.tests.train.conftest import Document
 from slipstream.train.batches import collate
 from slipstream.train.training import DraftTraining
+from slipstream.train.ttt import ChainTraining
 
 Propose = Callable[[list[int], int], list[int]]  # prefix that ends in the root, depth -> drafted tokens
 
@@ -35,6 +36,12 @@ def check_walk(
     def propose(prefix: list[int], limit: int) -> list[int]:
         return chain(tuple(prefix))[:limit]
 
+    def propose_with_target_states(prefix: list[int], limit: int) -> list[int]:
+        tokens = list(prefix)
+        while len(tokens) < len(prefix) + limit:
+            tokens.append(chain(tuple(tokens))[0])
+        return tokens[len(prefix) :]
+
     rows = [[half_predictable(propose, document, n, depth) for n, document in enumerate(row)] for row in rows]
     walks = [naive_walk(propose, document, depth) for row in rows for document in row]
     loss, metrics = training.eval()(collate(rows, 64))
@@ -45,6 +52,10 @@ def check_walk(
     for position in range(depth):
         assert metrics[f"accept_rate_{position}"].tolist() == [sum(walk[2][position] for walk in walks), rounds]
     assert int(metrics[f"accept_rate_{depth - 1}"][0]) > 0  # whole drafts are accepted somewhere
+    if isinstance(training, ChainTraining):
+        walks = [naive_walk(propose_with_target_states, document, depth) for row in rows for document in row]
+        bound = [sum(walk[0] for walk in walks), sum(walk[1] for walk in walks)]
+        assert metrics["accept_length_with_target_states"].tolist() == bound
     lengths = {name for name in metrics if name.startswith("accept_length_at")}
     assert lengths == {f"accept_length_at_depth_{limit}" for limit in range(1, depth + 1)}
     for limit in range(1, depth + 1):
