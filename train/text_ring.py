@@ -71,7 +71,7 @@ class ServedTexts:
 
 def dataset_of(texts: list[ServedText]) -> Dataset:
     """A split as `prepare` writes it: the answers are supervised."""
-    masks = [[0] * text.num_prompt + [1] * (len(text.tokens) - text.num_prompt) for text in texts]
+    masks = [[False] * text.num_prompt + [True] * (len(text.tokens) - text.num_prompt) for text in texts]
     return Dataset.from_dict({"input_ids": [text.tokens for text in texts], "loss_mask": masks})
 
 

@@ -91,8 +91,11 @@ def test_states_in_memory_teach_as_the_targets_own(draft: str, tmp_path: Path) -
     layers = tuple(trainer.job.layers)
     target = load_frozen_target(TINY, layers, CPU)
     texts = served_texts(target, layers)
-    batch = trainer.rows(texts).batch([0])
+    rows = trainer.rows(texts)
+    assert (rows.num_documents, rows.num_supervised) == (4, sum(len(entry.tokens) - 5 for entry in texts))
+    batch = rows.batch([0])
     assert batch.cached is not None
+    assert batch.num_supervised == rows.num_supervised
     loss, _ = trainer.training.loss(batch)
     loss.backward()
     gradients = {name: x.grad.clone() for name, x in trainer.training.named_parameters() if x.grad is not None}
