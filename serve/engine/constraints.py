@@ -35,6 +35,7 @@ TOO_SLOW = Refusal(
 )
 MOST_PREEMPTED = 256  # requests whose states are kept; some may be aborted before they resume
 GIVEN_UP = Restart("the masks of its drafted tokens take too long")
+CROWDED_OUT = Restart("the masks of other requests take the time of a step")
 TOKEN_REFUSED = (
     "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
 )
@@ -71,7 +72,7 @@ class Grammars(Protocol):
         self, matchers: Sequence[Any], trees: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> list[NDArray[np.uint32]]:
         """Returns for each matcher the masks (M, ceil(V / 32)) after the first M nodes of its tree: tokens, and
-        parents, which come first. M < N where these take too long."""
+        parents, which come first. M < N where these take too long, and 0 where those of earlier matchers did."""
 
     def close(self) -> None: ...
 
@@ -126,6 +127,7 @@ class ConstrainedRequest:
     matcher: Matcher | None = None
     wants_drafts: bool = True
     request: Request | None = None
+    masked_at: int = 0  # the last run that had time for its mask
 
     @property
     def is_done(self) -> bool:
@@ -165,6 +167,7 @@ class Constraints(HostStage):
         self._states: dict[int, ConstrainedRequest] = {}  # by slot
         self._preempted = OrderedDict[str, ConstrainedRequest]()  # by request id, those with a grammar
         self.slots = self._states.keys()
+        self._num_runs = 0
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
         params = request.params
@@ -222,6 +225,10 @@ class Constraints(HostStage):
             if state.matcher is None or node_masks is None:
                 continue
             nodes = inputs.nodes[:, index]
+            if not len(node_masks.allowed):
+                errors[slot] = CROWDED_OUT
+                del masks[slot]
+                continue
             is_cut = len(node_masks.nodes) < 1 + np.count_nonzero(nodes[0, 1:] >= 0)
             if state.matcher.is_slow:
                 errors[slot] = TOO_SLOW
@@ -241,7 +248,7 @@ class Constraints(HostStage):
         for slot in [slot for slot in inputs.slots if slot in self._states]:
             if slot in errors or self._states[slot].is_done:
                 state = self._states.pop(slot)
-                if errors.get(slot) is GIVEN_UP:
+                if isinstance(errors.get(slot), Restart):
                     self._keep(state)
         return Edits(chains_of(chains), tuple(masks.values()), errors)
 
@@ -267,15 +274,16 @@ class Constraints(HostStage):
 
     def _masks(self, indices: dict[int, int], proposed: Proposed, *, late: bool) -> dict[int, NodeMasks]:
         """Returns the masks of slots for which tokens are forbidden. `indices`: their places in `proposed`. One call
-        fills the masks of all grammars. Of nodes whose masks take too long there are none. `late`: a pass verifies the
-        nodes already."""
+        fills the masks of all grammars, those that take long in turn: they share the time of a step. Of nodes whose
+        masks take too long there are none. `late`: a pass verifies the nodes already."""
+        self._num_runs += 1
         masks = dict[int, NodeMasks]()
         slots = list[int]()
         node_lists = list[list[int]]()
         matchers = list[Any]()
         trees = list[tuple[list[int], list[int]]]()
-        for slot, index in indices.items():
-            nodes = proposed.nodes[:, index]
+        for slot in sorted(indices, key=self._turn):
+            nodes = proposed.nodes[:, indices[slot]]
             matcher = self._states[slot].matcher
             if matcher is None:
                 node_masks = self._masks_without_grammar(slot, self._states[slot], nodes)
@@ -292,7 +300,14 @@ class Constraints(HostStage):
             assert self.grammars is not None
             for slot, node_list, allowed in zip(slots, node_lists, self.grammars.allowed(matchers, trees), strict=True):
                 masks[slot] = NodeMasks(slot, node_list[: len(allowed)], allowed)
+                if len(allowed):
+                    self._states[slot].masked_at = self._num_runs
         return masks
+
+    def _turn(self, slot: int) -> tuple[bool, int]:
+        """Orders requests: quick masks first, then those that have waited longest."""
+        state = self._states[slot]
+        return state.matcher is not None and not state.matcher.is_cheap, state.masked_at
 
     def _forced(
         self, slot: int, state: ConstrainedRequest, nodes: NDArray[np.int32], masks: NodeMasks, width: int

@@ -42,6 +42,7 @@ MOST_CHANGE = 4.0  # of the time of masks on threads, whose parts are not measur
 # CPU time that a token of an answer may take, and the mask after it: all requests wait for it. Grammars of common use
 # take a tenth. Drafted tokens end no answer, which may go on without a draft: they are only given up.
 MOST_SECONDS = 0.25
+STEP_SECONDS = 0.25  # of the masks of a step, after which further requests wait for the next one
 DRAFT_SECONDS = 0.1  # CPU time after which a step looks at no further drafted token of a request
 CHEAP_SECONDS = 0.002  # mean time of masks up to which drafting pays for all
 MASK_DECAY = 0.9  # weight of the masks before, in that mean, after one more
@@ -316,8 +317,8 @@ class Matcher:
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> Masks:
         """Returns (M, ceil(V / 32)) bits of the tokens that may follow the first M nodes of a tree, whose parents come
-        first: all nodes, unless they take too long. All bits are set after nodes that the grammar refuses and after an
-        end, since these are never accepted."""
+        first: all nodes, unless they take too long, and none if those of other matchers did. All bits are set after
+        nodes that the grammar refuses and after an end, since these are never accepted."""
         return allowed_after([self], [(tokens, parents)], Filler())[0]
 
     def widened(self, masks: Masks) -> Masks:
@@ -439,6 +440,10 @@ class Walk:
         elif self._total > DRAFT_SECONDS:
             self.num_nodes = self._node + 1
 
+    def give_up(self) -> None:
+        """Gives up the present node."""
+        self.num_nodes = self._node
+
     def go_to(self, node: int) -> bool:
         """Moves to a node, after a call for each node before it. Returns whether the grammar takes the path."""
         self._node = node
@@ -492,6 +497,7 @@ def allowed_after(
     sizes = [walk.num_nodes for walk in walks]
     starts = [0, *accumulate(sizes)]
     masks = torch.full((starts[-1], matchers[0].own_words), -1, dtype=torch.int32)
+    filler.begin()
     for node in range(max(sizes)):
         rows = [(walk, start + node) for walk, start in zip(walks, starts, strict=False) if node < walk.num_nodes]
         filler.fill(masks, [(walk, row) for walk, row in rows if walk.go_to(node)])
@@ -512,10 +518,16 @@ def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
 
 
 class Filler:
-    """Writes masks one after the other, or on several threads if their last ones took long enough."""
+    """Writes masks one after the other, or on several threads if their last ones took long enough. Those that the time
+    of a step does not suffice for are given up."""
 
     def __init__(self) -> None:
         self._is_certain = True  # how long masks take
+        self._seconds = 0.0  # of the step
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._seconds = 0.0
 
     def fill(self, masks: Any, entries: Sequence[tuple[Walk, int]]) -> None:
         """Fills masks (N, words) int32. `entries`: walks and their rows. If several threads take much longer than the
@@ -525,14 +537,37 @@ class Filler:
         is_worth = len(shared) > 1 and sum(costs) > WORTH_SHARING_S
         self._is_certain = True
         for walk, row in entries:
-            if not is_worth or walk.matcher.last_seconds == 0:  # never measured
-                walk.fill(masks, row)
-        if not is_worth:
+            if is_worth and walk.matcher.last_seconds > 0:
+                continue
+            if self._seconds > STEP_SECONDS:
+                walk.give_up()
+                continue
+            walk.fill(masks, row)
+            self._seconds += walk.matcher.last_seconds
+        if is_worth:
+            self._fill_together(masks, self._within_step(shared))
+
+    def _within_step(self, entries: Sequence[tuple[Walk, int]]) -> list[tuple[Walk, int]]:
+        """Returns the first entries, for which the step has time, and gives up the others."""
+        seconds = self._seconds
+        fitting = []
+        for walk, row in entries:
+            if seconds > STEP_SECONDS:
+                walk.give_up()
+                continue
+            fitting.append((walk, row))
+            seconds += walk.matcher.last_seconds / NUM_CORES
+        return fitting
+
+    def _fill_together(self, masks: Any, shared: Sequence[tuple[Walk, int]]) -> None:
+        if not shared:
             return
+        costs = [walk.matcher.last_seconds for walk, _ in shared]
         start = time.perf_counter()
         handles = [walk.matcher.library for walk, _ in shared]
         _batch().batch_fill_next_token_bitmask(handles, masks, [row for _, row in shared])
         seconds = time.perf_counter() - start
+        self._seconds += seconds
         ratio = seconds / max(*costs, sum(costs) / NUM_CORES)
         self._is_certain = ratio < MOST_CHANGE or seconds <= WORTH_SHARING_S
         for (walk, _), cost in zip(shared, costs, strict=True):

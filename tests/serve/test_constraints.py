@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from slipstream.serve.engine.constraints import GIVEN_UP, TOO_SLOW, BadWords, ConstrainedRequest, Constraints, TokenSet
+from slipstream.serve.engine.constraints import (
+    CROWDED_OUT,
+    GIVEN_UP,
+    TOO_SLOW,
+    BadWords,
+    ConstrainedRequest,
+    Constraints,
+    TokenSet,
+)
 from slipstream.serve.engine.host_stages import Proposed
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request, SamplingParams
@@ -156,7 +164,7 @@ class SlowGrammars:
         sizes = []
         for matcher, (tokens, _) in zip(matchers, trees, strict=True):
             matcher.is_slow |= matcher.name == "root"
-            sizes.append(1 if matcher.name in ("root", "nodes") else len(tokens))
+            sizes.append({"root": 1, "nodes": 1, "crowded": 0}.get(matcher.name, len(tokens)))
         return list(map(full_masks, sizes))
 
 
@@ -198,24 +206,24 @@ def full_masks(count: int) -> Any:
 def test_what_takes_long_ends_its_request_or_its_drafts_alone(late: bool) -> None:
     stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "x"))
-    push, root, nodes, average, text, quick = range(6)
-    for slot, name in enumerate(("push", "root", "nodes", "average", "text", "quick")):
+    push, root, nodes, average, text, quick, crowded = range(7)
+    for slot, name in enumerate(("push", "root", "nodes", "average", "text", "quick", "crowded")):
         stage.admit(slot, Request(id="", prompt=[4], params=params, compiled_grammar=name), [4])
     assert stage.undrafted == {average}
-    proposed = np.array([[[7, 8]] * 6, [[-1, 0]] * 6], np.int32)
-    edits = stage.run(Proposed([*range(6)], proposed, np.array([[1, 5]] * 6, np.int32)), 4, late=late)
+    proposed = np.array([[[7, 8]] * 7, [[-1, 0]] * 7], np.int32)
+    edits = stage.run(Proposed([*range(7)], proposed, np.array([[1, 5]] * 7, np.int32)), 4, late=late)
     masked = {mask.slot: mask.nodes for mask in edits.masks}
     chains = {}
     for proposal in edits.proposals:
         for slot, tokens, count in zip(proposal.slots, proposal.nodes[0].tolist(), proposal.counts, strict=True):
             chains[slot] = tokens[:count]
     if late:
-        assert edits.errors == {push: TOO_SLOW, root: TOO_SLOW, nodes: GIVEN_UP}
+        assert edits.errors == {push: TOO_SLOW, root: TOO_SLOW, nodes: GIVEN_UP, crowded: CROWDED_OUT}
         assert chains == {average: [7, 9], quick: [7, 9]}, "for the policy alone"
         assert [masked[slot] for slot in (average, text, quick)] == [[0, 1]] * 3
         assert stage.undrafted == {average}
         return
-    assert edits.errors == {push: TOO_SLOW, root: TOO_SLOW}
+    assert edits.errors == {push: TOO_SLOW, root: TOO_SLOW, crowded: CROWDED_OUT}
     assert chains == {nodes: [7], average: [7], quick: [7, 9]}
     assert [masked[slot] for slot in (nodes, average, text, quick)] == [[0], [0], [0, 1], [0, 1]]
     assert stage.slots == {nodes, average, text, quick}

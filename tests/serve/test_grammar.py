@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from slipstream.serve.engine.plan import StepPlan
+from slipstream.serve.grammar import grammars as grammars_module
 from slipstream.serve.grammar.grammars import Grammars, Matcher, compile_with, parse, translate
 from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, _Rewriter, rewrite, whole
 from slipstream.serve.grammar.strings import FORMATS
@@ -903,6 +904,41 @@ def test_requests_restart_where_a_pass_has_begun_with_slow_nodes(draft: str, mon
     stub_times(monkeypatch, lambda _: rng.choice([0.0] * 40 + [0.2]))
     answers = run(engine, [*requests, free])
     assert tokens_of(answers) == expected
+    assert engine.scheduler.num_preemptions > 0
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_slow_masks_share_the_time_of_a_step(
+    is_captured: bool, draft: str, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn; nobody else waits for more than one beyond it."""
+    sizes: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
+    engine = build("none", max_running=8)
+    if is_captured:
+        engine = play(EngineConfig(target=str(TINY), draft=draft, attention=ATTENTION, **sizes))
+    requests = [
+        make_request(f"{index}", [5, 6, index], max_tokens=12, temperature=1.0, grammar=Grammar("regex", f"[a-{c}]*"))
+        for index, c in enumerate("uvwxyz")
+    ]
+    free = make_request("free", [5, 6, 7], max_tokens=60, temperature=1.0, ignore_eos=True)
+    expected = plain_answers(TINY, [*requests, free])
+    masks = [0]  # of each step
+    allowed_after = grammars_module.allowed_after
+
+    def watch(*arguments: Any) -> Any:
+        masks.append(0)
+        return allowed_after(*arguments)
+
+    def seconds(name: str) -> float:
+        masks[-1] += name == "fill_next_token_bitmask"
+        return 0.1
+
+    monkeypatch.setattr(grammars_module, "allowed_after", watch)
+    monkeypatch.setattr(grammars_module, "WORTH_SHARING_S", 99.0)  # one after the other
+    stub_times(monkeypatch, seconds)
+    assert tokens_of(run(engine, [*requests, free])) == expected
+    assert max(masks) == 3
     assert engine.scheduler.num_preemptions > 0
     assert not engine.has_work
 
