@@ -29,7 +29,6 @@ CHECKSUM_BYTES = 8
 PIECE_BYTES = 1 << 19  # that are hashed while a core's cache holds them
 MOST_META = 1 << 16  # bytes of a JSON object
 MOST_BODY = 1 << 40  # bytes of tensors, unless a reader knows better
-BUFFER_BYTES = 8 << 20  # that the system keeps for a connection in each direction
 GREETING_SECONDS = 10.0  # for the proofs of the key
 KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # finds a machine that is gone in 30 s
 NAMES = {"int32": torch.int32, "int64": torch.int64, "bool": torch.bool, "fp8": torch.float8_e4m3fn}
@@ -61,8 +60,7 @@ class Connection:
     _header: bytearray = field(default_factory=lambda: bytearray(HEADER.size))
 
     def __post_init__(self) -> None:
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            self.end.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        # Buffers keep the sizes that the system finds: large ones leave a core's cache, and cost a third of the rate.
         if self.end.family != socket.AF_UNIX:
             self.end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
