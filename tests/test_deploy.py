@@ -156,7 +156,7 @@ def test_the_service_has_options_and_a_program_that_exist(applications: Any) -> 
     [application] = applications["applications"]
     module, function = application["import_path"].removeprefix("slipstream.").split(":")
     assert f"def {function}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
-    config = DeployConfig(**application["args"])
+    config = DeployConfig.read(application["args"])
     assert (config.host, config.port) == (applications["http_options"]["host"], applications["http_options"]["port"])
 
 
@@ -164,7 +164,7 @@ def test_the_service_has_the_release_room_and_files_that_its_application_needs(s
     cluster = service["spec"]["rayClusterConfig"]
     [requirement] = PROJECT["project"]["optional-dependencies"]["ray"]
     assert requirement.startswith(f"ray[serve]>={cluster['rayVersion'].rpartition('.')[0]},")
-    config = DeployConfig(**applications["applications"][0]["args"])
+    config = DeployConfig.read(applications["applications"][0]["args"])
     [workers] = cluster["workerGroupSpecs"]
     assert workers["maxReplicas"] >= 2 * config.most_replicas
     pod = workers["template"]["spec"]

@@ -148,7 +148,7 @@ class ReplicaActor:
     """A replica in an actor of Ray. Serve calls `check_health`, and replaces the actor when it fails."""
 
     async def __init__(self, values: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        config = DeployConfig(**values)
+        config = DeployConfig.read(values)
         logs.configure(config.log_format)
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = Replica(name, EngineClient(), draft=config.draft, health_timeout=config.health_timeout)
@@ -195,7 +195,7 @@ class IngressActor:
         fleets: list[DeploymentHandle],
         retained: list[DeploymentHandle],  # of another version of the target, which another ingress still uses
     ) -> None:
-        config = DeployConfig(**values)
+        config = DeployConfig.read(values)
         logs.configure(config.log_format)
         context = serve.get_replica_context()
         self._values = values
@@ -330,6 +330,6 @@ def application(config: DeployConfig, key_digests: Sequence[bytes], retained: De
 
 def build(values: dict[str, Any]) -> Any:
     """Returns the application of options by name, as KubeRay has them in `args`."""
-    config = DeployConfig(**values)
+    config = DeployConfig.read(values)
     config.check_inputs()
     return application(config, key_digests_of(config))

@@ -129,7 +129,7 @@ def running_options(name: str) -> DeployConfig | None:
         return None
     handle: DeploymentHandle = serve.get_app_handle(name)
     values = handle.options(method_name="values").remote().result(timeout_s=ANSWER_SECONDS)
-    return DeployConfig(**values)
+    return DeployConfig.read(values)
 
 
 def reason_of(name: str) -> str:

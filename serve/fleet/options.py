@@ -1,14 +1,18 @@
 """Options of `slipstream deploy`: those of `serve`, and how many servers there are. Imports neither torch nor Ray."""
 
 import json
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Self
 
-from slipstream.serve.options import ServeConfig, check_at_least, check_checkpoints
+from slipstream.serve.options import LearnOptions, ServeConfig, check_at_least, check_checkpoints
 
 # What answers and tokens depend on. Servers that differ in these belong to different answers.
-OF_TARGET = ("target", "revision", "dtype", "quantization", "kv_cache_dtype", "exact", "max_model_len", "logprobs_mode")
+OF_TARGET = (
+    *("target", "revision", "dtype", "quantization", "kv_cache_dtype", "exact", "tp_exact", "max_model_len"),
+    "logprobs_mode",
+)
 # What only replicas read: a change leaves ingresses as they are.
 OF_REPLICAS = ("draft", "drafter", "replicas", "max_replicas", "requests_per_replica", "second", "second_replicas")
 
@@ -60,6 +64,11 @@ class DeployConfig(ServeConfig):
             raise ValueError(f"cpus is {self.cpus}; it must be above 0")
         if self.dry_run:
             raise ValueError("dry_run is an option of `serve`; run `serve --dry-run` with the same target and draft")
+        if self.draft_folder is not None or self.learn.device:
+            name = "draft_folder" if self.draft_folder is not None else "learn.device"
+            raise ValueError(f"{name} changes the draft of one server; change a deployment's by `slipstream deploy`")
+        if self.states is not None:
+            raise ValueError(f"states is {self.states}, the place of one server; capture from a `serve` of its own")
 
     def check_inputs(self) -> None:
         ServeConfig.check_inputs(self)
@@ -98,7 +107,15 @@ class DeployConfig(ServeConfig):
 
     def values(self) -> dict[str, Any]:
         """Returns the options without keys, as plain data that make them again."""
-        return {option.name: getattr(self, option.name) for option in fields(self) if option.name not in SECRETS}
+        return {name: value for name, value in asdict(self).items() if name not in SECRETS}
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """Returns the options of plain data, as `values` and a file have them. Raises ValueError."""
+        try:
+            return cls(**{**values, "learn": LearnOptions(**values.get("learn", {}))})
+        except TypeError as error:
+            raise ValueError(f"the options cannot be used: {error}") from error
 
     @property
     def target_version(self) -> str:

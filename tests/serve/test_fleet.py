@@ -17,7 +17,7 @@ from slipstream.serve.fleet.client import FleetClient
 from slipstream.serve.fleet.options import DeployConfig
 from slipstream.serve.fleet.replica import Abort, Failure, Reply
 from slipstream.serve.http.engine_client import EngineError
-from slipstream.serve.options import ServeConfig
+from slipstream.serve.options import LearnOptions, ServeConfig
 from slipstream.serve.request import Output, Request, RequestStats, SamplingParams, TokenTrace
 from slipstream.tests.serve.check_server import FOLDER, Case, cases_of, faults_of
 from slipstream.tests.serve.fake_engine import logprobs_of
@@ -305,6 +305,8 @@ def test_an_engine_that_is_killed_costs_no_answer(tmp_path: Path) -> None:
         ({"second_share": 1.0}, "second_share is 1.0; it must be between 0 and 1"),
         ({"cpus": 0}, "cpus is 0; it must be above 0"),
         ({"dry_run": True}, "dry_run is an option of `serve`"),
+        ({"draft_folder": "x"}, "draft_folder changes the draft of one server; change a deployment's by"),
+        ({"learn": LearnOptions(device="cpu")}, "learn.device changes the draft of one server"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
@@ -318,7 +320,7 @@ def test_versions_change_with_what_they_name() -> None:
     assert "secret" not in json.dumps(config.values())
 
     def versions(keys: list[bytes] = [], **changes: Any) -> tuple[str, str, str]:  # noqa: B006
-        other = DeployConfig(**{**config.values(), **changes})
+        other = DeployConfig.read({**config.values(), **changes})
         return other.target_version, other.replica_version, other.ingress_version(keys)
 
     target, replica, ingress = versions()
