@@ -5,6 +5,7 @@ that the draft gave, or with the host's confidence. Such a class is an acceptanc
 on their bins alone, so the others do not bias a bin's acceptance probability. Imports no torch.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,10 @@ RECENT = 0.97  # weight of a step among the last ones, after one more
 REVERT = 0.999  # per step: a bin that is never verified returns to its prior, and is tried again
 MOVED = 0.02  # change of an acceptance probability after which the device needs the table again
 REFRESH = 32  # steps between two refreshes; fewer at the beginning
+REQUEST_PRIOR = 4.0  # expected nodes of a request that count as accepted as often as the bins say
+REQUEST_MEMORY = 24.0  # expected nodes that a request remembers, at most
+REQUEST_KEEP = 0.995  # their decay in a step, so that a request without drafts is tried again
+MOST_RATIO = 2.0  # upper bound of a request's ratio
 
 
 class HostRow(NamedTuple):
@@ -40,8 +45,8 @@ class AcceptanceStats:
 
     A bin with few verified nodes goes by its prior, times the ratio of accepted to expected nodes at its place and
     before: so we notice an overconfident draft before each of its bins has been tried, and places that are not
-    verified at present follow those that are. If the last steps accepted more or fewer nodes at a place than its bins
-    predicted, we expect that to go on until the bins have learnt it.
+    verified at present follow those that are. If the last steps accepted more or fewer nodes at a place, or before it,
+    than its bins predicted, we expect that to go on until the bins have learnt it.
     """
 
     def __init__(self) -> None:
@@ -84,11 +89,10 @@ class AcceptanceStats:
     def probabilities(self) -> Floats:
         """(BINS,) probability that a node is accepted: the present ones, which the table follows with delay."""
         if not self._is_new:
-            prior = np.minimum(self._prior * self._surer(), MOST_LIKELY)
+            counts = _by_place(np.stack((self._accepted, self.num_tried * self._prior)))
+            surer, lately = _ratios(np.stack((counts, self._recent), axis=1))
+            prior = np.minimum(self._prior * surer, MOST_LIKELY)
             self._learnt = (self._accepted + PRIOR * prior) / (self.num_tried + PRIOR)
-            accepted, expected = self._recent
-            lately = (accepted + PRIOR) / (expected + PRIOR)
-            lately = np.concatenate((np.repeat(lately[:PLACES], BUCKETS), lately[PLACES:]))
             self._survivals = np.minimum(self._learnt * lately, MOST_LIKELY)
             self._is_new = True
         return self._survivals
@@ -104,23 +108,34 @@ class AcceptanceStats:
             self._host_rows[key] = HostRow(bins, probabilities.view(np.int32))
         return self._host_rows[key]
 
-    def _surer(self) -> Floats:
-        """Returns (BINS,) accepted nodes over those that the priors expected, at the same place of proposals of this
-        kind."""
-        counts = _by_place(np.stack((self._accepted, self.num_tried * self._prior)))
-        host = counts[:, PLACES:].reshape(2, KINDS, PLACES).swapaxes(1, 2)
-        accepted, expected = np.concatenate((counts[:, :PLACES, None], host), axis=2)  # (PLACES, 1 + KINDS)
-        ratios = np.empty_like(accepted)
-        before = np.ones(1 + KINDS)
-        for place in range(PLACES):
-            before = (accepted[place] + PRIOR * before) / (expected[place] + PRIOR)
-            ratios[place] = before
-        return np.concatenate((np.repeat(ratios[:, 0], BUCKETS), ratios[:, 1:].T.ravel()))
-
     def _publish_moved(self) -> None:
         self._published = self._steps
         if np.abs(self.probabilities - self.table).max() > MOVED:
             self.publish(self.probabilities.astype(np.float32))
+
+
+class RequestRatios:
+    """Compares requests with all others: the ratio of accepted to expected nodes in a request's last rounds. Nodes of
+    the host do not count."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._counts = np.zeros((2, num_slots))  # by slot: accepted nodes, and those that the bins predicted
+
+    def admit(self, slot: int) -> None:
+        """Forgets the request that had the slot."""
+        self._counts[:, slot] = 0
+
+    def record(self, slots: Ints, accepted: NDArray[np.bool_], expected: Floats, steps: int = 1) -> None:
+        """Counts (n,) nodes of these slots, of so many steps: whether each was accepted, and how likely that was."""
+        self._counts *= REQUEST_KEEP**steps
+        for counts, values in zip(self._counts, (accepted, expected), strict=True):
+            counts += np.bincount(slots, values, minlength=len(counts))
+        self._counts *= REQUEST_MEMORY / np.maximum(self._counts[1], REQUEST_MEMORY)
+
+    def mean(self, slots: Sequence[int]) -> float:
+        """Returns the mean ratio of the requests in these slots."""
+        accepted, expected = self._counts[:, slots] + REQUEST_PRIOR
+        return float(np.minimum(accepted / expected, MOST_RATIO).mean())
 
 
 def host_bins(count: int, kind: int) -> Ints:
@@ -139,6 +154,22 @@ def _by_place(values: Floats) -> Floats:
     """Turns sums by bin, (n, BINS), into sums by place, (n, PLACES + KINDS * PLACES)."""
     network = values[:, :NETWORK_BINS].reshape(len(values), PLACES, BUCKETS).sum(axis=2)
     return np.concatenate((network, values[:, NETWORK_BINS:]), axis=1)
+
+
+def _ratios(counts: Floats) -> Floats:
+    """Returns (n, BINS) ratios of accepted to expected nodes, from counts by place, (2, n, PLACES + KINDS * PLACES).
+    PRIOR nodes more count as accepted as often as those at the place before."""
+    sides = [counts[..., None, :PLACES], counts[..., PLACES:].reshape(2, -1, KINDS, PLACES)]
+    accepted, expected = np.moveaxis(np.concatenate(sides, axis=2), 3, 1)  # (PLACES, n, 1 + KINDS)
+    shares = 1 / (expected + PRIOR)
+    ratios = accepted * shares
+    shares *= PRIOR
+    before = np.ones(())
+    for ratio, share in zip(ratios, shares, strict=True):
+        ratio += share * before
+        before = ratio
+    network = np.repeat(ratios[..., 0].T, BUCKETS, axis=1)
+    return np.concatenate((network, ratios[..., 1:].transpose(1, 2, 0).reshape(len(network), -1)), axis=1)
 
 
 def _network_prior() -> Floats:

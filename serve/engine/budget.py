@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.engine.acceptance import AcceptanceStats, Floats, Ints
+from slipstream.serve.engine.acceptance import NETWORK_BINS, AcceptanceStats, Floats, Ints, RequestRatios
 from slipstream.serve.engine.host_wait import HostWait
 from slipstream.serve.engine.probing import Prober
 from slipstream.serve.engine.step_costs import Costs
@@ -69,6 +69,7 @@ class BudgetPolicy:
     request, if the host proposes more; `node_rows`: limit for all requests, if that is less than the rows of the
     largest pass. `fixed`: every request gets that many nodes instead. `itl_ms`: allows only steps that will most likely
     (95 %) take no longer, if there are any. `max_chunk_ms`: limit for steps with prompts in which requests decode.
+    `num_slots`: of requests.
 
     The caller calls `choose` once for each step, in their order, and later, with the results, `record` and
     `costs.observe`.
@@ -84,6 +85,7 @@ class BudgetPolicy:
         fixed: int | None = None,
         itl_ms: float | None = None,
         max_chunk_ms: float | None = None,
+        num_slots: int = 256,
     ) -> None:
         self.costs = costs
         self.widths = sorted(widths)
@@ -98,7 +100,9 @@ class BudgetPolicy:
         self._prober = Prober(len(self.widths), is_fitted=costs.is_fitted)
         self._best_width = BestWidth(len(self.widths))
         self._stored = self._best_width.index  # index of the stored proposals' width
-        self._records: list[tuple[Ints, Ints, NDArray[np.bool_]]] = []  # not counted yet
+        self._records: list[tuple[Sequence[int], Ints, Ints, NDArray[np.bool_]]] = []  # not counted yet
+        self._ratios = RequestRatios(num_slots)
+        self._slots: Sequence[int] = ()  # of the last step that was counted
         # computed for a few steps
         self._yields = Yields(self.acceptance, self.proposals, self.widths)
         self._step_values: dict[tuple[Batch, int, bool], StepValues] = {}
@@ -114,6 +118,11 @@ class BudgetPolicy:
     def width(self) -> int:
         """The best width lately."""
         return self.widths[self._best_width.index] if self.fixed is None else min(self.fixed, self.widths[-1])
+
+    @property
+    def ratio(self) -> float:
+        """Accepted nodes of the requests of now over those that the bins predict."""
+        return self._ratios.mean(self._slots) if self._slots else 1.0
 
     def prepare(
         self, num_decoding: int, prompt_rows: int = 0, *, num_drafted: int | None = None, filtered: bool = False
@@ -175,13 +184,20 @@ class BudgetPolicy:
         self._count_nodes(nodes)
         return Choice(nodes, self.widths[j], steps.ms(k, j), float(tokens[k]))
 
-    def record(self, bins: Ints, admitted: Ints, accepted: NDArray[np.bool_]) -> None:
-        """Counts the nodes that a step verified for B requests. (B, N) bins of all stored nodes, verified or not, -1
-        for roots and unused ones; (B,) numbers of verified nodes, which come first, roots included; (B, N) whether a
-        node was accepted."""
-        if self._records and self._records[0][0].shape[1] != bins.shape[1]:
+    def admit(self, slot: int) -> None:
+        """Notes that another request has the slot. Of a step in flight, one round of the last one may count for it."""
+        self._count_records()
+        self._ratios.admit(slot)
+        if slot in self._slots:
+            self._age = RECOMPUTE
+
+    def record(self, slots: Sequence[int], bins: Ints, admitted: Ints, accepted: NDArray[np.bool_]) -> None:
+        """Counts the nodes that a step verified for B requests in `slots`. (B, N) bins of all stored nodes, verified or
+        not, -1 for roots and unused ones; (B,) numbers of verified nodes, which come first, roots included; (B, N)
+        whether a node was accepted."""
+        if self._records and self._records[0][1].shape[1] != bins.shape[1]:
             self._count_records()
-        self._records.append((bins.copy(), admitted.copy(), accepted.copy()))
+        self._records.append((slots, bins.copy(), admitted.copy(), accepted.copy()))
         if len(self._records) >= self._refresh_steps:
             self._count_records()
 
@@ -265,7 +281,7 @@ class BudgetPolicy:
         self._num_steps += 1
         if self._age >= self._refresh_steps:
             self._age = 0
-            self._yields = Yields(self.acceptance, self.proposals, self.widths)
+            self._yields = Yields(self.acceptance, self.proposals, self.widths, self.ratio)
             self._step_values.clear()
             self._plain_ms.clear()
             self._chunks.clear()
@@ -274,9 +290,16 @@ class BudgetPolicy:
         """Counts several steps at once, since that takes little longer than one."""
         if not self._records:
             return
-        bins, admitted, accepted = (np.concatenate(parts) for parts in zip(*self._records, strict=True))
-        tried = (np.arange(bins.shape[1]) < admitted[:, None]) & (bins >= 0)
-        self.acceptance.record(bins[tried], accepted[tried], len(self._records))
+        slots, bins, admitted, accepted = (np.concatenate(parts) for parts in zip(*self._records, strict=True))
+        rows, columns = ((np.arange(bins.shape[1]) < admitted[:, None]) & (bins >= 0)).nonzero()
+        tried = bins[rows, columns]
+        hits = accepted[rows, columns]
+        if self.fixed is None:
+            is_drafted = tried < NETWORK_BINS
+            expected = self.acceptance.probabilities[tried]
+            self._ratios.record(slots[rows], hits & is_drafted, expected * is_drafted, len(self._records))
+            self._slots = self._records[-1][0]
+        self.acceptance.record(tried, hits, len(self._records))
         self.proposals.record(bins)
         self._records.clear()
 

@@ -392,6 +392,7 @@ def make_planner(
         fixed=config.width,
         itl_ms=config.itl_ms,
         max_chunk_ms=config.max_chunk_ms,
+        num_slots=config.max_running,
     )
     prefill_backend = runner.passes.attention["prefill"]
     graphs = None

@@ -131,6 +131,7 @@ class Planner:
     def admitted(self, sequence: Sequence) -> None:
         """Notes that the scheduler gave the sequence a slot."""
         self._admissions.append(admission_of(sequence))
+        self.policy.admit(sequence.slot)
         self.alarm.admit(sequence)
 
     def plan(self) -> StepPlan | None:
@@ -361,8 +362,9 @@ class Planner:
                 forced: NDArray[np.bool_] = np.any(is_forced(output.bins[:count]), axis=1)
                 drafted = [i for i in drafted if i in free or forced[i]]
             counted = drafted if len(drafted) < count else slice(count)
+            slots = plan.slots if len(drafted) == count else [plan.slots[i] for i in drafted]
             accepted = accepted_nodes(output, count)
-            self.policy.record(output.bins[counted], output.num_verified[counted], accepted[counted])
+            self.policy.record(slots, output.bins[counted], output.num_verified[counted], accepted[counted])
         if output.prompt_logprobs is not None:  # they take extra time
             return
         rows = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)

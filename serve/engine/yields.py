@@ -9,7 +9,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.engine.acceptance import BUCKETS, NETWORK_BINS, PLACES, AcceptanceStats, Floats, Ints, host_bins
+from slipstream.serve.engine.acceptance import (
+    BUCKETS,
+    MOST_LIKELY,
+    NETWORK_BINS,
+    PLACES,
+    AcceptanceStats,
+    Floats,
+    Ints,
+    host_bins,
+)
 
 FREE = 1.02  # a pass that takes so much longer than one of the roots alone takes no longer
 SEEN = 100.0  # proposals that the shares of a place remember
@@ -58,27 +67,28 @@ class ProposalStats:
         shares = shares[order]
         expected = expected[order]
         places = places[order]
-        curves = []
-        for width in widths:
-            width_shares = np.where(places < width - 1, shares, 0.0)
-            curves.append(Curve(_sums(width_shares), _sums(width_shares * expected)))
-        return curves
+        width_shares = np.where(places < np.array(widths)[:, None] - 1, shares, 0.0)
+        return list(map(Curve, _sums(width_shares), _sums(width_shares * expected)))
 
 
 class Yields:
-    """Expected tokens of proposals by the statistics of now. Keeps what it has computed: make another later."""
+    """Expected tokens of proposals by the statistics of now. Keeps what it has computed: make another later. `ratio`:
+    accepted nodes of the draft network over those that the bins predict, for the requests of now."""
 
-    def __init__(self, acceptance: AcceptanceStats, proposals: ProposalStats, widths: Sequence[int]) -> None:
+    def __init__(
+        self, acceptance: AcceptanceStats, proposals: ProposalStats, widths: Sequence[int], ratio: float = 1.0
+    ) -> None:
         self._acceptance = acceptance
         self._proposals = proposals
         self._widths = widths
+        self._ratio = ratio
         self._nodes: dict[Offer, tuple[Floats, Floats]] = {}
         self._joint_curves: dict[tuple[Offer, ...], Curve] = {}
 
     @cached_property
     def curves(self) -> list[Curve]:
         """Curves of the mean proposals of all widths."""
-        return self._proposals.curves(self._widths, self._acceptance.probabilities)
+        return self._network_curves(self._widths)
 
     def joint_curve(self, offers: Sequence[Offer]) -> Curve:
         """Returns the curve of the likeliest nodes of all these offers together."""
@@ -98,15 +108,18 @@ class Yields:
         """Returns (n,) numbers of nodes in such a proposal, and (n,) their probabilities."""
         if offer not in self._nodes:
             count, kind = offer
-            probabilities = self._acceptance.probabilities
             if kind == 0:
-                curve = self._proposals.curves([count], probabilities)[0]
+                (curve,) = self._network_curves([count])
                 shares = np.diff(curve.nodes)
                 self._nodes[offer] = shares, np.diff(curve.tokens) / np.maximum(shares, 1e-9)
             else:
-                probabilities = np.minimum.accumulate(probabilities[host_bins(count, kind)[1:]])
-                self._nodes[offer] = np.ones(count - 1), probabilities
+                probabilities = self._acceptance.probabilities[host_bins(count, kind)[1:]]
+                self._nodes[offer] = np.ones(count - 1), np.minimum.accumulate(probabilities)
         return self._nodes[offer]
+
+    def _network_curves(self, widths: Sequence[int]) -> list[Curve]:
+        probabilities = np.minimum(self._ratio * self._acceptance.probabilities, MOST_LIKELY)
+        return self._proposals.curves(widths, probabilities)
 
 
 class Batch(NamedTuple):
@@ -157,5 +170,7 @@ def within(ms: Floats, max_ms: float) -> NDArray[np.bool_]:
 
 
 def _sums(values: Floats) -> Floats:
-    """Returns (n + 1,) sums of the first 0, 1, ... n values."""
-    return np.concatenate(((0.0,), np.cumsum(values)))
+    """Returns (..., n + 1) sums of the first 0, 1, ... n of (..., n) values."""
+    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    np.cumsum(values, axis=-1, out=sums[..., 1:])
+    return sums

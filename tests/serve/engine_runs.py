@@ -202,9 +202,9 @@ def counted_bins(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     record = engine.planner.policy.record
 
-    def watch(bins: Any, *arguments: Any) -> None:
-        counts.append(len(bins))
-        record(bins, *arguments)
+    def watch(slots: Any, *arguments: Any) -> None:
+        counts.append(len(slots))
+        record(slots, *arguments)
 
     monkeypatch.setattr(engine.planner.policy, "record", watch)
     return counts

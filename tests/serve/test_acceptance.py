@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.serve.engine.acceptance import BINS, BUCKETS, NETWORK_BINS, PLACES, AcceptanceStats, host_bins
+from slipstream.serve.engine.acceptance import (
+    BINS,
+    BUCKETS,
+    NETWORK_BINS,
+    PLACES,
+    AcceptanceStats,
+    RequestRatios,
+    host_bins,
+)
 from slipstream.serve.engine.yields import ProposalStats
 
 
@@ -62,6 +70,37 @@ def test_survivals_are_counts_with_a_prior() -> None:
     ratio = (7 + 4) / (10 * prior + 4)
     learnt = (7 + 4 * prior * ratio) / (10 + 4)
     assert stats.probabilities[acceptance_bin] == pytest.approx(learnt * ratio)
+
+
+def test_refusals_at_one_place_tell_of_later_ones_at_once() -> None:
+    """Nodes of place 3 are as often refused as those before them, whose bins have learnt otherwise."""
+    stats = AcceptanceStats()
+    bins = np.array([network_bin(1, 0.9), network_bin(2, 0.8)] * 8, np.int32)
+    for _ in range(50):
+        stats.record(bins, np.ones(len(bins), bool))
+    later = network_bin(3, 0.7)
+    before = stats.probabilities[later]
+    for _ in range(30):
+        stats.record(bins, np.zeros(len(bins), bool))
+    assert stats.probabilities[later] < 0.5 * before
+
+
+def test_ratios_of_requests() -> None:
+    """By hand: 2 of 4 expected nodes are accepted, or 24 of 6; the third has none. Four nodes more count as expected.
+    All decay by half a per cent a step, and of the expected ones 24 are remembered."""
+    ratios = RequestRatios(4)
+    assert ratios.mean((0, 1, 2)) == 1.0
+    slots = np.array([0] * 5 + [1] * 24)
+    accepted = np.array([True, True, False, False, False] + [True] * 24)
+    ratios.record(slots, accepted, np.where(slots == 0, 0.8, 0.25))
+    assert ratios.mean([0]) == pytest.approx((2 + 4) / (4 + 4))
+    assert ratios.mean([0, 1, 2]) == pytest.approx((6 / 8 + 2 + 1) / 3)
+    ratios.record(np.zeros(44, int), np.zeros(44, bool), np.ones(44))
+    assert ratios.mean([0]) == pytest.approx((2 * 0.995 * 24 / (44 + 4 * 0.995) + 4) / (24 + 4))
+    ratios.record(np.zeros(0, int), np.zeros(0, bool), np.zeros(0), 2000)
+    assert ratios.mean([0]) == pytest.approx(1.0, abs=0.01)
+    ratios.admit(0)
+    assert ratios.mean([0]) == 1.0
 
 
 def test_the_table_changes_seldom_and_follows() -> None:

@@ -100,7 +100,7 @@ class Simulation:
             noise = self.noise * abs(self.world.rng.standard_normal())
             step = self.step_ms(nodes, self.batch, width) * (1 + noise)
             ms += step
-            self.policy.record(self.bins, admitted, accepted)
+            self.policy.record(range(self.batch), self.bins, admitted, accepted)
             self.policy.costs.observe(nodes, self.batch, width, step, filtered=False)
             self.bins, self.probabilities = self.world.propose(self.batch, width)
             self.nodes.append(nodes)
@@ -145,6 +145,30 @@ def test_it_comes_back_when_drafts_are_accepted_again(batch: int) -> None:
     simulation.world.power = 100.0
     simulation.run(400)
     assert simulation.widths[-100:].count(1) > 60
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_draft_that_turns_useless_soon_costs_nothing(batch: int) -> None:
+    simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(0.5), batch)
+    simulation.run(600)
+    assert min(simulation.widths[-50:]) > 1
+    simulation.world.power = np.inf
+    plain = batch / gpu_ms(batch, batch, 1)
+    assert 1.1 * simulation.run(200) > plain
+    assert 1.03 * simulation.run(200) > plain
+
+
+def test_another_request_gets_drafts_at_once() -> None:
+    """One request at a time, its drafts good or useless: what is learnt of one does not hold for the next."""
+    simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(0.3), 1)
+    rates = []
+    for turn in range(20):
+        simulation.policy.admit(0)
+        simulation.world.power = np.inf if turn % 2 else 0.3
+        simulation.run(40)
+        rates.append(simulation.run(60) * gpu_ms(1, 1, 1))
+    assert np.mean(rates[10::2]) > 3.5, "tokens for the time of one without a draft"
+    assert np.mean(rates[11::2]) > 0.9
 
 
 def test_probes_cost_what_they_may() -> None:
@@ -346,7 +370,8 @@ def test_nothing_is_drafted_where_prompts_leave_no_room() -> None:
 
 def mean_tokens(policy: BudgetPolicy, width: int, drafts: float) -> float:
     """Returns the expected tokens of a mean proposal whose likeliest `drafts` nodes are verified after its root."""
-    (curve,) = policy.proposals.curves([width], policy.acceptance.probabilities)
+    probabilities = np.minimum(policy.ratio * policy.acceptance.probabilities, 0.98)
+    (curve,) = policy.proposals.curves([width], probabilities)
     return 1 + float(np.interp(drafts, *curve))
 
 
@@ -416,7 +441,7 @@ def test_no_drafter_leaves_one_choice() -> None:
     policy = BudgetPolicy(costs(), (1,))
     for _ in range(50):
         assert policy.choose(5)[:2] == (5, 1)
-        policy.record(np.full((5, 1), -1, np.int32), np.ones(5, np.int32), np.ones((5, 1), bool))
+        policy.record(range(5), np.full((5, 1), -1, np.int32), np.ones(5, np.int32), np.ones((5, 1), bool))
     assert policy.choose(0, 100)[:2] == (0, 1)
     assert policy.choose(2000)[:2] == (2000, 1), "larger than any that was measured"
 
@@ -476,7 +501,7 @@ def test_proposals_of_the_host_are_judged_one_by_one() -> None:
     accepted[8:] = True
     for _ in range(30):
         policy.choose(16)
-        policy.record(bins, np.full(16, 8, np.int32), accepted)
+        policy.record(range(16), bins, np.full(16, 8, np.int32), accepted)
     offers = [(1, 0)] * 48
     assert policy.choose(64, offers=[*offers, *[(8, 4)] * 16]).nodes >= 160, "most of them"
     assert policy.choose(64, offers=[*offers, *[(8, 1)] * 16]).nodes <= 128, "what is free"
@@ -494,7 +519,7 @@ def test_steps_wait_for_the_host_while_that_pays(fixed: int | None) -> None:
     assert policy.host_wait.ms == pytest.approx(0.5, abs=0.05)
     for _ in range(40):
         policy.choose(4, offers=[(8, 1)] * 4)
-        policy.record(bins, np.full(4, 8, np.int32), accepted)
+        policy.record(range(4), bins, np.full(4, 8, np.int32), accepted)
     assert not policy.host_wait.pays
     policy.look_back([(8, 1)] * 4)
     assert not policy.host_wait.pays
@@ -517,7 +542,7 @@ def test_results_may_be_overwritten_once_they_are_recorded() -> None:
         accepted = world.rng.random((4, 1)) < probabilities
         other.acceptance.record(bins[:, 1:6].ravel(), accepted[:, 1:6].ravel())
         policy.choose(4)
-        policy.record(bins, admitted, accepted)
+        policy.record(range(4), bins, admitted, accepted)
         bins[:] = 0
         admitted[:] = 0
         accepted[:] = False
@@ -541,6 +566,6 @@ def test_rows_that_are_free() -> None:
     bins = np.stack([host_bins(8, 1)] * 16)
     for _ in range(30):
         policy.choose(16)
-        policy.record(bins, np.full(16, 8, np.int32), np.zeros((16, 8), bool))
+        policy.record(range(16), bins, np.full(16, 8, np.int32), np.zeros((16, 8), bool))
     assert policy.choose(16, offers=[(3, 1)] * 16).nodes == 48
     assert policy.choose(16, offers=[(4, 1)] * 16).nodes < 48
