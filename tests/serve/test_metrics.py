@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.serve.engine.counts import AcceptanceView, CategoryState, EngineCounts, Histogram, RecentAcceptance
@@ -130,6 +130,7 @@ def test_help_says_what_is_counted_and_the_process_is_seen() -> None:
     assert re.search(r"\nprocess_open_fds \d", text)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 100), max_size=30))
 def test_buckets_are_cumulative(observed: list[float]) -> None:
     engine = EngineCounts(seconds=Histogram((0.5, 1.0, 50.0)))
