@@ -247,7 +247,13 @@ def test_a_second_draft_gets_its_share(deployment: Deployment) -> None:
 
 def test_requests_go_on_without_rays_head_until_the_command_ends(deployment: Deployment) -> None:
     [head] = deployment.processes("gcs_server")
-    answers = deployment.under_load(head.kill, seconds=8)
-    assert errors_of(answers) == []
-    deployment.process.wait(180)
-    assert deployment.process.returncode != 0
+    processes = psutil.Process(deployment.process.pid).children(recursive=True)
+    try:
+        answers = deployment.under_load(head.kill, seconds=8)
+        assert errors_of(answers) == []
+        deployment.process.wait(180)
+        assert deployment.process.returncode != 0
+    finally:
+        for process in processes:  # HAProxy outlives Ray
+            with suppress(psutil.Error):
+                process.kill()
