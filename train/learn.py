@@ -86,7 +86,7 @@ class Trainer:
         module = importlib.import_module(f"slipstream.train.{self.drafter}")
         kind: type[DraftTraining] = module.program.keywords["kind"]
         options_class = module.main.args[1]
-        draft = read_start("draft", str(folder), kind.Network, self.drafter, self.config)
+        draft: Any = read_start("draft", str(folder), kind.Network, self.drafter, self.config)
         device = torch.device(job.device)
         length = min(LENGTH, draft.config.max_position_embeddings)
         self.options = options_class(
