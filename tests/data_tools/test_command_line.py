@@ -105,4 +105,4 @@ def test_each_verb_is_its_program(verb: str, capsys: pytest.CaptureFixture[str])
     assert caught.value.code == 0
     output = capsys.readouterr().out
     assert f"slipstream {verb}" in output
-    assert {"push": "--repo", "kernels": "--rows"}.get(verb, "--output") in output
+    assert {"push": "--repo", "kernels": "--rows", "deploy": "--replicas"}.get(verb, "--output") in output

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,11 @@ def test_a_copy_of_the_target_has_the_trained_head(
     engines = build_engine(target.folder, str(tmp_path / "draft")), build_engine(copy, "mtp")
     from_draft, from_copy = (run(engine, requests) for engine in engines)
     assert tokens_of(from_draft) == tokens_of(from_copy) == plain_answers(target.folder, requests)
-    assert [answer.counts for answer in from_draft.values()] == [answer.counts for answer in from_copy.values()]
+    counts, counts_of_copy = (
+        [replace(answer.counts, weight_version="") for answer in answers.values()]
+        for answers in (from_draft, from_copy)
+    )
+    assert counts == counts_of_copy
 
 
 @pytest.mark.parametrize(("kind", "count"), [("ernie", 1), ("ernie", 2), ("glm4-moe", 3), ("qwen3-next", 1)])

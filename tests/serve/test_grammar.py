@@ -888,7 +888,8 @@ def test_slow_masks_change_no_answer(
     answers = run(build(drafter), requests_of(names, 1.0))
     assert tokens_of(answers) == expected(1.0, *names)
     for answer in answers.values():
-        assert answer.counts.rounds >= len(answer.tokens) - 1 - answer.counts.accepted_tokens
+        passes = answer.counts.rounds + answer.counts.prefills  # which end with a token, after restarts, too
+        assert passes >= len(answer.tokens) - answer.counts.accepted_tokens
 
 
 def test_requests_restart_where_a_pass_has_begun_with_slow_nodes(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
