@@ -198,8 +198,6 @@ class Engine:
     @property
     def host_need(self) -> HostNeed:
         """The host's work on the steps in flight that the next step waits for."""
-        if not self.host.slots:
-            return "nothing"
         return self.host.need([slot for step in self._steps for slot in step.plan.segments])
 
     def stage_draft(self, name: str) -> StagedDraft:
@@ -232,7 +230,7 @@ class Engine:
         self._tell("read", step.plan)
         landed = time.perf_counter()
         is_late = bool(self._steps) and self._steps[-1].state > State.PLANNED
-        late = self.host.look(step.plan, output, is_late=is_late) if self.host.slots else ()
+        late = self.host.look(step.plan, output, is_late=is_late)
         if self.stages:
             self._tell("drafted", step.plan)
         waited_ms = None
@@ -259,7 +257,7 @@ class Engine:
 
     def _launch(self, step: Step, *, up_to_sampling: bool = False, has_waited: bool = False) -> None:
         """Launches a step, or what is left of one, with the edits that are there. `has_waited`: for proposals."""
-        plan = self.host.edit(step.plan) if self.host.slots else step.plan
+        plan = self.host.edit(step.plan)
         if step.state == State.PLANNED:
             plan = self.planner.choose(plan, will_be_masked=up_to_sampling, has_waited=has_waited)
         step.plan = plan

@@ -25,13 +25,14 @@ class HostWork:
     def __init__(self, stages: list[HostStage], planner: Planner) -> None:
         self.stages = stages
         self.planner = planner
-        self.slots = set[int]()  # of running requests that stages may have work for, and of those that they failed
         self._edits = NO_EDITS
         self._isolated = IsolatedStages(stages, self._fail)
 
     def need(self, slots: list[int]) -> HostNeed:
         """Returns the stages' work on the steps in flight, which are those of `slots`, that the next step waits for:
         proposals before its launch, as long as that pays, or masks before its sampling."""
+        if not slots:
+            return "nothing"
         drafting = (stage for stage in self.stages if max(stage.widths) > 1)
         if self.planner.waiting_pays and any(self._isolated.wants(stage, slots) for stage in drafting):
             return "before launch"
@@ -90,17 +91,13 @@ class HostWork:
 
     def admit(self, sequence: Sequence) -> None:
         self._isolated.admit(sequence)
-        if any(sequence.slot in stage.slots for stage in self.stages):
-            self.slots.add(sequence.slot)
 
     def release(self, sequence: Sequence) -> None:
         self._isolated.release(sequence)
-        self.slots.discard(sequence.slot)
         self._edits = self._edits.without(sequence.slot)
 
     def _fail(self, slot: int, error: str) -> None:
         """Ends a request with its next step."""
-        self.slots.add(slot)
         self._edits += Edits(errors={slot: error})
 
 
