@@ -25,7 +25,7 @@ from slipstream.serve.engine.engine_plan import EnginePlan
 from slipstream.serve.engine.host_stages import HostStage
 from slipstream.serve.engine.host_work import HostNeed, HostWork
 from slipstream.serve.engine.idle import IdlePrompts
-from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, StepPlan
+from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, NO_EDITS, StepPlan
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.engine.team import Team
@@ -198,6 +198,8 @@ class Engine:
     @property
     def host_need(self) -> HostNeed:
         """The host's work on the steps in flight that the next step waits for."""
+        if not self.host.slots:
+            return "nothing"
         return self.host.need([slot for step in self._steps for slot in step.plan.segments])
 
     def stage_draft(self, name: str) -> StagedDraft:
@@ -230,7 +232,7 @@ class Engine:
         self._tell("read", step.plan)
         landed = time.perf_counter()
         is_late = bool(self._steps) and self._steps[-1].state > State.PLANNED
-        late = self.host.look(step.plan, output, is_late=is_late)
+        late = self.host.look(step.plan, output, is_late=is_late) if self.host.slots else ()
         if self.stages:
             self._tell("drafted", step.plan)
         waited_ms = None
@@ -257,7 +259,9 @@ class Engine:
 
     def _launch(self, step: Step, *, up_to_sampling: bool = False, has_waited: bool = False) -> None:
         """Launches a step, or what is left of one, with the edits that are there. `has_waited`: for proposals."""
-        plan = self.host.edit(step.plan)
+        plan = step.plan
+        if self.host.slots or self.host.edits is not NO_EDITS:  # proposals come with the next plan, whoever is in it
+            plan = self.host.edit(plan)
         if step.state == State.PLANNED:
             plan = self.planner.choose(plan, will_be_masked=up_to_sampling, has_waited=has_waited)
         step.plan = plan

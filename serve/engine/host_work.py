@@ -25,14 +25,13 @@ class HostWork:
     def __init__(self, stages: list[HostStage], planner: Planner) -> None:
         self.stages = stages
         self.planner = planner
-        self._edits = NO_EDITS
+        self.slots = set[int]()  # of running requests that stages may have work for, and of those that they failed
+        self.edits = NO_EDITS  # for the next plan
         self._isolated = IsolatedStages(stages, self._fail)
 
     def need(self, slots: list[int]) -> HostNeed:
         """Returns the stages' work on the steps in flight, which are those of `slots`, that the next step waits for:
         proposals before its launch, as long as that pays, or masks before its sampling."""
-        if not slots:
-            return "nothing"
         drafting = (stage for stage in self.stages if max(stage.widths) > 1)
         if self.planner.waiting_pays and any(self._isolated.wants(stage, slots) for stage in drafting):
             return "before launch"
@@ -55,14 +54,14 @@ class HostWork:
             if stage.reads == "emitted":
                 inputs = self.planner.emitted(plan, output)
             elif output.proposed is not None and self._isolated.wants(stage, plan.segments):
-                inputs = self.planner.proposed(plan, output).after(self._edits.proposals)
+                inputs = self.planner.proposed(plan, output).after(self.edits.proposals)
             else:
                 continue
             edits = self._isolated.run(stage, inputs, self.planner.limits.most_nodes, late=is_late)
             if is_late:
                 late += edits.proposals
                 edits = replace(edits, proposals=())
-            self._edits += edits
+            self.edits += edits
         return late
 
     def mask_first_tokens(self, plan: StepPlan) -> None:
@@ -74,14 +73,14 @@ class HostWork:
             if ends and stage.reads == "proposal" and self._isolated.wants(stage, slots):
                 nodes = np.array([[[chunk.tokens[-1]] for chunk in ends], [[-1]] * len(ends)], np.int32)
                 edits = self._isolated.run(stage, Proposed(slots, nodes, np.zeros((len(ends), 2), np.int32)), 1)
-                self._edits += edits
+                self.edits += edits
 
     def edit(self, plan: StepPlan) -> StepPlan:
         """Adds the edits for the plan's requests, keeps the others, and asks for the proposals that a stage reads.
         Requests whose drafts would hold up others get none."""
         edits = plan.edits
-        if self._edits is not NO_EDITS:
-            present, self._edits = self._edits.of(plan.segments)
+        if self.edits is not NO_EDITS:
+            present, self.edits = self.edits.of(plan.segments)
             edits += present
         returns_proposals = plan.returns_proposals or self._reads_proposals(plan.segments)
         drafting = plan.drafting
@@ -91,14 +90,18 @@ class HostWork:
 
     def admit(self, sequence: Sequence) -> None:
         self._isolated.admit(sequence)
+        if any(sequence.slot in stage.slots for stage in self.stages):
+            self.slots.add(sequence.slot)
 
     def release(self, sequence: Sequence) -> None:
         self._isolated.release(sequence)
-        self._edits = self._edits.without(sequence.slot)
+        self.slots.discard(sequence.slot)
+        self.edits = self.edits.without(sequence.slot)
 
     def _fail(self, slot: int, error: str) -> None:
         """Ends a request with its next step."""
-        self._edits += Edits(errors={slot: error})
+        self.slots.add(slot)
+        self.edits += Edits(errors={slot: error})
 
 
 class IsolatedStages:
