@@ -32,6 +32,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.serve.runner.model_runner import is_out_of_memory
 
 MOST_TOKENS = 1 << 18  # of a request
+MOST_CONNECTIONS = 256  # a thread or two for each
 MOST_OPEN = 4  # requests of a client that are read and not answered
 MOST_REFUSAL = 1000  # characters
 IN_ENGINE = 2  # requests that the engine has at once: it never waits for the next one
@@ -88,6 +89,7 @@ class StateService:
         self.post = post
         self.clients: list[Client] = []  # those that have waited longest first
         self.in_engine = 0
+        self.num_connections = 0
         self.lock = threading.Lock()
         self.listener = listen(address)
         threading.Thread(target=self.accept, name="states", daemon=True).start()
@@ -98,20 +100,33 @@ class StateService:
                 end, _ = self.listener.accept()
             except OSError:
                 return  # closed
+            with self.lock:
+                is_full = self.num_connections >= MOST_CONNECTIONS
+                self.num_connections += not is_full
+            if is_full:
+                logger.warning("a client of states is turned away: there are %d connections", MOST_CONNECTIONS)
+                end.close()
+                continue
             threading.Thread(target=self.serve, args=(end,), name="states of a client", daemon=True).start()
 
     def serve(self, end: socket.socket) -> None:
-        """Serves a client until it leaves."""
-        connection = Connection(end)
-        client = Client(self, connection)
+        """Serves a connection until it ends."""
         try:
-            greet_client(connection, self.keys, asdict(self.facts))
+            self.follow(Client(self, Connection(end)))
+        except (OSError, RefusedError) as error:
+            logger.info("a client of states has left: %s", error)
+        finally:
+            with self.lock:
+                self.num_connections -= 1
+
+    def follow(self, client: "Client") -> None:
+        """Greets a client and takes its requests. Raises OSError when it leaves; RefusedError for one without a key."""
+        try:
+            greet_client(client.connection, self.keys, asdict(self.facts))
             with self.lock:
                 self.clients.append(client)
             threading.Thread(target=client.answer, name="answers to a client", daemon=True).start()
             client.listen()
-        except (OSError, RefusedError) as error:
-            logger.info("a client of states has left: %s", error)
         finally:
             client.leave()
 

@@ -241,12 +241,12 @@ class FleetClient:
     def _deliver(self, ticket: Ticket, output: Output) -> bool:
         """Hands an output on. Returns whether the request is still open."""
         was_behind = ticket.is_behind
-        rest = ticket.unseen(output)
+        unseen = ticket.unseen(output)
         is_last = output.finish_reason is not None
         if was_behind and not ticket.is_behind and ticket.is_aborted and not is_last:
             self._forward_abort(ticket)  # the text had ended before the first replica was lost
-        if rest is not None:
-            ticket.receiver.receive(rest)
+        if unseen is not None:
+            ticket.receiver.receive(unseen)
         if is_last:
             self._counts(ticket).add_end(output)
             del self._tickets[ticket.request.id]

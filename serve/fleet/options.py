@@ -1,6 +1,7 @@
 """Options of `slipstream deploy`: those of `serve`, and how many servers there are. Imports neither torch nor Ray."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
@@ -60,8 +61,8 @@ class DeployConfig(ServeConfig):
             )
         if not 0 < self.second_share < 1:
             raise ValueError(f"second_share is {self.second_share}; it must be between 0 and 1, without both")
-        if self.cpus <= 0:
-            raise ValueError(f"cpus is {self.cpus}; it must be above 0")
+        if not 0 < self.cpus < math.inf:
+            raise ValueError(f"cpus is {self.cpus}; it must be a number above 0")
         if self.dry_run:
             raise ValueError("dry_run is an option of `serve`; run `serve --dry-run` with the same target and draft")
         if self.draft_folder is not None or self.learn.device:

@@ -1,6 +1,7 @@
 """Turns request bodies into Requests, with the target's tokenizer, chat template and default sampling."""
 
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -207,7 +208,8 @@ class Frontend:
         assert self.draft_folder is not None
         name = Path(body.draft)
         path = Path(self.draft_folder) / name
-        if not body.draft or name.is_absolute() or ".." in name.parts or not path.is_dir():
+        is_inside = bool(body.draft) and not name.is_absolute() and ".." not in name.parts
+        if not is_inside or not os.path.isdir(path):  # noqa: PTH112  Path.is_dir raises for a name that is too long
             raise ApiError(400, "draft names no folder in the server's draft_folder; give the name of one", "draft")
         return str(path)
 

@@ -367,6 +367,8 @@ def test_a_draft_is_changed_over_http(server: tuple[Server, httpx.Client]) -> No
         ({"draft": "../secret"}, 400, "draft names no folder"),
         ({"draft": "/tmp"}, 400, "draft names no folder"),
         ({"draft": ""}, 400, "draft names no folder"),
+        ({"draft": "x" * 5000}, 400, "draft names no folder"),
+        ({"draft": "a\0"}, 400, "draft names no folder"),
         ({"draft": "other", "trial_rounds": -1}, 400, "trial_rounds"),
         ({}, 400, "draft"),
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
@@ -303,7 +304,9 @@ def test_an_engine_that_is_killed_costs_no_answer(tmp_path: Path) -> None:
         ({"replicas": 0}, "replicas is 0; give at least 1"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas is 2 and replicas 3; give at least as many as replicas"),
         ({"second_share": 1.0}, "second_share is 1.0; it must be between 0 and 1"),
-        ({"cpus": 0}, "cpus is 0; it must be above 0"),
+        ({"cpus": 0}, "cpus is 0; it must be a number above 0"),
+        ({"cpus": math.inf}, "cpus is inf; it must be a number above 0"),
+        ({"cpus": math.nan}, "cpus is nan; it must be a number above 0"),
         ({"dry_run": True}, "dry_run is an option of `serve`"),
         ({"draft_folder": "x"}, "draft_folder changes the draft of one server; change a deployment's by"),
         ({"learn": LearnOptions(device="cpu")}, "learn.device changes the draft of one server"),

@@ -23,7 +23,7 @@ from slipstream.serve.engine.state_service import MOST_OPEN, open_service
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.random_targets import FAMILIES, save_random_target
-from slipstream.tests.serve.fake_server import serving
+from slipstream.tests.serve.fake_server import serving, wait_until
 from slipstream.tests.sources import ROOT
 from slipstream.tests.state_engines import CPU, StateEngine
 
@@ -203,6 +203,21 @@ def test_what_is_no_frame_ends_its_connection_alone(engine: StateEngine) -> None
         with pytest.raises(BrokenError, match="closed the connection"):
             stranger.receive()
         client.ask(request()).result(30)
+    client.close()
+
+
+def test_more_connections_than_there_are_places_are_turned_away(
+    engine: StateEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.serve.engine.state_service.MOST_CONNECTIONS", 2)
+    client = StateClient("endpoint", [engine.address], "first key", 5.0)
+    other, _ = connect(engine.address, "first key", 5.0)
+    with pytest.raises(ConnectionError):
+        connect(engine.address, "first key", 5.0)
+    client.ask(request()).result(30)
+    other.close()
+    wait_until(lambda: engine.service.num_connections == 1, "the end of a connection")
+    connect(engine.address, "first key", 5.0)[0].close()
     client.close()
 
 
