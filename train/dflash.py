@@ -109,6 +109,10 @@ class DFlashTraining(DraftTraining):
             **inherited,
         )
 
+    @classmethod
+    def starting_layers(cls, draft: DFlash) -> int:
+        return len(draft.layers)
+
     def start(self, *, continues: bool = False) -> str:
         return "" if continues else start_from_target(self.draft, self.target)
 

@@ -125,7 +125,7 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
     draft_options = options.draft if files.start is None else inherit(options.draft, files.start.config)
     draft: Any = kind.new_draft(draft_options, files)
     check_options(options.draft.interchange, kind.drafter, draft_values(draft.config))
-    target = files.freeze(draft.config.aux_layers)
+    target = files.freeze(draft.config.aux_layers, kind.starting_layers(draft) if files.start is None else 0)
     num_positions = options.data.max_length + max(options.draft.reach, options.evaluation.depth)
     rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, num_positions).to(files.accelerator.device)
     training = kind(draft, target, rope, options.draft, options.evaluation.depth, options.seed)

@@ -98,7 +98,7 @@ class Trainer:
         )
         on_cpu = device.type == "cpu"
         self.accelerator = Accelerator(cpu=on_cpu, mixed_precision="no" if on_cpu else "bf16")
-        target = load_frozen_target(self.path, draft.config.aux_layers, device, job.trust_remote_code, heads_only=True)
+        target = load_frozen_target(self.path, draft.config.aux_layers, device, job.trust_remote_code, last_layers=0)
         options = self.options
         num_positions = length + max(options.draft.reach, options.evaluation.depth)
         rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, num_positions).to(device)
@@ -109,7 +109,6 @@ class Trainer:
         weights = {name: tensor.clone() for name, tensor in training.state_dict().items()}
         training.start(continues=True)  # says what is trained
         training.load_state_dict(weights)
-        target.layers.to("meta")  # they do not run
         optimizers = build_optimizers(training, options.optim)
         self.training = training
         self.model, *self.optimizers = self.accelerator.prepare(training, *optimizers)

@@ -74,16 +74,17 @@ class TargetFiles:
         """For run.json: the absolute path of a local target, for readers in other folders."""
         return {"target_path": str(self.path.resolve())} if Path(self.options.target).is_dir() else {}
 
-    def freeze(self, aux_layers: tuple[int, ...]) -> FrozenTarget:
+    def freeze(self, aux_layers: tuple[int, ...], starting_layers: int) -> FrozenTarget:
+        """Reads the target; if it does not run, only the `starting_layers` last layers, from which the draft starts."""
         if self.options.dry_run:
             return empty_target(self.path, aux_layers, self.options.trust_remote_code)
         data = self.options.data
         sharding = self.options.target_sharding
         device = self.accelerator.device
         is_stored = data.aux_states is not None and data.aux_states_missing == "error"
-        heads_only = is_stored or self.options.states.is_used
+        last_layers = starting_layers if is_stored or self.options.states.is_used else None
         mesh = None if sharding == "none" else sharding_mesh(device, within_machine=sharding == "machine")
-        target = load_frozen_target(self.path, aux_layers, device, self.options.trust_remote_code, heads_only, mesh)
+        target = load_frozen_target(self.path, aux_layers, device, self.options.trust_remote_code, last_layers, mesh)
         if self.options.target_compile:
             target.compile_layers()
         return target

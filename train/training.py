@@ -66,6 +66,11 @@ class DraftTraining(nn.Module, ABC):
     def new_draft(cls, options: Any, files: TargetFiles) -> DraftNetwork:
         """A draft for the target, not trained yet; `options` of the draft."""
 
+    @classmethod
+    def starting_layers(cls, draft: Any) -> int:  # noqa: ARG003
+        """How many of the target's last layers `start` copies into a new draft."""
+        return 0
+
     def configure(self, evaluation: EvaluationOptions) -> None:
         """Takes the run's options of evaluation besides the depth."""
         self.temperature = evaluation.temperature

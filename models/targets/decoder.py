@@ -223,6 +223,15 @@ def target_name(key: str) -> str:
     return key
 
 
+def leave_out_layers(target: Target, tensors: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Empties the first `count` layers and what they alone read; returns the tensors of the rest."""
+    for index in range(count):
+        target.layers[index] = nn.Module()
+    target.per_layer_inputs = None
+    prefixes = ("per_layer_inputs.", *(f"layers.{index}." for index in range(count)))
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
+
+
 def drop_tied_head(tensors: dict[str, Tensor], path: Path) -> None:
     """Removes the head of a target whose config ties it to the embedding. Raises ValueError for one that differs."""
     names = [key for key in tensors if key.startswith(HEAD.removesuffix("weight"))]
@@ -255,10 +264,12 @@ def load_target(
     quantization: str | None = None,
     rank: int = 0,
     world: int = 1,
+    last_layers: int | None = None,
 ) -> Target:
     """Reads a transformers checkpoint folder, strictly. `quantization`: "fp8" to quantise 16-bit weights on the fly.
 
     With `world` ranks of tensor parallelism only the part of `rank`, `config.shard`; `config` is the whole target's.
+    `last_layers`: how many are read, from the end; the others stay empty, and the target does not run.
     """
     spec = config.shard(rank, world)
     formats = read_quantization(path, quantization)
@@ -270,6 +281,8 @@ def load_target(
     has_mtp = bool(mtp_names(map(target_name, file_tensors), config))
     tensors = adapt_names(decoder_tensors(file_tensors), config)
     del file_tensors  # released as they are loaded
+    if last_layers is not None:
+        tensors = leave_out_layers(target, tensors, len(target.layers) - last_layers)
     scales = {key: tensors.pop(key) for key in list(tensors) if key.endswith(CACHE_SCALES)}
     head = HEAD.removesuffix(".weight")
     if config.tie_word_embeddings:

@@ -356,14 +356,14 @@ def load_frozen_target(
     aux_layers: tuple[int, ...],
     device: torch.device,
     trust_remote_code: bool = False,
-    heads_only: bool = False,
+    last_layers: int | None = None,
     mesh: DeviceMesh | None = None,
 ) -> FrozenTarget:
     """Loads a checkpoint folder in its own dtype, on the CPU in fp32 (as it is served there): as it is served, or by
     transformers where it is not, or is sharded.
 
-    `heads_only` keeps on the host what only `aux_states` and `initial_weights` need. `mesh`: processes among which the
-    layers are sharded (sharded.py); the first one reads the files.
+    `last_layers`: how many layers are read, for `initial_weights` alone, and stay on the host. `mesh`: processes among
+    which the layers are sharded (sharded.py); the first one reads the files.
     """
     if mesh is not None:
         model = empty_model(path, trust_remote_code)
@@ -373,9 +373,9 @@ def load_frozen_target(
         share_out(model, decoder_layers(model), source, mesh, device)
         return TransformersTarget(model, aux_layers)
     if is_served(read_json(path / "config.json")):
-        return load_decoder_target(path, aux_layers, device, trust_remote_code, heads_only)
+        return load_decoder_target(path, aux_layers, device, trust_remote_code, last_layers)
     model = read_model(path, device, trust_remote_code)
-    for module in (model.get_input_embeddings(), output_head(model)) if heads_only else (model,):
+    for module in (model.get_input_embeddings(), output_head(model)) if last_layers is not None else (model,):
         nn.Module.to(module, device)
     return TransformersTarget(model, aux_layers)
 
@@ -392,14 +392,15 @@ def is_served(values: Mapping[str, Any]) -> bool:
 
 
 def load_decoder_target(
-    path: Path, aux_layers: tuple[int, ...], device: torch.device, trust_remote_code: bool, heads_only: bool
+    path: Path, aux_layers: tuple[int, ...], device: torch.device, trust_remote_code: bool, last_layers: int | None
 ) -> DecoderTarget:
     config = load_config(path, trust_remote_code)
     values = read_json(path / "config.json")
     name = "float32" if device.type == "cpu" else values.get("dtype") or values.get("torch_dtype") or "bfloat16"
     dtype = getattr(torch, name)
-    model = load_target(path, config, dtype, torch.device("cpu") if heads_only else device, trust_remote_code)
-    for module in (model.embed_tokens, model.lm_head) if heads_only else ():
+    place = device if last_layers is None else torch.device("cpu")
+    model = load_target(path, config, dtype, place, trust_remote_code, last_layers=last_layers)
+    for module in (model.embed_tokens, model.lm_head) if last_layers is not None else ():
         nn.Module.to(module, device)
     return DecoderTarget(model, aux_layers)
 

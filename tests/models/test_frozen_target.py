@@ -28,6 +28,7 @@ from slipstream.models.targets import frozen
 from slipstream.models.targets.config import AttentionSpec, ClampedSwiGLU, MoESpec, RopeConfig, TargetSpec
 from slipstream.models.targets.frozen import (
     DecoderTarget,
+    FrozenTarget,
     TransformersTarget,
     empty_target,
     load_frozen_target,
@@ -158,6 +159,16 @@ def test_the_decoder_that_serves_a_target_reads_it_as_transformers_does(family: 
     assert ("layers.0.mlp.up_proj.weight" in weights) == (family not in NEWER), (
         "a draft's layers are pre-norm, with silu"
     )
+    check_ends(tmp_path, target, tokens)
+
+
+def check_ends(path: Path, target: FrozenTarget, tokens: Tensor) -> None:
+    """A target of which a draft's start alone is read has the same weights, and no others."""
+    ends = load_frozen_target(path, (0,), torch.device("cpu"), last_layers=2)
+    assert not list(ends.layers[: len(target.layers) - 2].parameters())
+    assert len(ends.layers) == len(target.layers)
+    torch.testing.assert_close(ends.initial_weights(2), target.initial_weights(2), rtol=0, atol=0)
+    assert torch.equal(ends.embed(tokens), target.embed(tokens))
 
 
 @pytest.mark.parametrize("family", [name for name in LATER if name in RELATIVES])
@@ -185,6 +196,7 @@ def test_states_of_later_families_are_those_of_transformers(family: str, make_ta
             logits = model(input_ids=document[None]).logits[0]
         torch.testing.assert_close(target.logits(document_final, ALL)[0], logits, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(target.embed(tokens), shared_weights(model)[0][tokens])
+    check_ends(path, target, tokens)
     weights = target.initial_weights(2)
     names = weights.keys() - {"norm.weight", HEAD}
     assert bool(names) == (family == "ministral3"), "a draft's layers have no gates, and other norms"
