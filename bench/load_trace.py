@@ -6,7 +6,8 @@ ones, and without a draft.
 Each phase keeps its number of requests in flight. The next phase begins as soon as the last request of a phase has
 started and, where fewer are wanted, enough of them have ended. All settings answer the same questions, so their total
 times can be compared. The error of step times is how far the engine's predictions of the last 200 steps were off
-(median).
+(median). The regret is by how much a request's tokens took longer than with the best other setting, which is known in
+hindsight: the mean of all requests.
 
 A setting is `auto` (the draft, all options as given), `none` (no draft), or options of the engine or of the drafter as
 in width=2 or depth=5,width=4. Engines of different settings run one after another. Prints a Markdown table, then one
@@ -22,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ COLUMNS = (  # heading, key of a line, format
     ("accept length", "accept_length", ".2f"),
     ("error of step times", "step_time_error", ".1%"),
     ("same answers", "num_identical", "d"),
+    ("regret", "regret", ".3f"),
 )
 
 
@@ -116,7 +118,7 @@ def trace(config: LoadTraceConfig) -> None:
         torch.cuda.empty_cache()
     rows = summary(lines.all)
     print(table((*COLUMNS, *phase_columns(config.phases)), rows))
-    lines.print(hidden=["answers"])
+    lines.print(hidden=["answers", "token_ms"])
 
 
 def read_work(config: LoadTraceConfig) -> list[list[Task]]:
@@ -157,6 +159,7 @@ def measure(engine: Engine, config: LoadTraceConfig, work: Sequence[Sequence[Tas
         "tok_s": round(total / seconds, 2),
         "accept_length": accept_length(all_streams),
         "phases": phases,
+        "token_ms": [token_ms(stream) for stream in all_streams],
         "answers": [zlib.crc32(repr(stream.tokens).encode()) for stream in all_streams],
     }
 
@@ -194,6 +197,13 @@ def phase_figures(streams: Sequence[Stream], level: int, begin_s: float, end_s: 
     }
 
 
+def token_ms(stream: Stream) -> float | None:
+    """The time per token after the first output; None if there are none."""
+    first = stream.arrivals[0]
+    count = sum(arrival.num_tokens for arrival in stream.arrivals[1:])
+    return milliseconds((stream.arrivals[-1].time_s - first.time_s) / count) if count else None
+
+
 def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row per setting: medians over repeats, compared with those without a draft."""
     by_setting: dict[str, list[Mapping[str, Any]]] = {}
@@ -211,7 +221,15 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if plain is not None and row is not plain:
             row["speed_up"] = row["tok_s"] / plain["tok_s"]
             row["num_identical"] = num_identical(by_setting["none"], by_setting[row["setting"]])
+        row["regret"] = regret(by_setting, row["setting"])
     return rows
+
+
+def regret(by_setting: Mapping[str, Sequence[Mapping[str, Any]]], setting: str) -> float | None:
+    """The mean of requests, over all repeats; None without another setting."""
+    times = {name: [ms for line in runs for ms in line["token_ms"]] for name, runs in by_setting.items()}
+    rows = [row for row in zip(times.pop(setting), *times.values(), strict=True) if None not in row]
+    return mean(row[0] / min(row[1:]) - 1 for row in rows) if times and rows else None
 
 
 def phase_speeds(runs: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream.bench import load_trace, streams
@@ -14,6 +15,7 @@ from slipstream.bench.load_trace import (
     read_work,
     run_phases,
     summary,
+    token_ms,
 )
 from slipstream.bench.streams import Arrival, Stream, Streams
 from slipstream.bench.workload import Task
@@ -66,6 +68,7 @@ def test_each_phase_keeps_its_number_of_requests_open(watched: Watched) -> None:
 
 def test_figures_of_a_phase() -> None:
     stream = Stream(0.0, arrivals=[Arrival(1.0, 1), Arrival(2.0, 3), Arrival(5.0, 2)])
+    assert token_ms(stream) == 800.0
     figures = phase_figures([stream], 1, 0.0, 4.0)
     assert [figures[name] for name in ("requests", "tok_s", "gap_ms_p50", "gap_ms_p99")] == [1, 1.0, 1000.0, 1000.0]
 
@@ -74,14 +77,18 @@ def test_medians_are_compared_with_those_without_a_draft() -> None:
     def line(setting: str, tok_s: float, answers: list[int]) -> dict[str, Any]:
         phases = [{"tok_s": tok_s}, {"tok_s": 2 * tok_s}]
         figures = {"tok_s": tok_s, "total_s": 1.0, "accept_length": 1.0, "step_time_error": 0.01}
-        return {"setting": setting, **figures, "phases": phases, "answers": answers}
+        times = {"token_ms": [1000 / tok_s, 50.0, None]}
+        return {"setting": setting, **figures, "phases": phases, "answers": answers, **times}
 
     speeds = {"auto": (30.0, 20.0, 40.0), "none": (9.0, 11.0, 10.0)}
     lines = [line(name, speed, [1, 2, 3 + (speed == 20)]) for name, rates in speeds.items() for speed in rates]
     auto, none = summary(lines)
     assert (auto["tok_s"], auto["speed_up"], auto["num_identical"], auto["phase 1"]) == (30.0, 3.0, 8, 60.0)
     assert (none["tok_s"], none["speed_up"], none["num_identical"]) == (10.0, None, None)
-    assert summary([line("auto", 1.0, [1])])[0]["speed_up"] is None
+    assert auto["regret"] == pytest.approx(np.mean([9 / 30 - 1, 11 / 20 - 1, 10 / 40 - 1, 0, 0, 0]))
+    assert none["regret"] == pytest.approx(np.mean([30 / 9 - 1, 20 / 11 - 1, 40 / 10 - 1, 0, 0, 0]))
+    (alone,) = summary([line("auto", 1.0, [1])])
+    assert (alone["speed_up"], alone["regret"]) == (None, None)
 
 
 def test_the_program_measures_the_same_questions_with_each_setting(
