@@ -171,6 +171,27 @@ def test_another_request_gets_drafts_at_once() -> None:
     assert np.mean(rates[11::2]) > 0.9
 
 
+def test_regret_to_the_best_fixed_width_of_each_request_in_hindsight() -> None:
+    """One request at a time, whose drafts are accepted more or less often from the middle of its answer on."""
+    simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(1.0), 1)
+    world = simulation.world
+    regrets = []
+    for _ in range(40):
+        simulation.policy.admit(0)
+        tokens = np.zeros(len(WIDTHS) + 1)  # in 100 steps of each width, and those of the policy
+        ms = 0.0
+        for world.power in np.exp(world.rng.normal(0, 1.5, 2)):
+            rate = simulation.run(100)
+            spent = sum(map(gpu_ms, simulation.nodes[-100:], [1] * 100, simulation.widths[-100:]))
+            _, paths = world.propose(4000, WIDTHS[-1])
+            means = paths.mean(axis=0).cumsum()
+            tokens += (*(100 * means[width - 1] for width in WIDTHS), rate * spent)
+            ms += spent
+        best = max(count / (200 * gpu_ms(width, 1, width)) for count, width in zip(tokens, WIDTHS, strict=False))
+        regrets.append(best / (tokens[-1] / ms) - 1)
+    assert np.mean(regrets) < 0.03
+
+
 def test_probes_cost_what_they_may() -> None:
     """Where no draft pays, probes take all time beyond that of the roots."""
     simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(1.0), 128)
