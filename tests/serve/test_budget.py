@@ -180,7 +180,8 @@ def test_regret_to_the_best_fixed_width_of_each_request_in_hindsight() -> None:
         simulation.policy.admit(0)
         tokens = np.zeros(len(WIDTHS) + 1)  # in 100 steps of each width, and those of the policy
         ms = 0.0
-        for world.power in np.exp(world.rng.normal(0, 1.5, 2)):
+        for power in np.exp(world.rng.normal(0, 1.5, 2)):
+            world.power = power
             rate = simulation.run(100)
             spent = sum(map(gpu_ms, simulation.nodes[-100:], [1] * 100, simulation.widths[-100:]))
             _, paths = world.propose(4000, WIDTHS[-1])
