@@ -66,6 +66,7 @@ class Peers:
 
         buffer = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         buffer.zero_()
+        dist.barrier(group)  # a lost rank ends this wait, but not those of the rendezvous
         handle = symmetric_memory.rendezvous(buffer, group.group_name)
         torch.cuda.synchronize(device)  # sync
         dist.barrier(group)

@@ -19,6 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,8 +129,23 @@ class Team:
         """Waits until all ranks have loaded their parts, and joins them."""
         if self.ranks is None:
             self.answers()
-            self.ranks = meet(self._device, 0, 1 + len(self.members), self._file)
+            self.ranks = self._join()
         return self.ranks
+
+    def _join(self) -> Ranks:
+        """Joins the ranks. Libraries wait for lost ones for minutes, so another thread does; it is left behind then."""
+        result: Future[Ranks] = Future()
+
+        def join() -> None:
+            try:
+                result.set_result(meet(self._device, 0, 1 + len(self.members), self._file))
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=join, daemon=True).start()
+        while not wait([result], BEAT_SECONDS).done:
+            self.check()
+        return result.result()
 
     def watch(self, report: Callable[[str], None]) -> None:
         """Calls `report` with a sentence, from another thread, as soon as a rank is lost."""

@@ -1,19 +1,25 @@
 """How ranks meet, and how rank 0 misses them."""
 
+import multiprocessing
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from slipstream.kernels.collectives.join import join_ranks
 from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.serve.engine import team as teams
+from slipstream.serve.engine.build import build
+from slipstream.serve.engine.engine_plan import read_plan
+from slipstream.serve.options import EngineConfig
 
 CPU = torch.device("cpu")
 WORLD = 3
@@ -36,6 +42,36 @@ def test_all_have_joined_when_one_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(teams, "join_ranks", join_late)
     with ThreadPoolExecutor(WORLD) as pool:
         assert list(pool.map(meet, range(WORLD))) == [{0, 1, 2}] * WORLD
+
+
+def lose_a_rank(target: str, end: Connection) -> None:
+    """Builds an engine in this process, whose other rank is killed when rank 0 begins to join."""
+    team = teams.Team(2, CPU)
+    process = team.members[0].process
+
+    def join_none(*arguments: Any) -> Ranks:
+        process.kill()
+        return join_ranks(*arguments)
+
+    teams.join_ranks = join_none  # type: ignore[assignment]
+    try:
+        build(read_plan(EngineConfig(target=target, device="cpu", tp=2, kv_cache_tokens=512)), team=team)
+    except teams.RankError as error:
+        end.send((str(error), process.pid))
+
+
+def test_a_rank_that_dies_while_rank_0_joins_is_named(target: Path) -> None:
+    """By an engine that ends, though torch waits for the rank for minutes. A process, as nothing ends that wait."""
+    end, engine_end = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    engine = context.Process(target=lose_a_rank, args=(str(target), engine_end), daemon=True)
+    engine.start()
+    assert end.poll(120), "the engine waits"
+    sentence, rank = end.recv()
+    assert sentence == "rank 1 (cpu) was killed by signal 9 (SIGKILL)"
+    engine.join(30)
+    assert engine.exitcode == 0
+    assert not psutil.pid_exists(rank)
 
 
 def test_ranks_find_the_modules_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
