@@ -60,6 +60,8 @@ def microseconds(run: Callable[[int], object], calls: int, replays: int = 30) ->
 
 
 def sums(ranks: Ranks) -> str:
+    store = dist.PrefixStore("nccl", ranks.store)
+    dist.init_process_group("nccl", store=store, rank=ranks.rank, world_size=ranks.world, device_id=ranks.device)
     reduce = AllReduce(ranks.peers, SIZE, ROWS[-1])
     weight = random(SIZE, seed=1, dtype=torch.bfloat16)
     lines = [
@@ -93,7 +95,7 @@ def sums(ranks: Ranks) -> str:
         more_times = " ".join(f"{time:7.2f}" for time in times[2:])
         lines.append(f"{rows:5} rows {times[0]:7.2f} {times[1]:7.2f} {ratio:5.2f}x {more_times}")
     lines.append("us of gathered logits, half of 128256: ours, NCCL's")
-    gather = Gather(ranks.peers, 64 * 32064, dist.group.WORLD)
+    gather = Gather(ranks.peers, 64 * 32064)
     for rows in (1, 8, 64):
         part = random(rows, 128256 // ranks.world, seed=1, dtype=torch.bfloat16)
         parts = torch.empty(ranks.world, *part.shape, dtype=part.dtype, device="cuda")

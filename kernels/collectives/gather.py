@@ -1,15 +1,15 @@
 """Brings the vocabulary parts of all ranks' logits together on every rank, in the order of the ranks.
 
 Numbers are only moved, 4 bytes at a time, whatever they are. Few of them are sent with tags, as few rows of a sum are
-(all_reduce.py); the library brings more.
+(all_reduce.py); more take several calls.
 Letters: T rows, C columns of a rank, N ranks.
 """
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from slipstream.kernels.collectives.all_reduce import WORD
 from slipstream.kernels.collectives.peers import Peers, receive_words, send_words, start_of
@@ -27,10 +27,9 @@ def gather_columns(parts: Tensor) -> Tensor:
 class Gather:
     """Gathers columns. All ranks call it with the same shapes in the same order."""
 
-    def __init__(self, peers: Peers, max_words: int, group: dist.ProcessGroup | None = None) -> None:
-        """max_words: most words of 4 bytes that a rank sends in a call; `group` gathers more."""
+    def __init__(self, peers: Peers, max_words: int) -> None:
+        """max_words: most words of 4 bytes that a rank sends at once."""
         self.peers = peers
-        self.group = group
         self.max_tiles = triton.cdiv(max_words, TILE)
         self.cells = peers.take(2 * peers.world * self.max_tiles * TILE * WORD)
         self.tags = peers.counters(self.max_tiles)
@@ -41,30 +40,34 @@ class Gather:
         return 2 * world * triton.cdiv(max_words, TILE) * TILE * WORD + 256
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x (T, C), this rank's columns, of a multiple of 4 bytes -> (T, N * C)."""
-        peers = self.peers
+        """x (T, C), this rank's columns -> (T, N * C). Raises ValueError for rows longer than the shared memory."""
         num_rows, num_columns = x.shape
-        if num_columns * x.element_size() % 4:
-            raise ValueError(f"a rank's {num_columns} columns of {x.dtype} are no multiple of 4 bytes")
-        words = x.contiguous().view(torch.int32)
-        tiles = num_rows * triton.cdiv(words.shape[1], TILE)
-        if tiles > self.max_tiles:
-            return self._gather_many(x)
-        out = torch.empty(num_rows, peers.world * num_columns, dtype=x.dtype, device=x.device)
-        if tiles:
-            gather_kernel[(min(tiles, PROGRAMS),)](
-                words, out.view(torch.int32), peers.addresses, self.cells, self.tags, peers.watch.words, tiles,
-                words.shape[1], TILE=TILE, TILES=self.max_tiles, RANK=peers.rank, WORLD=peers.world, num_warps=8,
-                **pdl_options(x.device),
-            )  # fmt: skip
+        padding = -num_columns % (4 // x.element_size())
+        words = (functional.pad(x, (0, padding)) if padding else x.contiguous()).view(torch.int32)
+        most_rows = self.max_tiles // triton.cdiv(words.shape[1], TILE)
+        if not most_rows:
+            raise ValueError(
+                f"ranks share memory for {self.max_tiles * TILE} words, fewer than {words.shape[1]} of a row"
+            )
+        parts = [self._gather(rows) for rows in words.split(most_rows)]
+        out = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(x.dtype)
+        if padding:
+            out = out.view(num_rows, self.peers.world, -1)[..., :num_columns].flatten(1)
         return out
 
-    def _gather_many(self, x: Tensor) -> Tensor:
-        if self.group is None:
-            raise ValueError(f"ranks share memory for {self.max_tiles * TILE} words, fewer than {tuple(x.shape)} holds")
-        rows = torch.empty(self.peers.world * len(x), x.shape[1], dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(rows, x.contiguous(), self.group)
-        return gather_columns(rows.view(self.peers.world, *x.shape))
+    def _gather(self, words: Tensor) -> Tensor:
+        """words (T, C) int32 -> (T, N * C)."""
+        peers = self.peers
+        num_rows, num_words = words.shape
+        tiles = num_rows * triton.cdiv(num_words, TILE)
+        out = torch.empty(num_rows, peers.world * num_words, dtype=words.dtype, device=words.device)
+        if tiles:
+            gather_kernel[(min(tiles, PROGRAMS),)](
+                words, out, peers.addresses, self.cells, self.tags, peers.watch.words, tiles, num_words,
+                TILE=TILE, TILES=self.max_tiles, RANK=peers.rank, WORLD=peers.world, num_warps=8,
+                **pdl_options(words.device),
+            )  # fmt: skip
+        return out
 
 
 @triton.jit(do_not_specialize=["tiles"])

@@ -16,10 +16,11 @@ def join_ranks(device: torch.device, rank: int, world: int, file: str) -> Ranks:
     from torch import distributed  # here, since few processes need it
 
     store = distributed.FileStore(file, world)
+    group = distributed.ProcessGroupGloo(store, rank, world, TIMEOUT)
     if device.type == "cpu":
-        return GroupRanks(distributed.ProcessGroupGloo(store, rank, world, TIMEOUT), rank, world)
-    distributed.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
-    if not all(torch.cuda.can_device_access_peer(rank, other) for other in range(world) if other != rank):
-        logger.warning("GPU %d does not reach the others' memory: sums over ranks take NCCL, and more time", rank)
-        return NCCLRanks(distributed.group.WORLD, rank, world)
-    return PeerRanks(distributed.group.WORLD, rank, world, torch.device("cuda", rank))
+        return GroupRanks(group, rank, world)
+    if all(torch.cuda.can_device_access_peer(rank, other) for other in range(world) if other != rank):
+        return PeerRanks(group, rank, world, torch.device("cuda", rank))
+    logger.warning("GPU %d does not reach the others' memory: sums over ranks take NCCL, and more time", rank)
+    options = distributed.ProcessGroupNCCL.Options()
+    return NCCLRanks(distributed.ProcessGroupNCCL(store, rank, world, options), rank, world)

@@ -8,15 +8,16 @@ from torch import Tensor
 from slipstream.kernels.collectives.all_reduce import AllReduce
 from slipstream.kernels.collectives.gather import Gather
 from slipstream.kernels.collectives.peers import Peers
-from slipstream.kernels.collectives.ranks import NCCLRanks, Norm
+from slipstream.kernels.collectives.ranks import GroupRanks, Norm
 
 MOST_ROWS = 2048  # that are added at once
-MOST_WORDS = 1 << 21  # of 4 bytes of a rank that are gathered without NCCL
+MOST_WORDS = 1 << 21  # of 4 bytes of a rank that are gathered at once
 SECONDS = 60.0  # that a kernel waits: longer than compilers take; `abort` ends the wait sooner
 
 
-class PeerRanks(NCCLRanks):
-    """Memory is shared at the first call of a size, never in a captured pass; all ranks make the same calls."""
+class PeerRanks(GroupRanks):
+    """`group` is one of gloo. Memory is shared at the first call of a size, never in a captured pass; all ranks make
+    the same calls."""
 
     def __init__(self, group: Any, rank: int, world: int, device: torch.device) -> None:
         super().__init__(group, rank, world)
@@ -40,12 +41,12 @@ class PeerRanks(NCCLRanks):
         return None if num_rows > MOST_ROWS else self._all_reduce(size).partial_rows(num_rows)
 
     def gather(self, part: Tensor) -> Tensor:
-        rows = part.reshape(-1, part.shape[-1])
-        if rows.shape[1] * rows.element_size() % 4:
-            return super().gather(part)
         if self._gather is None:
-            self._gather = Gather(self._meet(Gather.num_bytes(self.world, MOST_WORDS)), MOST_WORDS, self.group)
-        return self._gather(rows).view(*part.shape[:-1], -1)
+            self._gather = Gather(self._meet(Gather.num_bytes(self.world, MOST_WORDS)), MOST_WORDS)
+        return self._gather(part.reshape(-1, part.shape[-1])).view(*part.shape[:-1], -1)
+
+    def collect(self, part: Tensor) -> Tensor:
+        return super().collect(part.cpu()).to(part.device)
 
     def is_lost(self) -> bool:
         return any(peers.lost for peers in self._peers)
@@ -53,7 +54,10 @@ class PeerRanks(NCCLRanks):
     def abort(self) -> None:
         for peers in self._peers:
             peers.stop()
-        super().abort()
+
+    def close(self) -> None:
+        for peers in self._peers:
+            peers.close()
 
     def _all_reduce(self, size: int) -> AllReduce:
         if size not in self._all_reduces:

@@ -6,15 +6,14 @@ A receiver that waits too long, or is told to stop, says so in memory of the hos
 their results are wrong, and whoever reads them asks `Peers.lost` first.
 """
 
-import os
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.collectives.device_memory import HANDLE_BYTES, DeviceMemory, close_address, open_handle
 from slipstream.kernels.launch import COMPILED
 
 ALIGNMENT = 256  # bytes
@@ -52,29 +51,34 @@ class Peers:
         self.buffer = buffer
         self.addresses = torch.tensor(addresses, device=buffer.device)
         self.watch = Watch.start(self.world, buffer.device, seconds)
-        self.handle: object = None  # of the mapped memory, which lives as long
+        self._memory: DeviceMemory | None = None
         self._end = 0
 
     @classmethod
-    def meet(cls, group: dist.ProcessGroup, device: torch.device, num_bytes: int, seconds: float) -> "Peers":
-        """Allocates `num_bytes` on this rank's GPU and maps those of the others. All ranks of `group` call it.
+    def meet(cls, group: Any, device: torch.device, num_bytes: int, seconds: float) -> "Peers":
+        """Allocates `num_bytes` on this rank's GPU, which is the current one, and maps those of the others. All ranks
+        of `group` call it.
 
-        Raises RuntimeError where GPUs cannot read one another's memory.
+        Raises RuntimeError where a GPU has less memory, or a rank is lost.
         """
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # nothing here would use what torch prepares for it
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        buffer = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        buffer.zero_()
-        dist.barrier(group)  # a lost rank ends this wait, but not those of the rendezvous
-        handle = symmetric_memory.rendezvous(buffer, group.group_name)
-        torch.cuda.synchronize(device)  # sync
-        dist.barrier(group)
-        rank = dist.get_rank(group)
-        offset = buffer.data_ptr() - handle.buffer_ptrs[rank]
-        peers = cls(rank, buffer, [address + offset for address in handle.buffer_ptrs], seconds)
-        peers.handle = handle
+        memory = DeviceMemory(num_bytes)
+        handles = [torch.empty(HANDLE_BYTES, dtype=torch.uint8) for _ in range(group.size())]
+        group.allgather([handles], [memory.handle()]).wait()
+        rank = group.rank()
+        addresses = [memory.address if i == rank else open_handle(handle) for i, handle in enumerate(handles)]
+        peers = cls(rank, memory.tensor(), addresses, seconds)
+        assert peers.device == device
+        peers._memory = memory
         return peers
+
+    def close(self) -> None:
+        """Frees the memory, which the other ranks no longer use."""
+        if self._memory is not None:
+            for rank, address in enumerate(self.addresses.tolist()):
+                if rank != self.rank:
+                    close_address(address)
+            self._memory.free()
+            self._memory = None
 
     @property
     def device(self) -> torch.device:

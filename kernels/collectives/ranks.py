@@ -6,6 +6,7 @@ tokens by itself; all call the same methods in the same order.
 
 from abc import ABC, abstractmethod
 from datetime import timedelta
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ class Ranks(ABC):
         """Lets calls that wait for a lost rank return or raise, where they would not by themselves."""
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Frees what is shared, once the other ranks have ended."""
 
 
 class RankSum(NamedTuple):
@@ -107,4 +108,4 @@ class NCCLRanks(GroupRanks):
         self.group.abort()
 
     def close(self) -> None:
-        torch.distributed.distributed_c10d._abort_process_group()  # does not wait for ranks that have exited
+        Thread(target=self.group.abort, daemon=True).start()  # it waits for the end of all graphs with its kernels

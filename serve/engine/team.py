@@ -226,8 +226,6 @@ class Team:
         for member in self.members:
             member.channel.close()  # at which the rank exits
             member.life.close()
-        if self.ranks is not None and not self.failure:
-            self.ranks.close()
         self._folder.cleanup()
         for member in self.members:
             try:
@@ -235,6 +233,8 @@ class Team:
             except subprocess.TimeoutExpired:
                 member.process.kill()
                 member.process.wait()
+        if self.ranks is not None and not self.failure:
+            self.ranks.close()
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -354,8 +354,8 @@ class LeadingRunner(RankRunner):
 
 
 def meet(device: torch.device, rank: int, world: int, file: str) -> Ranks:
-    """Joins the ranks, and returns once all have exchanged something. Until then they read `file`, on GPUs later, too:
-    NCCL's threads do."""
+    """Joins the ranks, and returns once all have exchanged something. Until then they read `file`; NCCL's threads, if
+    it is needed, read it later, too."""
     ranks = join_ranks(device, rank, world, file)
     ranks.collect(torch.zeros(1, device=device)).tolist()  # sync
     return ranks

@@ -1,4 +1,4 @@
-"""Sums over ranks on GPUs: `python gpu_ranks.py SCENARIO... --world N` runs scenarios, each in a process a GPU, prints
+"""Sums over ranks on GPUs: `python gpu_ranks.py SCENARIO... --world N` runs scenarios, each in a process a rank, prints
 what each found, and exits with the number of those that failed."""
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -43,6 +43,8 @@ class Ranks(NamedTuple):
     rank: int
     world: int
     device: torch.device
+    store: dist.Store
+    group: dist.ProcessGroupGloo
     peers: Peers
 
 
@@ -74,7 +76,7 @@ def sums(ranks: Ranks) -> str:
             outputs = reduce.add_and_norm(partial, Norm(residual, weight, EPS))
             for name, output, other in zip(("norm", "residual"), outputs, expected, strict=True):
                 expect(torch.equal(output, other), f"{name} of {rows} x {size}")
-    gather = Gather(ranks.peers, 1 << 18, dist.group.WORLD)
+    gather = Gather(ranks.peers, 1 << 18)
     for seed, (rows, columns) in enumerate(((1, 64128), (8, 64128), (3, 1000), (1, 2), (64, 64128), (2, 37984))):
         parts = random(ranks.world, rows, columns, seed=seed, dtype=torch.bfloat16)
         expect(torch.equal(gather(parts[ranks.rank]), gather_columns(parts)), f"gather of {rows} x {columns}")
@@ -230,7 +232,7 @@ def lost(ranks: Ranks) -> str:
     graph.replay()
     torch.cuda.synchronize()
     expect(ranks.peers.lost == [], f"lost {ranks.peers.lost}")
-    dist.barrier()
+    ranks.group.barrier().wait()
     torch.cuda.synchronize()
     if ranks.rank != 0:
         time.sleep(4)
@@ -272,14 +274,12 @@ SCENARIOS: dict[str, Callable[[Ranks], str]] = {
 
 
 def meet(rank: int, world: int, file: str) -> Ranks:
-    device = torch.device("cuda", rank)
+    """Joins the ranks, several to a GPU where there are fewer."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{file}", rank=rank, world_size=world, timeout=timedelta(seconds=60),
-        device_id=device,
-    )  # fmt: skip
-    assert dist.group.WORLD is not None
-    return Ranks(rank, world, device, Peers.meet(dist.group.WORLD, device, BYTES, 20.0))
+    store = dist.FileStore(file, world)
+    group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=60))
+    return Ranks(rank, world, device, store, group, Peers.meet(group, device, BYTES, 20.0))
 
 
 @torch.inference_mode()
@@ -303,7 +303,7 @@ def work(scenarios: list[Callable[[Ranks], str]], rank: int, world: int, file: s
 def run_ranks(program: str, arguments: list[str], world: int, seconds: float) -> bool:
     """Starts a process for each rank; whether all succeed in time. None is left, even if this one is told to end."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    environment = os.environ | {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+    environment = os.environ | {"NCCL_NVLS_ENABLE": "0"}
     with tempfile.TemporaryDirectory() as folder:
         extra = ["--world", str(world), "--file", f"{folder}/store", "--rank"]
         processes = [

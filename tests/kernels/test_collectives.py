@@ -147,14 +147,12 @@ def test_a_wait_can_be_stopped() -> None:
 def test_columns_are_gathered_in_the_order_of_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "TILE", 16)
     monkeypatch.setattr(gather, "PROGRAMS", 2)
-    calls = [(1, 50), (3, 20), (2, 34), (1, 2)]
+    calls = [(1, 50), (3, 20), (2, 34), (1, 2), (9, 30), (2, 3), (15, 1)]
 
     def run(peers: Peers) -> list[Tensor]:
         together = Gather(peers, 100)
         outputs = [together(random(world, *call, seed=index)[peers.rank].half()) for index, call in enumerate(calls)]
-        with pytest.raises(ValueError, match="3 columns of torch.float16 are no multiple of 4 bytes"):
-            together(torch.zeros(2, 3, dtype=torch.float16))
-        with pytest.raises(ValueError, match="share memory for 112 words, fewer than"):
+        with pytest.raises(ValueError, match="share memory for 112 words, fewer than 200 of a row"):
             together(torch.zeros(2, 200))
         return outputs
 
@@ -173,9 +171,9 @@ def test_memory_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("scenario", ["sums", "replays", "products", "quantised", "lost"])
 def test_ranks_on_gpus(scenario: str) -> None:
+    """On one GPU, too, which they share."""
     program = Path(__file__).with_name("gpu_ranks.py")
     done = subprocess.run([sys.executable, program, scenario], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -191,8 +189,7 @@ def test_ranks_of_one_machine_meet_when_they_first_add(monkeypatch: pytest.Monke
 
     def run(peers: Peers) -> list[Tensor]:
         monkeypatch.setattr(PeerRanks, "_meet", lambda ranks, _: ranks._peers.append(peers) or peers)
-        group = Mock()
-        ranks = PeerRanks(group, peers.rank, 2, torch.device("cpu"))
+        ranks = PeerRanks(Mock(), peers.rank, 2, torch.device("cpu"))
         outputs = [ranks.add(random(2, *shape, seed=0)[peers.rank], torch.float16) for shape in shapes]
         assert ranks.partial_rows(5, SIZE) is None
         for rows in (3, 9):
@@ -201,7 +198,6 @@ def test_ranks_of_one_machine_meet_when_they_first_add(monkeypatch: pytest.Monke
         outputs.append(ranks.gather(random(2, 3, 5, 4, seed=0)[peers.rank].half()))
         assert not ranks.is_lost()
         ranks.abort()
-        group.abort.assert_called_once_with()
         if peers.rank == 0:
             ranks.add(torch.ones(1, SIZE), torch.float16)
             assert ranks.is_lost()
