@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -9,6 +10,7 @@ import torch
 
 from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.states.address import Address
+from slipstream.models.states.shared import Slot
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.serve.engine.state_passes import StatePasses
 from slipstream.serve.engine.state_service import StateService, facts_of
@@ -39,3 +41,14 @@ class StateEngine:
         self.service.close()
         self._work.put(None)
         self._thread.join()
+
+
+def lend(pipe: Connection, sizes: Sequence[int]) -> None:
+    """Another process's slot on a GPU, filled with counts up to each of `sizes`, one after the other."""
+    slot = Slot(0)
+    for size in sizes:
+        fields, total = slot.fill({"aux_states": torch.arange(size, device="cuda").bfloat16()})
+        pipe.send(fields | {"sum": int(total)})
+        pipe.recv()
+    pipe.recv()  # the views are closed
+    slot.close()

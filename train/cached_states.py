@@ -28,6 +28,7 @@ class CachedStates:
     final_scales: Tensor | None  # (M,) fp32
     online_rows: Tensor  # (L,) int64, of whole documents' beginnings, in reading order
     copies: tuple[Future[None], ...] = ()  # pending jobs that fill these tensors
+    places: dict[str, Tensor] = field(default_factory=dict)  # tensors that replace these then, by name
     waits: list[float] = field(default_factory=list)  # seconds that `to` has waited for them
 
     def to(self, device: torch.device) -> "CachedStates":
@@ -37,12 +38,14 @@ class CachedStates:
         for copy in self.copies:
             copy.result()
         self.waits.append(time.perf_counter() - began)
+        columns = {column.name: getattr(self, column.name) for column in fields(self)} | self.places
         moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
-            for name in (column.name for column in fields(self))
-            if isinstance(value := getattr(self, name), Tensor)
+            name: value.to(device, non_blocking=True) for name, value in columns.items() if isinstance(value, Tensor)
         }
-        return replace(self, copies=(), **moved)
+        for value in self.places.values():
+            if value.is_cuda:  # it came by another stream, which may not write there once more before this one has read
+                value.record_stream(torch.cuda.current_stream(device))
+        return replace(self, copies=(), places={}, **moved)
 
     def spread(self, target: FrozenTarget, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The result of `FrozenTarget.aux_states` for `tokens` and `positions` (B, S): (B, S, K * Ht) and (B, S, Ht).
@@ -77,12 +80,15 @@ def empty_states(
     shape: tuple[int, int],
     dtype: torch.dtype,
     pinned: bool,
+    on_meta: bool = False,
 ) -> CachedStates:
-    """Room for the states of these rows, of `shape` (K, Ht); with scales if `dtype` is that of fp8."""
+    """Room for the states of these rows, of `shape` (K, Ht); with scales if `dtype` is that of fp8. `on_meta`: takes
+    no memory for them yet."""
     is_scaled = dtype == DTYPES["fp8"]
 
     def empty(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(sizes, dtype=dtype, pin_memory=pinned)
+        device = "meta" if on_meta else "cpu"
+        return torch.empty(sizes, dtype=dtype, pin_memory=pinned and not on_meta, device=device)
 
     def host(indices: Tensor) -> Tensor:
         return indices.pin_memory() if pinned else indices

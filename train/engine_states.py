@@ -65,8 +65,10 @@ class EngineStates:
             shape=(len(self.layers), self.facts.hidden_size),
             dtype=NAMES["fp8" if self.is_fp8 else self.facts.dtype],
             pinned=self.pinned,
+            on_meta=True,
         )
-        return replace(batch, cached=replace(states, copies=(self.client.ask(self.request(batch, states)),)))
+        request = self.request(batch, states)
+        return replace(batch, cached=replace(states, copies=(self.client.ask(request),), places=request.places))
 
     def request(self, batch: Batch, states: CachedStates) -> StateRequest:
         places = {"aux_states": states.aux_states, "final": states.final}
@@ -79,6 +81,7 @@ class EngineStates:
             rows=states.rows,
             final_rows=states.final_rows,
             places=places,
+            pinned=self.pinned,
         )
 
 
@@ -120,7 +123,13 @@ class Engines:
         options = self.options
         key = read_key(options.api_key_file, "states.api_key_file")
         client = self.client = StateClient(
-            options.name, self.addresses, key, options.timeout, waits=not options.endpoint, ended=self.ended
+            options.name,
+            self.addresses,
+            key,
+            options.timeout,
+            waits=not options.endpoint,
+            ended=self.ended,
+            device=training.device,
         )
         client.check_target(fingerprint)
         source = EngineStates(

@@ -72,6 +72,13 @@ def open_handle(handle: Tensor) -> int:
     return pointer.value
 
 
+def copy_from(address: int, place: Tensor) -> None:
+    """Copies bytes there into `place` (N,) uint8, in the current stream."""
+    stream = torch.cuda.current_stream(place.device).cuda_stream
+    pointers = ctypes.c_uint64(place.data_ptr()), ctypes.c_uint64(address)
+    _call("cuMemcpyAsync", *pointers, ctypes.c_size_t(len(place)), ctypes.c_void_p(stream))
+
+
 def close_address(address: int) -> None:
     """Ends what `open_handle` returned."""
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))

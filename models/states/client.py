@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.states.address import Address
+from slipstream.models.states.shared import Views, memory_name
 from slipstream.models.states.wire import BrokenError, Connection, RefusedError, connect
 
 IN_FLIGHT = 2  # requests of a connection: the engine computes one while the other's states travel
@@ -46,7 +47,8 @@ class StateRequest:
 
     tokens and positions: (B, S) int32 as in FrozenTarget.aux_states; rows (R,) and final_rows (M,): int64 indices into
     the flattened batch. `places`: tensors of the host that get `aux_states` (R, K, Ht) and `final` (M, Ht), and in fp8
-    `aux_scales` (R, K) and `final_scales` (M,).
+    `aux_scales` (R, K) and `final_scales` (M,); those on the meta device say shapes alone. What came through shared
+    memory replaces them. `pinned`: pins the host's memory.
     """
 
     layers: tuple[int, ...]
@@ -55,6 +57,7 @@ class StateRequest:
     rows: Tensor
     final_rows: Tensor
     places: dict[str, Tensor]
+    pinned: bool = False
     done: Future[None] = field(default_factory=Future)
     tries: int = 0  # that have failed
 
@@ -69,10 +72,22 @@ class StateRequest:
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The place of a tensor of the answer. Raises BrokenError if the answer is not what was asked for."""
+        place = self.place(name, shape, dtype)
+        if place.is_meta:
+            place = self.places[name] = torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
+        return place
+
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         place = self.places.get(name)
         if place is None or (tuple(place.shape), place.dtype) != (shape, dtype):
             raise BrokenError(f"the engine sends {name} {shape} in {dtype}, which was not asked for")
         return place
+
+    def replace(self, answer: Mapping[str, Tensor]) -> None:
+        """Takes an answer's own tensors. Raises BrokenError for others than were asked for."""
+        for name, tensor in answer.items():
+            self.place(name, tuple(tensor.shape), tensor.dtype)
+        self.places.update(answer)
 
 
 class StateClient:
@@ -88,11 +103,14 @@ class StateClient:
         *,
         waits: bool = False,
         ended: Callable[[], str] = str,
+        device: torch.device | None = None,
     ) -> None:
         """`option` names the addresses in messages. `timeout`: seconds without any engine after which requests fail.
         `waits`: for an engine that is still loading, however long. `ended`: says why none will come any more, or is
-        empty."""
+        empty. `device`: where states are to arrive from an engine whose memory can be mapped; None: through the socket
+        from all."""
         self.option = option
+        self.device = device
         self.ended = ended
         self.timeout = timeout
         self.key = key
@@ -171,6 +189,7 @@ class Link:
         self.facts: StateFacts | None = None
         self.open: deque[StateRequest] = deque()  # sent, in order
         self.lost_at: float | None = None  # when the connection broke; None: it stands
+        self.views = None if client.device is None else Views(client.device)  # None: of an engine without any, too
 
     def meet(self, deadline: float) -> StateFacts:
         """Connects for the first time. Raises ValueError if the engine refuses, or does not answer in time."""
@@ -193,7 +212,8 @@ class Link:
 
     def reconnect(self) -> None:
         """Raises OSError, and RefusedError also for an engine that is another one now."""
-        connection, values = connect(self.address, self.client.key, self.client.timeout)
+        memory = "" if self.views is None else memory_name(self.views.device)
+        connection, values = connect(self.address, self.client.key, self.client.timeout, memory)
         facts = StateFacts(**values)
         if self.facts not in (None, facts):
             connection.close()
@@ -253,15 +273,37 @@ class Link:
         if answer.kind == "refusal":
             error = RefusedError(f"the engine at {self.address} refuses a request: {answer.fields['error']}")
             request.done.set_exception(error)
-        elif answer.tensors.keys() != request.places.keys():
-            raise BrokenError("the engine leaves out states")
         else:
+            names: Set[str] = answer.tensors.keys()
+            if answer.kind == "shared":
+                names = self.take(request, answer.fields)
+                connection.send("taken", {"slot": answer.fields["slot"]})
+            if names != request.places.keys():
+                raise BrokenError("the engine leaves out states")
             request.done.set_result(None)
         self.open.popleft()
 
+    def take(self, request: StateRequest, fields: Mapping[str, Any]) -> Set[str]:
+        """Takes an answer out of the engine's memory. Raises BrokenError if that fails; then the next connection does
+        without."""
+        try:
+            if self.views is None:
+                raise ValueError("nothing was to be shared")
+            answer = self.views.take(fields)
+        except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
+            self.close_views()
+            self.views = None
+            raise BrokenError(
+                f"its memory cannot be read: {error}; states come through the socket from now on"
+            ) from error
+        request.replace(answer)
+        return answer.keys()
+
     def drop(self, error: Exception) -> None:
         """Closes the connection, and gives its open requests back, unless they have failed often."""
-        self.close()
+        self.close_views()  # first: the engine frees its memory when the connection ends
+        if self.connection is not None:
+            self.connection.close()
         self.connection = None
         with self.client.changed:
             failure = self.client.failure
@@ -275,7 +317,12 @@ class Link:
         if failure is not None:
             self.client.fail(failure)
 
+    def close_views(self) -> None:
+        if self.views is not None:
+            self.views.close()
+
     def close(self) -> None:
+        """Wakes the thread, which then drops the connection."""
         connection = self.connection
         if connection is not None:
-            connection.close()
+            connection.wake()

@@ -114,6 +114,11 @@ class Connection:
             raise BrokenError("a frame has another checksum than its bytes")
         return Frame(kind, fields, tensors)
 
+    def wake(self) -> None:
+        """Ends calls of other threads that wait for frames; the other side notices nothing yet."""
+        with suppress(OSError):  # it has ended
+            self.end.shutdown(socket.SHUT_RD)
+
     def close(self) -> None:
         """Ends the connection, and calls of other threads that wait for it."""
         with suppress(OSError):  # it has ended
@@ -147,9 +152,9 @@ def proof(key: str, role: str, nonces: str) -> str:
     return hmac.digest(key.encode(), f"{role} {nonces}".encode(), "sha256").hex()
 
 
-def greet_client(connection: Connection, keys: Sequence[str], facts: Mapping[str, Any]) -> None:
+def greet_client(connection: Connection, keys: Sequence[str], facts: Mapping[str, Any], memory: str) -> bool:
     """Lets a client prove that it has one of `keys` (none: anybody may come), and proves to have it, too; `facts` go to
-    the client. Raises RefusedError for a client without."""
+    the client. Returns whether it maps `memory`, as `connect` names it. Raises RefusedError for a client without."""
     connection.end.settimeout(GREETING_SECONDS)
     nonce = secrets.token_hex(16)
     connection.send("challenge", {"nonce": nonce, "has_key": bool(keys)})
@@ -163,11 +168,13 @@ def greet_client(connection: Connection, keys: Sequence[str], facts: Mapping[str
     answer = proof(accepted[0], "engine", nonces) if accepted else ""
     connection.send("welcome", {"proof": answer, "facts": facts})
     connection.end.settimeout(None)
+    return bool(fields.get("memory") == proof(memory, "memory", nonces))
 
 
-def connect(address: Address, key: str | None, timeout: float) -> tuple[Connection, dict[str, Any]]:
-    """Connects to an engine and returns its facts. Raises OSError if there is none, and RefusedError if it does not
-    accept the key, or has another itself."""
+def connect(address: Address, key: str | None, timeout: float, memory: str = "") -> tuple[Connection, dict[str, Any]]:
+    """Connects to an engine and returns its facts. `memory`: a name of what this process could map, which only an
+    engine with the same learns. Raises OSError if there is none, and RefusedError if it does not accept the key, or has
+    another itself."""
     end = socket.socket(address.family, socket.SOCK_STREAM)
     try:
         end.settimeout(GREETING_SECONDS)
@@ -178,7 +185,8 @@ def connect(address: Address, key: str | None, timeout: float) -> tuple[Connecti
             raise RefusedError(f"the engine at {address} asks for a key; name its file in api_key_file")
         nonce = os.urandom(16).hex()
         nonces = f"{challenge.get('nonce')} {nonce}"
-        connection.send("hello", {"nonce": nonce, "proof": proof(key or "", "client", nonces)})
+        claims = {"proof": proof(key or "", "client", nonces), "memory": memory and proof(memory, "memory", nonces)}
+        connection.send("hello", {"nonce": nonce, **claims})
         welcome = connection.receive(limit=0)
         if welcome.kind == "refusal":
             raise RefusedError(f"the engine at {address} refuses: {welcome.fields.get('error')}")

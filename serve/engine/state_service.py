@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.files.state_store import encode
 from slipstream.models.states.address import Address
 from slipstream.models.states.client import StateFacts
-from slipstream.models.states.wire import NAMES_OF, Connection, Frame, RefusedError, greet_client
+from slipstream.models.states.shared import Slot, memory_name
+from slipstream.models.states.wire import NAMES_OF, BrokenError, Connection, Frame, RefusedError, greet_client
 from slipstream.models.targets.config import check_aux_layers
 from slipstream.serve.engine.state_passes import PackedText, StatePasses
 from slipstream.serve.keys import is_loopback, read_keys
@@ -35,6 +37,8 @@ MOST_TOKENS = 1 << 18  # of a request
 MOST_CONNECTIONS = 256  # a thread or two for each
 MOST_OPEN = 4  # requests of a client that are read and not answered
 MOST_REFUSAL = 1000  # characters
+MOST_SHARING = 16  # clients that get states through shared memory; others through their socket
+SLOTS = 2  # of a client there: the engine fills one while the client copies the other
 IN_ENGINE = 2  # requests that the engine has at once: it never waits for the next one
 
 Post = Callable[[Callable[[], None]], None]
@@ -54,21 +58,38 @@ class StateJob:
     answer: dict[str, Tensor] = field(default_factory=dict)  # on the host, filled once `landed` has passed
     landed: torch.cuda.Event | None = None
     refusal: str = ""
+    slot: Slot | None = None  # that the answer goes into, instead
+    layout: dict[str, Any] = field(default_factory=dict)  # of the slot
 
     def run(self, passes: StatePasses) -> None:
         """Computes the answer; on a GPU the host does not wait for it."""
         aux_states, final = passes.compute(self.text)
+        answer = {}
         for name, states, rows in (("aux", aux_states, self.rows), ("final", final, self.final_rows)):
             values = states[rows.to(states.device)]
             scales = None
             if self.is_fp8:
                 values, scales = encode(values, "fp8")
-            self.answer["aux_states" if name == "aux" else name] = to_host(values)
+            answer["aux_states" if name == "aux" else name] = values
             if scales is not None:
-                self.answer[f"{name}_scales"] = to_host(scales)
+                answer[f"{name}_scales"] = scales
+        if self.slot is not None:
+            answer = self.share(self.slot, answer)
+        self.answer = {name: to_host(values) for name, values in answer.items()}
         if aux_states.is_cuda:
             self.landed = torch.cuda.Event()
             self.landed.record()
+
+    def share(self, slot: Slot, answer: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns what is still to be sent: the sum of what lies in the slot, or all if there is no memory."""
+        try:
+            self.layout, total = slot.fill(answer)
+        except (OSError, RuntimeError) as error:
+            logger.warning("states go to a client through its socket: %s", error)
+            self.slot = None
+            self.client.shares = False
+            return answer
+        return {"sum": total}
 
 
 class StateService:
@@ -122,9 +143,14 @@ class StateService:
     def follow(self, client: "Client") -> None:
         """Greets a client and takes its requests. Raises OSError when it leaves; RefusedError for one without a key."""
         try:
-            greet_client(client.connection, self.keys, asdict(self.facts))
+            memory = memory_name(self.passes.target.device)
+            may_share = greet_client(client.connection, self.keys, asdict(self.facts), memory)
             with self.lock:
+                if may_share and sum(other.shares for other in self.clients) < MOST_SHARING:
+                    client.share()
                 self.clients.append(client)
+            if not client.shares:
+                logger.info("states go to a client through its socket: it can map none of this engine's memory")
             threading.Thread(target=client.answer, name="answers to a client", daemon=True).start()
             client.listen()
         finally:
@@ -135,12 +161,13 @@ class StateService:
         with self.lock:
             jobs: list[StateJob] = []
             while self.in_engine + len(jobs) < IN_ENGINE:
-                client = next((client for client in self.clients if client.waiting), None)
+                client = next((client for client in self.clients if client.is_ready), None)
                 if client is None:
                     break
                 self.clients.remove(client)
                 self.clients.append(client)
                 jobs.append(client.waiting.popleft())
+                jobs[-1].slot = client.free.pop() if client.shares else None
             self.in_engine += len(jobs)
         for job in jobs:
             self.post(lambda job=job: self.run(job))  # type: ignore[misc]
@@ -159,9 +186,11 @@ class StateService:
             else:
                 logger.exception("states could not be computed")
                 job.refusal = f"it failed with {type(error).__name__}; its log has the traceback"
-        job.client.done.put(job)
         with self.lock:
             self.in_engine -= 1
+            if job.slot is not None:
+                (job.client.free if job.refusal else job.client.lent).append(job.slot)
+        job.client.done.put(job)
         self.schedule()
 
     def close(self) -> None:
@@ -182,12 +211,29 @@ class Client:
         self.done: SimpleQueue[StateJob | None] = SimpleQueue()
         self.room = threading.Semaphore(MOST_OPEN)
         self.has_left = False
+        self.shares = False  # memory
+        self.slots: list[Slot] = []
+        self.free: list[Slot] = []
+        self.lent: list[Slot] = []
+
+    def share(self) -> None:
+        self.shares = True
+        self.slots = [Slot(number) for number in range(SLOTS)]
+        self.free = list(self.slots)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine may compute its next request."""
+        return bool(self.waiting and (self.free or not self.shares))
 
     def listen(self) -> None:
         """Reads requests. Raises OSError at the end of the connection."""
         while True:
-            self.room.acquire()
             frame = self.connection.receive(limit=4 * 8 * MOST_TOKENS)
+            if frame.kind == "taken":
+                self.take_back(frame.fields.get("slot"))
+                continue
+            self.room.acquire()
             try:
                 job = self.read(frame)
             except (ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:
@@ -219,14 +265,28 @@ class Client:
         text = PackedText(tokens, positions, layers)
         return StateJob(self, text, rows.long(), final_rows.long(), bool(frame.fields["is_fp8"]))
 
+    def take_back(self, number: object) -> None:
+        """The client has read a slot. Raises BrokenError if it has none of this number."""
+        with self.service.lock:
+            slot = next((slot for slot in self.lent if slot.number == number), None)
+            if slot is None:
+                raise BrokenError("a client returns what it does not have")
+            self.lent.remove(slot)
+            self.free.append(slot)
+        self.service.schedule()
+
     def answer(self) -> None:
         """Sends answers until the client leaves."""
         while (job := self.done.get()) is not None:
             if job.landed is not None:
                 job.landed.synchronize()  # sync
-            kind = "refusal" if job.refusal else "states"
             with suppress(OSError):  # the other thread notices
-                self.connection.send(kind, {"error": job.refusal}, job.answer)
+                if job.refusal:
+                    self.connection.send("refusal", {"error": job.refusal})
+                elif job.slot is not None:
+                    self.connection.send("shared", job.layout | {"sum": int(job.answer["sum"])})
+                else:
+                    self.connection.send("states", {}, job.answer)
             self.room.release()
 
     def leave(self) -> None:
@@ -237,6 +297,13 @@ class Client:
             self.waiting.clear()
         self.connection.close()
         self.done.put(None)
+        if self.slots:
+            self.service.post(self.close_slots)  # in the engine's thread, which may be about to fill one
+
+    def close_slots(self) -> None:
+        for slot in self.slots:
+            with suppress(OSError, RuntimeError):  # of a device that has failed
+                slot.close()
 
 
 def to_host(values: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """States over a socket: who gets them, in which order, and what damage and strangers do."""
 
+import multiprocessing
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from slipstream.models.states.address import Address
 from slipstream.models.states.client import StateClient, StateRequest
+from slipstream.models.states.shared import HostView, Views, memory_name
 from slipstream.models.states.wire import HEADER, MAGIC, BrokenError, Connection, RefusedError, connect
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
@@ -25,7 +27,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.tests.serve.fake_server import serving, wait_until
 from slipstream.tests.sources import ROOT
-from slipstream.tests.state_engines import CPU, StateEngine
+from slipstream.tests.state_engines import CPU, StateEngine, lend
 
 LAYERS = (2, 0)
 
@@ -296,3 +298,107 @@ def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatc
         open_service(ServeConfig(target="x", states="0.0.0.0:8199"), Path(), nothing, nothing)
     with pytest.raises(ValueError, match="states is '8:x'; give HOST:PORT"):
         ServeConfig(target="x", states="8:x")
+
+
+def wide_request(seed: int) -> StateRequest:
+    """A request for the states of `seed` + 1 times as many rows, which need no memory yet."""
+    query = request(seed)
+    query.rows = query.rows.repeat(1 + 1000 * seed)
+    query.places["aux_states"] = query.places["aux_states"].repeat(1 + 1000 * seed, 1, 1).to("meta")
+    return query
+
+
+def shared_files() -> int:
+    links = Path("/proc/self/fd").iterdir()
+    return sum(link.is_symlink() and "memfd:states" in str(link.readlink()) for link in links)
+
+
+def test_states_pass_through_memory_that_is_freed_with_the_connection(target: Path, engine: StateEngine) -> None:
+    before = shared_files()
+    client = StateClient("endpoint", [engine.address], "first key", 30.0, device=CPU)
+    requests = [wide_request(seed) for seed in (0, 1, 6, 2, 9, 4)]  # blocks grow
+    futures = [client.ask(query) for query in requests]
+    for query, future in zip(requests, futures, strict=True):
+        future.result(30)
+        aux_states, final = expected(target, query)
+        assert torch.equal(query.places["aux_states"], aux_states)
+        assert torch.equal(query.places["final"], final)
+    assert shared_files() > before
+    client.close()
+    wait_until(lambda: shared_files() == before, "the end of shared memory")
+
+
+def test_a_client_that_keeps_its_slots_gets_no_more_states(engine: StateEngine) -> None:
+    memory = memory_name(CPU)
+    connection, _ = connect(engine.address, "first key", 30.0, memory)
+    query = request()
+    for _ in range(4):
+        connection.send("ask", query.fields, query.tensors)
+    slots = [connection.receive().fields["slot"] for _ in range(2)]
+    assert sorted(slots) == [0, 1]
+    other = StateClient("endpoint", [engine.address], "second key", 30.0)
+    other.ask(request()).result(30)
+    assert engine.num_passes == 3
+    connection.send("taken", {"slot": slots[1]})
+    assert connection.receive().fields["slot"] == slots[1]
+    connection.send("taken", {"slot": [7]})
+    with pytest.raises(BrokenError):
+        connection.receive()
+    wait_until(lambda: not shared_files(), "the end of shared memory")
+    other.ask(request()).result(30)
+    other.close()
+
+
+def flip(view: HostView, place: Tensor) -> None:
+    place.copy_(view.bytes[: len(place)])
+    place[7] ^= 1
+
+
+def fail(*_: object) -> None:
+    raise OSError("no such process")
+
+
+@pytest.mark.parametrize("fault", [{"copy": flip}, {"__init__": fail}])
+def test_what_memory_does_not_bring_comes_through_the_socket(
+    target: Path, engine: StateEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Any
+) -> None:
+    for name, function in fault.items():
+        monkeypatch.setattr(HostView, name, function)
+    client = StateClient("endpoint", [engine.address], "first key", 30.0, device=CPU)
+    requests = [request(seed) for seed in range(3)]
+    for future in [client.ask(query) for query in requests]:
+        future.result(30)
+    for query in requests:
+        assert torch.equal(query.places["aux_states"], expected(target, query)[0])
+    assert caplog.text.count("states come through the socket from now on") == 1
+    client.close()
+
+
+def test_another_machine_gets_no_handle(
+    engine: StateEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("slipstream.models.states.client.memory_name", lambda _: "elsewhere")
+    client = StateClient("endpoint", [engine.address], "first key", 30.0, device=CPU)
+    client.ask(request()).result(30)
+    assert not shared_files()
+    assert "it can map none of this engine's memory" in caplog.text
+    client.close()
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_is_read_by_another_process() -> None:
+    context = multiprocessing.get_context("spawn")
+    pipe, end = context.Pipe()
+    sizes = [9, 100, 5_000_000, 70]  # the block grows
+    process = context.Process(target=lend, args=(end, sizes))
+    process.start()
+    views = Views(torch.device("cuda", torch.cuda.device_count() - 1))
+    for size in sizes:
+        answer = views.take(pipe.recv())
+        assert torch.equal(answer["aux_states"].cpu(), torch.arange(size).bfloat16())
+        pipe.send("taken")
+    views.close()
+    pipe.send("closed")
+    process.join()
+    assert process.exitcode == 0
