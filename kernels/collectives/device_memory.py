@@ -75,8 +75,8 @@ def open_handle(handle: Tensor) -> int:
 def copy_from(address: int, place: Tensor) -> None:
     """Copies bytes there into `place` (N,) uint8, in the current stream."""
     stream = torch.cuda.current_stream(place.device).cuda_stream
-    pointers = ctypes.c_uint64(place.data_ptr()), ctypes.c_uint64(address)
-    _call("cuMemcpyAsync", *pointers, ctypes.c_size_t(len(place)), ctypes.c_void_p(stream))
+    target = ctypes.c_uint64(place.data_ptr())
+    _call("cuMemcpyAsync", target, ctypes.c_uint64(address), ctypes.c_size_t(len(place)), ctypes.c_void_p(stream))
 
 
 def close_address(address: int) -> None:
