@@ -158,11 +158,13 @@ def make_target(
     quantization: str | None = None,
     rank: int = 0,
     world: int = 1,
+    *,
+    whole_experts: bool = False,
 ) -> Target:
     """In place of decoder.load_target. All ranks have the same numbers."""
     formats = read_quantization(path, quantization)
     with torch.device("meta"):
-        target = Target(config.shard(rank, world))
+        target = Target(config.shard(rank, world, whole_experts=whole_experts))
     target.config = config
     quantize_by_config(target, formats)
     allocate(target, dtype, device)

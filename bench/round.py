@@ -342,7 +342,7 @@ def count_experts(engine: Engine, config: RoundConfig, batch: int) -> float | No
 
     def count(*called: Any) -> None:
         routing: Routing = called[-1]
-        counts.append(len(routing.experts.unique()))
+        counts.append(len(routing.experts[routing.experts >= 0].unique()))
 
     start_requests(engine, config, batch)
     with ExitStack() as stack:
@@ -379,7 +379,7 @@ def weight_bytes(layers: nn.ModuleList, hit: float | None) -> float:
     total = float(sum(x.nbytes for x in layers.state_dict().values()))
     for experts in (module for module in layers.modules() if isinstance(module, Experts)):
         assert hit is not None, "layers with experts were counted"
-        total -= (1 - hit / experts.spec.num_experts) * sum(x.nbytes for x in experts.state_dict().values())
+        total -= (1 - hit / experts.spec.num_local) * sum(x.nbytes for x in experts.state_dict().values())
     return total
 
 

@@ -54,7 +54,10 @@ class EngineConfig:
     """Number of devices that share the target (tensor parallelism), with one process each."""
     tp_exact: bool = False
     """Add sums in an order that any number of devices keeps, so that answers of one device are those of several; fail
-    at the start if that is not possible. With several devices it is the order where it is possible."""
+    at the start if that is not possible. With several devices it is the order where it is possible. Implies ep."""
+    ep: bool = False
+    """Give each device of a mixture some whole experts (expert parallelism). Default: a slice of every expert, so that
+    none waits for the one whose experts are chosen most."""
     width: int | None = None
     """Nodes to verify per request and step (drafted tokens + 1). Default: chosen in each step for the most expected
     tokens per millisecond."""
@@ -142,6 +145,11 @@ class EngineConfig:
     def source(self) -> DraftSource:
         """The source that `draft` names."""
         return source_of(self.draft, self.target)
+
+    @property
+    def whole_experts(self) -> bool:
+        """Whether a rank has whole experts, not slices: their sums have an order that any number of ranks keeps."""
+        return self.ep or self.tp_exact
 
     @property
     def prompt_tokens(self) -> int:

@@ -211,8 +211,8 @@ def save_quantized(layout: Layout, plain: Path, folder: Path, ignored: Sequence[
     return values
 
 
-def fuse_experts(tensors: Tensors) -> Tensors:
-    """As transformers 5 holds the experts of MOE_CONFIG in 16 bits and in FP8 blocks: all of a layer in a tensor."""
+def fuse_experts(tensors: Tensors, count: int = 3) -> Tensors:
+    """As transformers 5 holds a layer's `count` experts in 16 bits and in FP8 blocks: all in a tensor."""
     result = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in range(2):
         prefix = f"model.layers.{layer}.mlp.experts"
@@ -220,7 +220,9 @@ def fuse_experts(tensors: Tensors) -> Tensors:
             if f"{prefix}.0.up_proj.{end}" not in tensors:
                 continue
             parts = {
-                part: torch.stack([tensors[f"{prefix}.{expert}.{part}.{end}"].view(torch.uint8) for expert in range(3)])
+                part: torch.stack(
+                    [tensors[f"{prefix}.{expert}.{part}.{end}"].view(torch.uint8) for expert in range(count)]
+                )
                 for part in ("gate_proj", "up_proj", "down_proj")
             }
             dtype = tensors[f"{prefix}.0.up_proj.{end}"].dtype

@@ -5,11 +5,11 @@ programs sum the outputs of each token (for many tokens a kernel of its own does
 then has one with large tiles, too, which the tensor memory accelerator loads, and FP8 experts have both:
 kernels/gemm/grouped_fp8.py). Rows are gathered where they are read. A row's bits depend on its own experts alone: a
 product adds its inputs in their order in every tile (kernels/gemm/expert_weights.py), outputs are rounded once and
-added in fp32, the best expert's first. Few tokens read only the experts that they hit; grids have room for the most
-blocks of pairs that there can be, and programs beyond the last block end at once. FP8 experts take two launches more,
-which quantise the inputs of each product. (In the product each program would do it again, which takes three times as
-long.) Programs of MXFP4 wait for one another's steps more than for memory: the down projection of few tokens has twice
-the programs, each with half of the inputs, and blocks of few pairs have tiles of 8 rows.
+added in fp32, the best expert's first, or in leaves. Few tokens read only the experts that they hit; grids have room
+for the most blocks of pairs that there can be, and programs beyond the last block end at once. FP8 experts take two
+launches more, which quantise the inputs of each product. (In the product each program would do it again, which takes
+three times as long.) Programs of MXFP4 wait for one another's steps more than for memory: the down projection of few
+tokens has twice the programs, each with half of the inputs, and blocks of few pairs have tiles of 8 rows.
 Letters: T tokens, H hidden, E experts, k experts of a token, I intermediate, P = T * k pairs of a token and an expert.
 """
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from slipstream.kernels.collectives.tree import add_along_tree
 from slipstream.kernels.gemm import fp8, grouped_fp8
 from slipstream.kernels.gemm.activation import activate as activate_gate
 from slipstream.kernels.gemm.choose import SUMMED_ROWS, Product, choose, device_of
@@ -43,6 +44,7 @@ from slipstream.kernels.gemm.expert_weights import (
     pointers,
 )
 from slipstream.kernels.gemm.fp8 import QuantizedRows
+from slipstream.kernels.gemm.leaves import end_leaf, end_tree, new_branches
 from slipstream.kernels.gemm.router import Routing
 from slipstream.kernels.gemm.tiling import PROGRAMS
 from slipstream.kernels.grid_sync import done_counters, is_last_done
@@ -69,6 +71,13 @@ class ExpertWeights(NamedTuple):
     gate_up_bias: Tensor | None = None  # (E, 2 * I)
     down_bias: Tensor | None = None  # (E, H)
     activation: Clamped | Literal["gelu_tanh"] | None = None  # None: silu(gate) * up
+
+
+class Leaves(NamedTuple):
+    """Groups of experts, each of which gives a sum; these are added along a tree that ranks share (leaves.py)."""
+
+    num_groups: int
+    size: int  # experts of a group
 
 
 class Shared(NamedTuple):
@@ -106,9 +115,16 @@ SHORT = Tiling(outputs=128, depth=128, stages=4, warps=8)
 
 @Op
 def mix_experts(
-    x: Tensor | QuantizedRows, routing: Routing, weights: ExpertWeights, shared: Shared | None = None
+    x: Tensor | QuantizedRows,
+    routing: Routing,
+    weights: ExpertWeights,
+    shared: Shared | None = None,
+    *,
+    leaves: Leaves | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x (T, H) -> (T, H): the outputs of each token's experts by its weights, and `shared`.
+    """x (T, H) -> (T, H) in `dtype`, or x's: the outputs of each token's experts by its weights, and `shared`, which
+    the first of `leaves` has. Without leaves all experts are here.
 
     An expert is (activation(x @ gate_up.T)) @ down.T. Expert by expert, so few tokens read few of them. For FP8 experts
     x may come quantised, with its rows.
@@ -116,19 +132,23 @@ def mix_experts(
     x = plain_rows(x)
     top_k = routing.experts.shape[1]
     flat = routing.experts.flatten()
-    outputs = x.new_empty(len(flat), x.shape[1])
-    for expert in flat.unique().tolist():  # sync
+    outputs = x.new_zeros(len(flat), x.shape[1])
+    for expert in flat[flat >= 0].unique().tolist():  # sync
         pairs = (flat == expert).nonzero().flatten()
         biases = [None if bias is None else bias[expert] for bias in (weights.gate_up_bias, weights.down_bias)]
         hidden = multiply_expert(x[pairs // top_k], weights.gate_up, expert, biases[0])
         outputs[pairs] = multiply_expert(activate(hidden, weights.activation), weights.down, expert, biases[1])
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for index, output in enumerate(outputs.view(-1, top_k, x.shape[1]).unbind(dim=1)):
-        total = total + routing.weights[:, index, None] * output.float()
-    if shared is not None:
-        factor = 1.0 if shared.gate is None else shared.gate.float().sigmoid()
-        total = total + factor * shared.output.float()
-    return total.to(x.dtype)
+    sums = []
+    for leaf in range(1 if leaves is None else leaves.num_groups):
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for index, output in enumerate(outputs.view(-1, top_k, x.shape[1]).unbind(dim=1)):
+            is_here = leaves is None or routing.experts[:, index, None] // leaves.size == leaf
+            total = total + routing.weights[:, index, None] * is_here * output.float()
+        if shared is not None and leaf == 0:
+            factor = 1.0 if shared.gate is None else shared.gate.float().sigmoid()
+            total = total + factor * shared.output.float()
+        sums.append(total)
+    return add_along_tree(sums).to(dtype or x.dtype)
 
 
 def activate(gate_up: Tensor, activation: Clamped | Literal["gelu_tanh"] | None) -> Tensor:
@@ -164,11 +184,14 @@ def mix_experts_triton(
     weights: ExpertWeights,
     shared: Shared | None = None,
     tiling: Tiling | None = None,
+    *,
+    leaves: Leaves | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     inputs = x
     x = plain_rows(x)
     num_rows, size = x.shape
-    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_rows, size, dtype=dtype or x.dtype, device=x.device)
     if num_rows == 0:
         return out
     assert all(tensor is None or tensor.is_contiguous() for tensor in shared or ())
@@ -184,7 +207,7 @@ def mix_experts_triton(
         assert blocks is not None
         rows = fp8.quantize_rows(inputs, weights.gate_up.inputs) if isinstance(inputs, Tensor) else inputs
         pair_outputs = grouped_fp8.expert_outputs(rows, blocks, weights.gate_up, weights.down, top_k)
-        _sum_all(pair_outputs, routing.weights, shared, out)
+        _sum_all(pair_outputs, routing, shared, leaves, out)
         return out
     tile_rows = max(block_rows, least_rows(format_of(weights.gate_up)))
     most_blocks = num_pairs if blocks is None else len(blocks.first)
@@ -215,11 +238,17 @@ def mix_experts_triton(
             *_inputs(hidden, weights.down), *pointers(weights.down), weights.down_bias, outputs, partial,
             routing.experts, pairs, first, sizes, num_blocks, routing.weights, *(shared or (None, None)), out,
             done_counters(x.device), num_rows, intermediate, size, FUSED=is_fused, SPLIT=split, PARTS=parts,
-            **plain.options(), **options, **constants(weights.down, x, plain.depth),
+            **leaf_constants(leaves), **plain.options(), **options, **constants(weights.down, x, plain.depth),
         )  # fmt: skip
     if not is_fused:
-        _sum_all(outputs, routing.weights, shared, out)
+        _sum_all(outputs, routing, shared, leaves, out)
     return out
+
+
+def leaf_constants(leaves: Leaves | None) -> dict[str, int]:
+    """The experts of a leaf, 0 where there are none, and the levels of the tree."""
+    count, size = leaves or (1, 0)
+    return {"LEAF": size, "LEVELS": count.bit_length() - 1}
 
 
 def experts_product(x: Tensor, block_rows: int, weights: ExpertWeights) -> Product:
@@ -236,13 +265,13 @@ def experts_product(x: Tensor, block_rows: int, weights: ExpertWeights) -> Produ
     )  # fmt: skip
 
 
-def _sum_all(outputs: Tensor, weights: Tensor, shared: Shared | None, out: Tensor) -> None:
-    """Sums outputs (P, H) of pairs, times their `weights`, and `shared` to `out`."""
+def _sum_all(outputs: Tensor, routing: Routing, shared: Shared | None, leaves: Leaves | None, out: Tensor) -> None:
+    """Sums outputs (P, H) of pairs, times their weights, and `shared` to `out`."""
     num_rows, size = out.shape
     columns = min(512, triton.next_power_of_2(size))
     sum_outputs_kernel[(triton.cdiv(num_rows, SUM_ROWS), triton.cdiv(size, columns))](
-        outputs, weights, *(shared or (None, None)), out, num_rows, size,
-        TOP_K=len(outputs) // num_rows, ROWS=SUM_ROWS, COLUMNS=columns, num_warps=4, **pdl_options(outputs.device),
+        outputs, *routing[:2], *(shared or (None, None)), out, num_rows, size, TOP_K=len(outputs) // num_rows,
+        ROWS=SUM_ROWS, COLUMNS=columns, **leaf_constants(leaves), num_warps=4, **pdl_options(outputs.device),
     )  # fmt: skip
 
 
@@ -359,8 +388,9 @@ def down_experts_kernel(
     outputs_ptr, partial_ptr, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr,
     weights_ptr, shared_ptr, gates_ptr, out_ptr, counters_ptr, num_rows, num_inputs, size,
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr, SPLIT: tl.constexpr,
-    PARTS: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, LEAF: tl.constexpr, LEVELS: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block's rows of x (P, I) times OUTPUTS features of its expert; FUSED: the last block's program sums them.
 
@@ -374,6 +404,10 @@ def down_experts_kernel(
     num_blocks = num_rows * TOP_K
     if num_blocks_ptr is not None:
         num_blocks = tl.load(num_blocks_ptr)
+        if LEAF > 0:  # a rank without a pair has a block of none, whose programs store the sums
+            first = tl.where(num_blocks > 0, first, 0)
+            count = tl.where(num_blocks > 0, count, 0)
+            num_blocks = tl.maximum(num_blocks, 1)
         if block >= num_blocks:
             return
     expert, pair, valid = _block(block, first, count, experts_ptr, pairs_ptr, num_rows, ROWS)
@@ -404,7 +438,7 @@ def down_experts_kernel(
             for start in range(0, num_rows, 16):
                 _sum_outputs(
                     outputs_ptr, partial_ptr, bias_ptr, experts_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr,
-                    start + tl.arange(0, 16), output, num_rows, size, TOP_K, PARTS,
+                    start + tl.arange(0, 16), output, num_rows, size, TOP_K, PARTS, LEAF, LEVELS,
                 )  # fmt: skip
 
 
@@ -442,28 +476,16 @@ def down_large_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def sum_outputs_kernel(
-    outputs_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr, num_rows, size,
-    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    outputs_ptr, experts_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr, num_rows, size, TOP_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEAF: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     _sum_outputs(
-        outputs_ptr,
-        None,
-        None,
-        None,
-        weights_ptr,
-        shared_ptr,
-        gates_ptr,
-        out_ptr,
-        row,
-        column,
-        num_rows,
-        size,
-        TOP_K,
-        1,
-    )
+        outputs_ptr, None, None, experts_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr, row, column, num_rows, size,
+        TOP_K, 1, LEAF, LEVELS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -496,15 +518,46 @@ def _block(block, first, count, experts_ptr, pairs_ptr, num_rows, ROWS: tl.const
 @triton.jit
 def _sum_outputs(
     outputs_ptr, partial_ptr, bias_ptr, experts_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr, row, column,
-    num_rows, size, TOP_K: tl.constexpr, PARTS: tl.constexpr,
+    num_rows, size, TOP_K: tl.constexpr, PARTS: tl.constexpr, LEAF: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """The outputs of each row's pairs in their order; by one program, so that a row is added in one way. PARTS: outputs
-    are sums of parts, without biases."""
+    are sums of parts, without biases. LEAF: so many experts have a sum of their own; other ranks' have none."""
+    total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
+    branches = new_branches(total, LEVELS)
+    for leaf in tl.static_range(1 << LEVELS):
+        total = _sum_leaf(
+            outputs_ptr, partial_ptr, bias_ptr, experts_ptr, weights_ptr, row, column, num_rows, size, leaf, TOP_K,
+            PARTS, LEAF,
+        )  # fmt: skip
+        if leaf == 0 and shared_ptr is not None:
+            inside = (row < num_rows)[:, None] & (column < size)[None, :]
+            shared = load_fp32(shared_ptr + row.to(tl.int64)[:, None] * size + column[None, :], inside)
+            if gates_ptr is not None:
+                gate = load_fp32(gates_ptr + row, row < num_rows)
+                shared *= (1.0 / (1.0 + tl.exp(-gate)))[:, None]
+            total += shared
+        if leaf < (1 << LEVELS) - 1:
+            branches = end_leaf(total, branches, leaf, LEVELS)
+    total = end_tree(total, branches, LEVELS)
+    cells = out_ptr + row.to(tl.int64)[:, None] * size + column[None, :]
     inside = (row < num_rows)[:, None] & (column < size)[None, :]
+    tl.store(cells, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_leaf(
+    outputs_ptr, partial_ptr, bias_ptr, experts_ptr, weights_ptr, row, column, num_rows, size, leaf: tl.constexpr,
+    TOP_K: tl.constexpr, PARTS: tl.constexpr, LEAF: tl.constexpr,
+):  # fmt: skip
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for index in tl.static_range(TOP_K):
         pair = row.to(tl.int64) * TOP_K + index
-        weight = tl.load(weights_ptr + pair, mask=row < num_rows, other=0.0)
+        is_here = row < num_rows
+        if LEAF > 0:
+            expert = tl.load(experts_ptr + pair, mask=is_here, other=-1)
+            is_here = (expert >= leaf * LEAF) & (expert < (leaf + 1) * LEAF)
+        inside = is_here[:, None] & (column < size)[None, :]
+        weight = tl.load(weights_ptr + pair, mask=is_here, other=0.0)
         cells = pair[:, None] * size + column[None, :]
         if PARTS > 1:
             output = tl.zeros(total.shape, tl.float32)
@@ -512,18 +565,11 @@ def _sum_outputs(
                 parts = partial_ptr + part * num_rows.to(tl.int64) * TOP_K * size + cells
                 output += tl.load(parts, mask=inside, other=0.0, cache_modifier=".cg")
             if bias_ptr is not None:
-                expert = tl.load(experts_ptr + pair, mask=row < num_rows, other=0).to(tl.int64)
+                expert = tl.load(experts_ptr + pair, mask=is_here, other=0).to(tl.int64)
                 biases = bias_ptr + expert[:, None] * size + column[None, :]
                 output += load_fp32(biases, inside)
             output = output.to(outputs_ptr.dtype.element_ty)
         else:
             output = tl.load(outputs_ptr + cells, mask=inside, other=0.0, cache_modifier=".cg")
         total += weight[:, None] * output.to(tl.float32)
-    cells = row.to(tl.int64)[:, None] * size + column[None, :]
-    if shared_ptr is not None:
-        shared = load_fp32(shared_ptr + cells, inside)
-        if gates_ptr is not None:
-            gate = load_fp32(gates_ptr + row, row < num_rows)
-            shared *= (1.0 / (1.0 + tl.exp(-gate)))[:, None]
-        total += shared
-    tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=inside)
+    return total

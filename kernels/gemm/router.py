@@ -66,6 +66,13 @@ class Scoring(NamedTuple):
 SOFTMAX = Scoring()
 
 
+class Share(NamedTuple):
+    """The experts that this rank has, of those that the router chooses from. They are numbered from 0, others -1."""
+
+    first: int
+    size: int
+
+
 class Routing(NamedTuple):
     experts: Tensor  # (T, k) int32, the best first
     weights: Tensor  # (T, k) fp32
@@ -83,12 +90,13 @@ def route(
     scoring: Scoring = SOFTMAX,
     correction: Tensor | None = None,
     factors: Tensor | None = None,
+    share: Share | None = None,
 ) -> Routing:
     """The k experts with the highest scores of logits x (T, H) @ weight (E, H).T + bias (E,), the lower one of equals
     first. `correction` (E,) is added to scores for the choice alone (DeepSeek-V3, arXiv 2412.19437, equation 16).
 
     Weights are the scores, divided by their sum over the chosen experts if `normalise`, times the experts' `factors`
-    (E,). least_rows: of a block, however few pairs an expert has.
+    (E,). least_rows: of a block, however few pairs an expert has. share: None: all experts are here.
     """
     logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if scoring.softcap is not None:
@@ -112,7 +120,11 @@ def route(
         weights = scores.gather(1, experts)
         weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM.value) if normalise else weights
     weights = weights * scoring.scale
-    return Routing(experts.int(), weights if factors is None else weights * factors[experts])
+    weights = weights if factors is None else weights * factors[experts]
+    if share is not None:
+        numbers = experts - share.first
+        experts = numbers.where((numbers >= 0) & (numbers < share.size), -1)
+    return Routing(experts.int(), weights)
 
 
 @route.kernel()
@@ -126,6 +138,7 @@ def route_triton(
     scoring: Scoring = SOFTMAX,
     correction: Tensor | None = None,
     factors: Tensor | None = None,
+    share: Share | None = None,
     block_rows: int | None = None,
 ) -> Routing:
     """`block_rows`: rows of a block; 1: unsorted."""
@@ -137,8 +150,9 @@ def route_triton(
     x = x if x.stride(1) == 1 else x.contiguous()
     experts = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
-    block_rows = block_rows or choose_block_rows(num_rows * top_k, num_experts, least_rows)
-    blocks = None if block_rows == 1 else _empty_blocks(num_rows, top_k, num_experts, block_rows, device)
+    first, num_local = share or (0, num_experts)
+    block_rows = block_rows or choose_block_rows(num_rows * top_k, num_experts, least_rows, is_part=share is not None)
+    blocks = None if block_rows == 1 else _empty_blocks(num_rows, top_k, num_local, block_rows, device)
     if num_rows == 0:
         return Routing(experts, weights, blocks)
     num_parts = max(1, min(MAX_PARTS, num_inputs // PART))
@@ -158,8 +172,8 @@ def route_triton(
         x, weight, bias, correction, factors, logits, done_counters(device), barriers(device), pair_counts(device),
         experts, weights,
         *((None,) * 4 if blocks is None else blocks[1:]),
-        x.stride(0), num_rows, num_inputs, part,
-        EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts), TOP_K=top_k,
+        x.stride(0), num_rows, num_inputs, part, first,
+        EXPERTS=num_experts, COUNT=num_local, PADDED=triton.next_power_of_2(num_experts), TOP_K=top_k,
         PADDED_K=triton.next_power_of_2(top_k), NORMALISE=normalise, SIGMOID=scoring.function == "sigmoid",
         SOFTCAP=scoring.softcap or 0.0, GROUPS=scoring.groups, TOP_GROUPS=scoring.top_groups, SCALE=scoring.scale,
         ROWS=rows, TILE=tile, DEPTH=DEPTH,
@@ -171,8 +185,9 @@ def route_triton(
     return Routing(experts, weights, blocks)
 
 
-def choose_block_rows(num_pairs: int, num_experts: int, least_rows: int = LEAST_ROWS) -> int:
-    if num_pairs <= min(UNSORTED_PAIRS, num_experts // 4):
+def choose_block_rows(num_pairs: int, num_experts: int, least_rows: int = LEAST_ROWS, *, is_part: bool = False) -> int:
+    """is_part: a rank lists even few pairs, to leave out those of other ranks."""
+    if not is_part and num_pairs <= min(UNSORTED_PAIRS, num_experts // 4):
         return 1
     mean = num_pairs / num_experts
     return max(least_rows, next((rows for max_mean, rows in BLOCK_ROWS if mean <= max_mean), 128))
@@ -196,19 +211,20 @@ def pair_counts(device: torch.device) -> Tensor:
     return new_words(device)[:MAX_EXPERTS]
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "first_expert"])
 def route_kernel(
     x_ptr, weight_ptr, bias_ptr, correction_ptr, factors_ptr, logits_ptr, counters_ptr, points_ptr, counts_ptr,
     experts_ptr, weights_ptr,
-    pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, x_stride, num_rows, num_inputs, part,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
+    pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, x_stride, num_rows, num_inputs, part, first_expert,
+    EXPERTS: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
     NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
     PARTS: tl.constexpr, PARALLEL: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
     EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens (axis 0), TILE experts (axis 1), one of the parts or all of them (axis 2). When all programs of ROWS
-    tokens are done, the last one chooses for them or, SHARED, some choose for GROUP of them each."""
+    tokens are done, the last one chooses for them or, SHARED, some choose for GROUP of them each. Of the experts COUNT
+    are here, from `first_expert` on."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(1) * TILE + tl.arange(0, TILE)
     weights = weight_ptr + tl.minimum(expert, EXPERTS - 1)[:, None] * num_inputs
@@ -255,19 +271,19 @@ def route_kernel(
             rows = tl.program_id(0) * ROWS + begin + tl.arange(0, GROUP)
             _choose(
                 logits_ptr, bias, correction, factors_ptr, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows,
-                num_rows, EXPERTS, PADDED, TOP_K, PADDED_K, NORMALISE, SIGMOID, SOFTCAP, GROUPS, TOP_GROUPS, SCALE,
-                PARALLEL, BLOCK,
+                num_rows, first_expert, EXPERTS, COUNT, PADDED, TOP_K, PADDED_K, NORMALISE, SIGMOID, SOFTCAP, GROUPS,
+                TOP_GROUPS, SCALE, PARALLEL, BLOCK,
             )  # fmt: skip
         if BLOCK > 1:  # noqa: SIM102  `and` would compile both sides
             if is_last_done(counters_ptr + tl.num_programs(0), tl.num_programs(0) * choosers):
-                _list_blocks(counts_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, EXPERTS, PADDED, BLOCK)
+                _list_blocks(counts_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, COUNT, PADDED, BLOCK)
 
 
 @triton.jit
 def _choose(
     logits_ptr, bias, correction, factors_ptr, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
-    NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr,
+    first_expert, EXPERTS: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr, NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, SCALE: tl.constexpr, PARALLEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, PADDED)[None, :]
@@ -329,11 +345,17 @@ def _choose(
     if factors_ptr is not None:
         weights *= load_fp32(factors_ptr + experts, valid)
     pair = rows[:, None] * TOP_K + choice
-    tl.store(experts_ptr + pair, experts, mask=valid)
     tl.store(weights_ptr + pair, weights, mask=valid)
+    is_listed = valid
+    if COUNT < EXPERTS:
+        experts -= first_expert
+        is_here = (experts >= 0) & (experts < COUNT)
+        experts = tl.where(is_here, experts, -1)
+        is_listed = valid & is_here
+    tl.store(experts_ptr + pair, experts, mask=valid)
     if BLOCK > 1:
-        place = tl.atomic_add(counts_ptr + experts, 1, mask=valid, sem="relaxed")
-        tl.store(pairs_ptr + experts * num_rows + place, pair, mask=valid)
+        place = tl.atomic_add(counts_ptr + experts, 1, mask=is_listed, sem="relaxed")
+        tl.store(pairs_ptr + experts * num_rows + place, pair, mask=is_listed)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ read.
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +44,36 @@ def rank_tensors(
     Raises ValueError for tensors that do not fit `network`.
     """
     apart = take_apart(network, check_tensors(network, tensors, source), tensors)
+    apart = rank_experts(network, local, apart, rank)
     slices = rank_slices(network, local, apart, rank, world)
     pieces = {name: slices[name].read(tensor) if name in slices else tensor for name, tensor in apart.items()}
-    added = [name for name in pieces if rank > 0 and name.endswith(ADDED_BIASES)]
+    added = [name for name in pieces if rank > 0 and _is_added(name, local)]
     return pieces | {name: torch.zeros_like(pieces[name]) for name in added}
+
+
+def _is_added(name: str, local: nn.Module) -> bool:
+    """Whether a tensor is a bias of outputs that ranks add up; a rank has those of its whole experts."""
+    if not name.endswith(ADDED_BIASES):
+        return False
+    owner = local.get_submodule(name.rpartition(".")[0])
+    return not (isinstance(owner, Experts) and owner.spec.shares > 1)
+
+
+def rank_experts(network: nn.Module, local: nn.Module, tensors: Tensors, rank: int) -> dict[str, Tensor]:
+    """Leaves out experts that other ranks have, of those that files have apart; a rank numbers its own from 0."""
+    places = places_of(network)
+    renamed = {}
+    for name, tensor in tensors.items():
+        number, _, _ = (places[name].part or "").partition(".")
+        if not number.isdigit():
+            renamed[name] = tensor
+            continue
+        path, _, end = name.rpartition(f".{number}.")
+        spec = cast(Experts, local.get_submodule(path)).spec
+        expert = int(number) - (rank * spec.num_local if spec.shares > 1 else 0)
+        if 0 <= expert < spec.num_local:
+            renamed[f"{path}.{expert}.{end}"] = tensor
+    return renamed
 
 
 def rank_slices(network: nn.Module, local: nn.Module, tensors: Tensors, rank: int, world: int) -> dict[str, Slice]:
@@ -112,9 +138,10 @@ def check_units(network: nn.Module, local: nn.Module, world: int) -> None:
     for path, layer in network.named_modules():
         for kind, size, local_size, unit in _sizes(layer, local.get_submodule(path)):
             if local_size != size and local_size % unit:
+                option = "--ep, " if isinstance(layer, Experts) else ""
                 raise ValueError(
                     f"{path} has {size} {kind}, which {world} ranks cut into {local_size}; its format of weights keeps "
-                    f"{unit} together: use fewer ranks, or a checkpoint in another format"
+                    f"{unit} together: use {option}fewer ranks, or a checkpoint in another format"
                 )
         is_turned = isinstance(layer, LinearExperts) and layer.spec.transposed
         if is_turned and layer.layers["down_proj"].fused_names and layer.unit > 1:

@@ -150,7 +150,7 @@ class ScaledLayer(SandwichLayer):
     def join(self, ranks: Ranks) -> None:
         super().join(ranks)
         if self.experts is not None:
-            self.experts.ranks = ranks
+            self.experts.join(ranks)
 
     @property
     def norm_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
@@ -179,7 +179,8 @@ class ScaledLayer(SandwichLayer):
             return super()._feed_forward(residual, attended)
         norms = (self.pre_feedforward_layernorm, self.pre_feedforward_layernorm_2, self.router.norm)
         (normed, expert_inputs, router_inputs), residual = add_for_all(norms, residual, attended)
-        mixed = self.experts.added(expert_inputs, self.router(router_inputs, self.experts.least_rows))
+        routing = self.router(router_inputs, self.experts.least_rows, self.experts.share)
+        mixed = self.experts.added(expert_inputs, routing)
         return residual, Increment(
             self.post_feedforward_layernorm_1.branch(self.mlp(normed)),
             self.post_feedforward_layernorm_2.branch(mixed),

@@ -183,8 +183,8 @@ def cut_sums(network: nn.Module, *, quantized: bool) -> list[str]:
             if not layer.is_gated and not has_one_part(layer):
                 layer.leaves = count_leaves(layer, quantized)
                 uncut += [] if layer.leaves else [path]
-        elif path and hasattr(layer, "ranks") and not isinstance(layer, Embedding):
-            uncut.append(path)  # experts, each of which adds up all of its inputs before the next
+        elif hasattr(layer, "cut_sums") and not layer.cut_sums():
+            uncut.append(path)
     for module in network.modules():
         reader = getattr(getattr(module, "quantize", None), "__self__", None)
         if isinstance(reader, Linear) and reader.scales_leaves:  # the module would give a row one scale

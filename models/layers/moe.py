@@ -9,20 +9,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.collectives.ranks import Ranks
+from slipstream.kernels.collectives.ranks import Ranks, RankSum
 from slipstream.kernels.gemm.choose import Product
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, format_of
 from slipstream.kernels.gemm.fp8 import InputScales, QuantizedRows
 from slipstream.kernels.gemm.grouped import (
     Clamped,
     ExpertWeights,
+    Leaves,
     Shared,
     experts_product,
     least_rows,
     mix_experts,
     plain_rows,
 )
-from slipstream.kernels.gemm.router import LEAST_ROWS, Routing, Scoring, choose_block_rows, route
+from slipstream.kernels.gemm.leaves import LEAVES
+from slipstream.kernels.gemm.router import LEAST_ROWS, Routing, Scoring, Share, choose_block_rows, route
 from slipstream.models.layers.linear import Linear, copy_converted
 from slipstream.models.layers.mlp import GatedMLP, SquaredMLP
 from slipstream.models.layers.norm import RMSNorm
@@ -44,11 +46,11 @@ class Router(nn.Module):
         self.correction = nn.Parameter(torch.empty(spec.num_experts)) if spec.correction else None
         self.expert_scale: nn.Parameter | None = None
 
-    def forward(self, x: Tensor, least_rows: int = LEAST_ROWS) -> Routing:
-        """x (T, H). least_rows: `Experts.least_rows`."""
+    def forward(self, x: Tensor, least_rows: int = LEAST_ROWS, share: Share | None = None) -> Routing:
+        """x (T, H). least_rows, share: those of `Experts`."""
         return route(
             x, self.weight, self.bias, self.top_k, self.normalise, least_rows, self.scoring, self.correction,
-            self.expert_scale,
+            self.expert_scale, share,
         )  # fmt: skip
 
 
@@ -64,14 +66,15 @@ class ScaledRouter(Router):
 
 
 class Experts(nn.Module):
-    """The weights of all experts of a layer, and what multiplies them.
+    """The weights of all experts of a layer, or of a rank's, and what multiplies them.
 
     It alone knows how they are stored. Quantised ones are in formats/.
     """
 
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of tensors that are not stored in the network's dtype
     unit = 1  # of intermediate channels, which a slice of the experts does not cut
-    ranks: Ranks | None = None  # which share the channels of each expert; None: all are here
+    ranks: Ranks | None = None  # which share the experts, or the channels of each; None: all are here
+    num_leaves = 0  # groups of experts with a sum each; 0: outputs are added as chosen
 
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
@@ -80,7 +83,7 @@ class Experts(nn.Module):
         self.activation = (
             Clamped(activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else activation
         )
-        count = spec.num_experts
+        count = spec.num_local
         size = spec.intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * size, hidden_size))  # gate before up
         self.down_proj = nn.Parameter(torch.empty(count, hidden_size, size))
@@ -88,13 +91,38 @@ class Experts(nn.Module):
         self.down_proj_bias = nn.Parameter(torch.empty(count, hidden_size)) if spec.bias else None
 
     def forward(self, x: Tensor | QuantizedRows, routing: Routing, shared: Shared | None = None) -> Tensor:
-        """x (T, H) -> (T, H), the weighted outputs and `shared`."""
-        return mix_experts(x, routing, self.weights, shared)
+        """x (T, H) -> (T, H), the weighted outputs and `shared`; in fp32 where ranks add theirs."""
+        dtype = None if self.ranks is None else torch.float32
+        return mix_experts(x, routing, self.weights, shared, leaves=self.leaves, dtype=dtype)
 
-    def added(self, x: Tensor | QuantizedRows, routing: Routing, shared: Shared | None = None) -> Tensor:
-        """The outputs, and `shared`, of the channels of all ranks where these share them."""
-        part = self(x, routing, shared)
-        return part if self.ranks is None else self.ranks.add(part.float(), part.dtype)
+    def added(self, x: Tensor | QuantizedRows, routing: Routing, shared: Shared | None = None) -> Tensor | RankSum:
+        """The outputs, and `shared`, of all ranks where these share the experts: a sum that is to be added."""
+        out = self(x, routing, shared)
+        return out if self.ranks is None else RankSum(out, x.dtype, self.ranks)
+
+    def join(self, ranks: Ranks) -> None:
+        """Shares the experts, or the channels of each, with other ranks."""
+        self.ranks = ranks
+
+    @property
+    def share(self) -> Share | None:
+        """The experts of this rank; None: all."""
+        if self.spec.shares == 1:
+            return None
+        assert self.ranks is not None
+        return Share(self.ranks.rank * self.spec.num_local, self.spec.num_local)
+
+    @property
+    def leaves(self) -> Leaves | None:
+        count = self.num_leaves or int(self.spec.shares > 1)
+        return Leaves(count, self.spec.num_local // count) if count else None
+
+    def cut_sums(self) -> bool:
+        """Lets outputs be added along a tree that any number of ranks shares, and returns whether they are."""
+        is_whole = self.ranks is None or self.spec.shares == self.ranks.world
+        is_cut = is_whole and self.spec.num_experts % LEAVES == LEAVES % self.spec.shares == 0
+        self.num_leaves = LEAVES // self.spec.shares if is_cut else 0
+        return is_cut
 
     @property
     def weights(self) -> ExpertWeights:
@@ -109,7 +137,8 @@ class Experts(nn.Module):
     def product(self, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Product:
         """Describes the products of rows in `dtype` for kernels/gemm/choose.py."""
         spec = self.spec
-        block_rows = choose_block_rows(num_rows * spec.top_k, spec.num_experts, self.least_rows)
+        num_pairs = num_rows * spec.top_k
+        block_rows = choose_block_rows(num_pairs, spec.num_experts, self.least_rows, is_part=spec.shares > 1)
         x = torch.empty(num_rows, hidden_size, dtype=dtype, device="meta")
         return experts_product(x, block_rows, self.weights)
 
@@ -132,7 +161,7 @@ class Experts(nn.Module):
         if self.spec.transposed:
             return []
         names = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)
-        return [f"{expert}.{part}.weight" for expert in range(self.spec.num_experts) for part in names]
+        return [f"{expert}.{part}.weight" for expert in range(self.spec.num_local) for part in names]
 
     def piece(self, part: str | None, name: str, tensor: Tensor) -> Tensor:
         """The part of `tensor`, shaped as parameter `name`, as files have it; None: all experts."""
@@ -173,23 +202,32 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert = GatedMLP(hidden_size, shared)
             self.shared_expert_gate = Linear(hidden_size, 1) if spec.shared_gate else None
 
-    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor | RankSum:
         """x (..., H), quantised (T, H) -> the same shape."""
-        if isinstance(x, Tensor):
-            return self._mix(x.reshape(-1, x.shape[-1])).view(x.shape)
-        return self._mix(x)
+        if not isinstance(x, Tensor) or x.dim() == 2:
+            return self._mix(x)
+        out = self._mix(x.reshape(-1, x.shape[-1]))
+        return (out.total() if isinstance(out, RankSum) else out).view(x.shape)
 
-    def _mix(self, x: Tensor | QuantizedRows) -> Tensor:
+    def _mix(self, x: Tensor | QuantizedRows) -> Tensor | RankSum:
         rows = plain_rows(x)
+        share = self.experts.share
         shared = None
         if self.shared_expert is not None:
+            output = self.shared_expert(rows)
             gate = self.shared_expert_gate
-            shared = Shared(self.shared_expert(rows), None if gate is None else gate(rows))
-        return self.experts.added(x, self.gate(rows, self.experts.least_rows), shared)
+            if isinstance(output, RankSum):
+                output = output.total()
+            if share is None or share.first == 0:
+                shared = Shared(output, None if gate is None else gate(rows))
+        return self.experts.added(x, self.gate(rows, self.experts.least_rows, share), shared)
 
     def join(self, ranks: Ranks) -> None:
-        """Shares the channels of experts with other ranks; those of the shared one are added with them."""
-        self.experts.ranks = ranks
+        """Shares the experts with other ranks. The channels of the shared one are added with those of slices, and
+        before whole ones, to whose first leaf their sum belongs."""
+        self.experts.join(ranks)
+        if self.shared_expert is not None and self.experts.share is not None:
+            self.shared_expert.join(ranks)
 
 
 def feed_forward(hidden_size: int, spec: MLPSpec | MoESpec) -> GatedMLP | SquaredMLP | MixtureOfExperts:

@@ -231,7 +231,7 @@ def _linear_experts(
     for name, parts in PROJECTIONS.items():
         hidden, size = experts.down_proj.shape[1:]
         linear = Linear(size, hidden) if name == "down_proj" else Linear(hidden, dict.fromkeys(parts, size))
-        names = [f"{path}.{expert}.{part}" for expert in range(experts.spec.num_experts) for part in parts]
+        names = [f"{path}.{expert}.{part}" for expert in range(experts.spec.num_local) for part in parts]
         layers[name] = cast(Format, formats[name]).layer(linear, names, tensors)
         if "permutation" in layers[name]._buffers:
             raise ValueError(
@@ -256,7 +256,7 @@ def _format_of_experts(
             )
         return format
     examples: dict[Format | None, str] = {}
-    for expert in range(experts.spec.num_experts):
+    for expert in range(experts.spec.num_local):
         for part in PROJECTIONS[name]:
             module = f"{path}.{expert}.{part}"
             examples.setdefault(format_in_file(module, quantization, tensors), module)

@@ -386,6 +386,8 @@ class MoESpec:
     """The router's weights are in fp32, whatever the network's dtype."""
     transposed: bool = False
     """In files the experts of a layer are one tensor (E, inputs, outputs) in which gate and up alternate (gpt-oss)."""
+    shares: int = 1
+    """Ranks that have whole experts, as many each; 1: all are here, or a slice of each."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -404,13 +406,20 @@ class MoESpec:
                 f"have {size * self.top_groups} experts"
             )
 
-    def shard(self, world: int) -> "MoESpec":
-        """Returns one of `world` ranks' part: a slice of every expert. So all ranks route alike, none waits for another
-        whose experts are chosen more often, and outputs are added up as those of an MLP."""
+    @property
+    def num_local(self) -> int:
+        """Experts of a rank."""
+        return self.num_experts // self.shares
+
+    def shard(self, world: int, *, whole_experts: bool = False) -> "MoESpec":
+        """Returns one of `world` ranks' part: a slice of every expert, so that none waits for another whose experts are
+        chosen more often, or some whole ones. All ranks route alike, and outputs are added up as those of an MLP."""
+        spec = replace(self, shared_size=quotient("shared_expert_intermediate_size", self.shared_size, world))
+        if whole_experts:
+            quotient("the number of experts", self.num_experts, world)
+            return replace(spec, shares=world)
         return replace(
-            self,
-            intermediate_size=quotient("the experts' intermediate size", self.intermediate_size, world),
-            shared_size=quotient("shared_expert_intermediate_size", self.shared_size, world),
+            spec, intermediate_size=quotient("the experts' intermediate size", self.intermediate_size, world)
         )
 
 
@@ -539,8 +548,9 @@ class TargetSpec(DecoderShape):
         """The longest text that it reads."""
         return most_positions(self.max_position_embeddings, {"rope_type": self.rope.rope_type, **self.rope.scaling})
 
-    def shard(self, rank: int, world: int) -> "TargetSpec":
-        """Returns the spec of a rank's part under tensor parallelism; all ranks' are equal. The ranks' outputs of an
+    def shard(self, rank: int, world: int, *, whole_experts: bool = False) -> "TargetSpec":
+        """Returns the spec of a rank's part under tensor parallelism; all ranks' are equal. Its experts are slices of
+        all, or some whole ones. The ranks' outputs of an
         attention, or of an MLP, add up to the target's; embedding and head have equal shares of the vocabulary.
 
         Raises ValueError for sizes that `world` does not divide, and for norms over all heads.
@@ -551,6 +561,10 @@ class TargetSpec(DecoderShape):
             return self
         is_dense = any(isinstance(layer.mlp, MLPSpec) for layer in self.layers)  # mixtures may leave that size unused
         size = self.intermediate_size
+
+        def shard(spec: MLPSpec | MoESpec) -> Any:
+            return spec.shard(world, whole_experts=whole_experts) if isinstance(spec, MoESpec) else spec.shard(world)
+
         return replace(
             self,
             num_heads=quotient("num_attention_heads", self.num_heads, world),
@@ -561,8 +575,8 @@ class TargetSpec(DecoderShape):
                 replace(
                     layer,
                     mixer=layer.mixer.shard(world),
-                    mlp=layer.mlp.shard(world),
-                    experts=None if layer.experts is None else layer.experts.shard(world),
+                    mlp=shard(layer.mlp),
+                    experts=None if layer.experts is None else shard(layer.experts),
                 )
                 for layer in self.layers
             ),

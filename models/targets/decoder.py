@@ -265,13 +265,14 @@ def load_target(
     rank: int = 0,
     world: int = 1,
     last_layers: int | None = None,
+    whole_experts: bool = False,
 ) -> Target:
     """Reads a transformers checkpoint folder, strictly. `quantization`: "fp8" to quantise 16-bit weights on the fly.
 
     With `world` ranks of tensor parallelism only the part of `rank`, `config.shard`; `config` is the whole target's.
     `last_layers`: how many are read, from the end; the others stay empty, and the target does not run.
     """
-    spec = config.shard(rank, world)
+    spec = config.shard(rank, world, whole_experts=whole_experts)
     formats = read_quantization(path, quantization)
     if config.wrapper:
         logger.info("%s: the text part runs, as %s; it reads no images", config.wrapper, config.architecture)

@@ -160,8 +160,9 @@ def load_networks(plan: EnginePlan, rank: int = 0, meet: Callable[[], Ranks] | N
     device = plan.device.device
     with runtime.stage("loading the weights"):
         target = load_target(
-            plan.path, plan.spec, plan.dtype, device, config.trust_remote_code, config.quantization, rank, config.tp
-        )
+            plan.path, plan.spec, plan.dtype, device, config.trust_remote_code, config.quantization, rank, config.tp,
+            whole_experts=config.whole_experts,
+        )  # fmt: skip
         if meet is not None:
             target.join(meet())
         drafter, stages = load_drafter(plan.draft.source, config.drafter, target)
@@ -376,6 +377,7 @@ def cost_key(plan: EnginePlan, networks: Networks) -> CostKey:
             **({"tp": config.tp} if config.tp > 1 else {}),
             **({"keep_states": config.keep_states} if config.keep_states else {}),
             **({"tp_exact": True} if config.tp_exact else {}),
+            **({"ep": True} if config.ep else {}),
         },
     )
 
@@ -437,7 +439,7 @@ def fingerprint(plan: EnginePlan, networks: Networks) -> str:
     if networks.order is not None and networks.order.suits_ranks:
         parts.append("sums for any tp")
     elif plan.config.tp > 1:
-        parts.append(f"tp {plan.config.tp}")
+        parts.append(f"tp {plan.config.tp}{', ep' if plan.config.whole_experts else ''}")
     if plan.inexact:
         parts += [plan.inexact, repr(plan.config)]
     return "fp_" + text_hash(" ".join(parts))[:12]

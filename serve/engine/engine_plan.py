@@ -265,7 +265,7 @@ def shard(config: EngineConfig, spec: TargetSpec, draft: DraftPlan) -> TargetSpe
             "has a part; leave the option out, or use tp 1"
         )
     try:
-        return spec.shard(0, config.tp)
+        return spec.shard(0, config.tp, whole_experts=config.whole_experts)
     except ValueError as error:
         raise ValueError(f"tp is {config.tp}, but {error}") from error
 

@@ -1,6 +1,8 @@
 """Router and experts against a loop over tokens in fp64, in every format, and a row's bits among any others."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.collectives.tree import add_along_tree
 from slipstream.kernels.gemm import fp8, grouped_fp8, int4_weight
 from slipstream.kernels.gemm import grouped as grouped_gemm
 from slipstream.kernels.gemm.choose import EXPERT_ROWS, SUMMED_ROWS, choose, device_of
@@ -18,6 +21,7 @@ from slipstream.kernels.gemm.grouped import (
     TILINGS,
     Clamped,
     ExpertWeights,
+    Leaves,
     Shared,
     Tiling,
     activate,
@@ -32,7 +36,7 @@ from slipstream.kernels.gemm.mxfp4 import (
     dequantize_words,
     pack_words,
 )
-from slipstream.kernels.gemm.router import Routing, Scoring, choose_block_rows, pair_counts, route, route_triton
+from slipstream.kernels.gemm.router import Routing, Scoring, Share, choose_block_rows, pair_counts, route, route_triton
 from slipstream.tests.kernels.mxfp4_files import dequantize_mxfp4
 from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
@@ -573,3 +577,50 @@ def test_a_row_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype)
 def test_every_block_size_has_a_tiling(format: Format) -> None:
     sizes = {choose_block_rows(pairs, 8, least_rows(format)) for pairs in range(1, 2000)}
     assert sizes == {1, *TILINGS[format]}
+
+
+def part_of(weights: ExpertWeights, share: Share) -> ExpertWeights:
+    """A rank's experts."""
+
+    def cut(matrix: Any) -> Any:
+        if isinstance(matrix, Tensor):
+            return matrix[share.first : share.first + share.size]
+        return matrix._replace(**{name: cut(x) for name, x in matrix._asdict().items() if isinstance(x, Tensor)})
+
+    biases = [None if bias is None else cut(bias) for bias in weights[2:4]]
+    return ExpertWeights(cut(weights.gate_up), cut(weights.down), *biases, weights.activation)
+
+
+@grouped()
+@each_device
+@pytest.mark.parametrize(
+    ("kind", "rows", "block_rows"),
+    [("gated", 1, None), ("none", 5, 8), ("plain", 37, 16), ("mxfp4", 2, None), ("int4 zeros", 3, 16), ("fp8", 34, 16)],
+)
+def test_whole_experts_of_ranks_add_up_to_one(kind: str, rows: int, block_rows: int | None, device: str) -> None:
+    """Bit for bit, though no token goes to some ranks; and a rank's experts are those of a loop."""
+    shape = (128, 64, 8, 2)
+    size, _, experts, top_k = shape
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    router, bias, wide = random_layer(shape, dtype, device, is_gpt_oss=kind == "none")
+    is_plain = kind in ("gated", "none", "plain")
+    weights, wide = (wide, wide) if is_plain else quantized_experts(kind, shape, device)
+    x = random_rows(rows, size, dtype, device)
+    shared = random_shared(kind if is_plain else "none", rows, size, dtype, device)
+    expected = loop(x, route.reference(x, router, bias, top_k, True), wide, shared, rounding(kind, device))
+    triton_runs = partial(route_triton, block_rows=block_rows), partial(mix_experts_triton, tiling=Tiling(64, 32, 1))
+    for run, mix in ((route.reference, mix_experts.reference), triton_runs):
+        sums = []
+        for world in (1, 2, 4):
+            partials = []
+            for rank in range(world):
+                share = Share(rank * experts // world, experts // world)
+                routing = run(x, router, bias, top_k, True, share=share if world > 1 else None)
+                leaves = Leaves(4 // world, experts // 4)
+                part = part_of(weights, share)
+                with poisoned():
+                    partials.append(mix(x, routing, part, None if rank else shared, leaves=leaves, dtype=torch.float32))
+            sums.append(add_along_tree(partials))
+        assert torch.equal(sums[1], sums[0])
+        assert torch.equal(sums[2], sums[0])
+        assert (sums[0].double() - expected).norm() < (0.15 if device == "cuda" else 1e-4) * expected.norm()

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from slipstream.kernels.collectives.ranks import Ranks, RankSum
+from slipstream.kernels.collectives.tree import add_along_tree
+from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.gemm.fp8 import quantize_weight
 from slipstream.models.files.checkpoint import read_tensors
 from slipstream.models.layers.formats.fp8 import FP8Format, FP8Linear
 from slipstream.models.layers.linear import Head, Linear, cut_sums
-from slipstream.models.layers.moe import Experts
+from slipstream.models.layers.moe import Experts, MixtureOfExperts
 from slipstream.models.layers.norm import RMSNorm, add_delta
 from slipstream.models.targets import decoder
 from slipstream.models.targets.config import DeltaNetSpec, MoESpec, TargetSpec
@@ -51,7 +53,14 @@ from slipstream.tests.recurrent_layers import AverageSpec
 
 WIDE = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}, head_dim=128)
 WIDE_MOE = Qwen3MoeConfig(
-    **MOE_CONFIG.to_dict() | {"moe_intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 120}
+    **MOE_CONFIG.to_dict()
+    | {
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "moe_intermediate_size": 256,
+        "num_attention_heads": 4,
+        "vocab_size": 120,
+    }
 )
 PACKED_OUTPUTS = {"qweight": 1, "qzeros": 1, "scales": 1}  # axes of outputs that are not 0
 NORMED_TOGETHER = (
@@ -149,8 +158,11 @@ class LockStep:
         return torch.cat([rank.logits(hidden) for rank in self.ranks], dim=-1)
 
 
-def load(path: Path, rank: int = 0, world: int = 1, quantization: str | None = None) -> Target:
-    return load_target(path, load_config(path), torch.float32, CPU, quantization=quantization, rank=rank, world=world)
+def load(
+    path: Path, rank: int = 0, world: int = 1, quantization: str | None = None, *, whole_experts: bool = False
+) -> Target:
+    options = {"quantization": quantization, "rank": rank, "world": world, "whole_experts": whole_experts}
+    return load_target(path, load_config(path), torch.float32, CPU, **options)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -256,6 +268,43 @@ def test_quantised_ranks_have_slices_of_the_weights(
             check_weights(folder, values, name, 4)
 
 
+@grouped()
+@pytest.mark.parametrize("name", [*(LAYOUTS.keys() - {"gptq-order"}), "fused", "fused fp8", "mxfp4", "gpt-oss"])
+def test_ranks_have_whole_experts(
+    name: str, wide_targets: dict[str, Path], make_target: MakeTarget, tmp_path: Path
+) -> None:
+    """All that a rank stores of its experts is what one rank stores of them."""
+    folder = tmp_path / name
+    if name == "gpt-oss":
+        folder = make_target(name)
+    elif name == "mxfp4":
+        save_gpt_oss(folder)
+    elif name == "fused":
+        folder.mkdir()
+        (folder / "config.json").write_text((wide_targets["experts"] / "config.json").read_text())
+        save_file(
+            fuse_experts(load_file(wide_targets["experts"] / "model.safetensors"), 4), folder / "model.safetensors"
+        )
+    else:
+        layout = "fp8-blocks" if name == "fused fp8" else name
+        save_quantized(LAYOUTS[layout], wide_targets["experts"], folder)
+        if layout != name:
+            save_file(fuse_experts(load_file(folder / "model.safetensors"), 4), folder / "model.safetensors")
+    quantization = "fp8" if name == "on-the-fly" else None
+    full = load(folder, quantization=quantization)
+    layers = {path: layer for path, layer in full.named_modules() if isinstance(layer, Experts)}
+    assert layers
+    parts = [load(folder, rank, 2, quantization, whole_experts=True) for rank in range(2)]
+    for path, layer in layers.items():
+        expected = layer.state_dict()
+        halves = [part.get_submodule(path).state_dict() for part in parts]
+        assert halves[0].keys() == expected.keys()
+        for key, tensor in expected.items():
+            tensors = [half[key] for half in halves]
+            stored = torch.cat([x.float() for x in tensors]) if tensor.dim() else torch.stack(tensors).max()
+            assert torch.equal(stored, tensor.float()), key
+
+
 @pytest.mark.skipif("qwen3-5" not in RELATIVES, reason="this transformers does not know it")
 def test_quantised_delta_nets_have_slices_of_each_kind_of_heads(tmp_path: Path) -> None:
     """FP8 blocks of q, k and v, which stand in one tensor; its slices are copied together."""
@@ -321,12 +370,12 @@ def test_fused_quantised_projections_come_apart(name: str, wide_targets: dict[st
 def test_fused_experts_come_apart(wide_targets: dict[str, Path], tmp_path: Path) -> None:
     values = save_quantized(LAYOUTS["fp8-blocks"], wide_targets["experts"], tmp_path / "fp8")
     file = tmp_path / "fp8" / "model.safetensors"
-    save_file(fuse_experts(load_file(file)), file)
+    save_file(fuse_experts(load_file(file), 4), file)
     check_weights(tmp_path / "fp8", values, "fp8-blocks", 2)
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "config.json").write_text((wide_targets["experts"] / "config.json").read_text())
-    save_file(fuse_experts(load_file(wide_targets["experts"] / "model.safetensors")), plain / "model.safetensors")
+    save_file(fuse_experts(load_file(wide_targets["experts"] / "model.safetensors"), 4), plain / "model.safetensors")
     check_sums(plain, [2])
 
 
@@ -347,7 +396,7 @@ def test_cut_blocks_of_experts_are_refused(wide_targets: dict[str, Path], tmp_pa
         ("fp8", 4, "256 channels in an expert, which 4 ranks cut into 64"),
         ("mxfp4", 2, "160 channels in an expert, which 2 ranks cut into 80"),
     ):
-        with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.experts has {sizes}"):
+        with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.experts has {sizes}.*: use --ep, fewer"):
             load(tmp_path / folder, 0, world)
 
 
@@ -438,6 +487,9 @@ def test_widths_of_experts_that_ranks_do_not_divide_are_refused(make_target: Mak
     for name, label in (("intermediate_size", "the experts' intermediate size"), ("shared_size", "shared_expert_")):
         with pytest.raises(ValueError, match=f"{label}.* is 7, and 2 ranks do not divide it"):
             replace(experts, **{name: 7}).shard(2)
+    assert experts.shard(2, whole_experts=True) == replace(experts, shares=2, shared_size=experts.shared_size // 2)
+    with pytest.raises(ValueError, match="the number of experts is 6, and 4 ranks do not divide it"):
+        experts.shard(4, whole_experts=True)
 
 
 class Pretended(Ranks):
@@ -471,6 +523,87 @@ def test_leaves_of_sums_are_the_same_on_all_ranks() -> None:
     assert {name: layer.leaves for name, layer in network.items()} == {
         "q": 4, "o": 2, "odd": 0, "gated": 0, "head": 4, "wide head": 0, "wide": 0
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("shares", "world", "leaves"), [(1, 1, 4), (1, 2, 0), (2, 2, 2), (4, 4, 1), (8, 8, 0)])
+def test_whole_experts_have_leaves(shares: int, world: int, leaves: int) -> None:
+    experts = Experts(8, MoESpec(num_experts=8, top_k=2, intermediate_size=8, shares=shares))
+    if world > 1:
+        experts.join(Pretended(1, world))
+    network = nn.ModuleDict({"experts": experts})
+    assert cut_sums(network, quantized=False) == ([] if leaves else ["experts"])
+    assert experts.num_leaves == leaves
+    assert experts.share == (None if shares == 1 else (8 // shares, 8 // shares))
+
+
+class Remembered(Ranks):
+    """Ranks that run one after another, twice: each adds what the others had at their last call."""
+
+    def __init__(self, rank: int, partials: list[Tensor]) -> None:
+        super().__init__(rank, len(partials))
+        self.partials = partials
+
+    def add(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
+        self.partials[self.rank] = partial
+        return add_along_tree(self.partials).to(dtype)
+
+    def gather(self, part: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    collect = gather
+
+
+def new_mixture(spec: MoESpec, ranks: Ranks | None, values: Tensors) -> MixtureOfExperts:
+    """A rank's part of a mixture with the whole one's `values`, whose sums are cut."""
+    mixture = MixtureOfExperts(256, spec)
+    for name, parameter in mixture.named_parameters():
+        value = values[name]
+        if ranks is not None:
+            for axis, size in enumerate(parameter.shape):
+                blocks = 2 if "shared_expert.gate_up" in name and axis == 0 else 1  # gates and ups have slices
+                if size < value.shape[axis]:
+                    parts = [block.chunk(ranks.world, axis)[ranks.rank] for block in value.chunk(blocks, axis)]
+                    value = torch.cat(parts, axis)
+        parameter.data.copy_(value)
+    if ranks is not None:
+        mixture.join(ranks)
+    for module in mixture.modules():
+        if isinstance(module, Linear):
+            module.order = FixedOrder()
+    assert cut_sums(mixture, quantized=False) == []
+    return mixture.requires_grad_(False)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_mixtures_of_ranks_have_the_bits_of_one(gated: bool) -> None:
+    spec = MoESpec(num_experts=8, top_k=3, intermediate_size=64, shared_size=256, shared_gate=gated)
+    values = {name: 0.1 * torch.randn(x.shape) for name, x in MixtureOfExperts(256, spec).named_parameters()}
+    x = torch.randn(20, 256)
+    expected = new_mixture(spec, None, values)(x)
+    for world in (2, 4):
+        partials = [torch.zeros_like(x)] * world
+        shard = spec.shard(world, whole_experts=True)
+        parts = [new_mixture(shard, Remembered(rank, partials), values) for rank in range(world)]
+        for _ in range(2):
+            sums = [part(x) for part in parts]
+        assert torch.equal(add_along_tree([part.partial for part in sums]), expected)
+
+
+def test_ranks_quantise_inputs_of_experts_alike(wide_targets: dict[str, Path], tmp_path: Path) -> None:
+    """By the largest of all experts' scales."""
+    save_quantized(LAYOUTS["fp8-static"], wide_targets["experts"], tmp_path / "static")
+    scales = []
+    for rank in range(2):
+        experts = load(tmp_path / "static", rank, 2, whole_experts=True).get_submodule("layers.0.mlp.experts")
+        scales.append(experts.get_buffer("down_proj_largest_scale"))
+
+    class Pair(Pretended):
+        def collect(self, part: Tensor) -> Tensor:
+            return torch.stack(scales) if part.item() in (scale.item() for scale in scales) else part
+
+    largest = max(scale.item() for scale in scales)
+    cast(Experts, experts).join(Pair(1, 2))
+    assert experts.get_buffer("down_proj_largest_scale").item() == largest
 
 
 def test_sums_of_ranks_wait_for_the_next_norm() -> None:

@@ -3,6 +3,7 @@
 import copy
 import shutil
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,17 @@ def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> No
     assert run.state_bytes() == engine.runner.state.nbytes
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "qwen3-5"])
-def test_ranks_have_the_bytes_that_are_told(family: str, make_target: MakeTarget) -> None:
+@pytest.mark.parametrize(
+    ("family", "ep"), [("qwen3", False), ("qwen3-moe", False), ("qwen3-5", False), ("mixtral", True)]
+)
+def test_ranks_have_the_bytes_that_are_told(family: str, ep: bool, make_target: MakeTarget) -> None:
     """4 ranks share 2 KV heads; what all of them have is in the sum of their bytes as often as there are ranks."""
     target = make_target(family)
-    config = ServeConfig(target=str(target), dtype="bfloat16", device="cpu", tp=4)
+    config = ServeConfig(target=str(target), dtype="bfloat16", device="cpu", tp=4, ep=ep)
     run = DryRun(config)
     spec = load_config(target)
-    parts = [load_target(target, spec, torch.bfloat16, torch.device("cpu"), rank=rank, world=4) for rank in range(4)]
+    load = partial(load_target, target, spec, torch.bfloat16, torch.device("cpu"), world=4, whole_experts=ep)
+    parts = [load(rank=rank) for rank in range(4)]
     assert {bytes_of(part) for part in parts} == {run.networks[0].size}
     total = bytes_of(load_target(target, spec, torch.bfloat16, torch.device("cpu")))
     repeated = (4 * run.networks[0].size - total) // 3

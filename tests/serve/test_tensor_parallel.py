@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, Qwen2MoeConfig
 
+from slipstream.models.targets.config import MoESpec
 from slipstream.serve.engine import team as teams
 from slipstream.serve.engine.build import build
 from slipstream.serve.engine.engine import Engine
@@ -27,7 +29,7 @@ from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.mtp_targets import KINDS, MakeMTP
 from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
-from slipstream.tests.random_targets import MakeTarget
+from slipstream.tests.random_targets import SHAPE, MakeTarget, save_random_target
 from slipstream.tests.serve import correctness
 from slipstream.tests.serve.engine_runs import Answer, make_request, random_prompt, run, sized_requests, tokens_of
 from slipstream.tests.serve.played_graphs import equal_costs, gpu_plan, play_all
@@ -60,6 +62,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # draft, options
     "token map": ("eagle", {"depth": 3, "token_map": "map"}),
 }
 FAMILIES = ("qwen3", "qwen2-moe", "qwen3-5", "gpt-oss", "gemma4-shared", "phi3-window")
+WHOLE = ("glm4-moe", "gpt-oss", "mixtral")  # families of experts that 4 ranks divide
 GATE = [("qwen3", "tree", 2), ("qwen3", "block", 2), ("qwen2-moe", "eagle", 2), ("qwen3-5", "ngram", 2)]
 
 
@@ -186,6 +189,22 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
 
 @grouped("world")
 @pytest.mark.parametrize(
+    ("family", "world"),
+    gate_of([*((family, world) for world in (2, 4) for family in WHOLE), ("qwen2-moe", 2)], [("qwen2-moe", 2)]),
+)
+def test_answers_with_whole_experts(family: str, world: int, make_target: MakeTarget, make_team: MakeTeam) -> None:
+    """A mixture's shared expert is cut, and belongs to rank 0's sum."""
+    target = make_target(family)
+    answers, engine = answers_of(target, long_requests(), make_team, world, ep=True)
+    check_alike(answers, answers_alone(target, family))
+    part = engine.engine_plan.part.layers[-1]
+    experts = part.experts or part.mlp
+    assert isinstance(experts, MoESpec)
+    assert world * experts.num_local == experts.num_experts
+
+
+@grouped("world")
+@pytest.mark.parametrize(
     ("kind", "world"), gate_of([(kind, world) for world in (2, 4) for kind in KINDS], [(next(iter(KINDS)), 2)])
 )
 def test_mtp_heads_draft_alike(kind: str, world: int, make_mtp: MakeMTP, make_team: MakeTeam) -> None:
@@ -255,6 +274,23 @@ def test_on_gpus(dtype: str, drafter: str, gpu_team: MakeTeam, tmp_path: Path) -
     )
     assert engine.engine_plan.captures
     assert not correctness.differences(answers, expected)
+
+
+@GPU
+@TWO_GPUS
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_sums_in_the_order_of_any_number_of_gpus(kind: str, gpu_team: MakeTeam, tmp_path: Path) -> None:
+    """In bf16, bit for bit; of layers wide enough for leaves."""
+    sizes = SHAPE | {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+    experts = {"num_experts": 8, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}
+    save_random_target(LlamaConfig(**sizes) if kind == "dense" else Qwen2MoeConfig(**sizes, **experts), tmp_path)
+    answers = []
+    for world in (1, 2):
+        options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "tp_exact": True}
+        answers.append(answers_of(tmp_path, long_requests(), gpu_team, world, **options)[0])
+    assert tokens_of(answers[1]) == tokens_of(answers[0])
+    for name, answer in answers[0].items():
+        assert answers[1][name].logprobs == answer.logprobs
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Mapping
 import torch
 from torch import Tensor
 
+from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, FP8Weight
 from slipstream.kernels.gemm.fp8 import InputScales
 from slipstream.models.layers.formats.base import FilePiece, FileTensor, QuantizedExperts, QuantizedLinear, Tensors
@@ -36,7 +37,7 @@ class LinearExperts(QuantizedExperts):
         dtypes = {}
         for name, layer in layers.items():
             for key, tensor in layer.named_buffers():
-                stacked = torch.empty(self.spec.num_experts, *tensor.shape, dtype=tensor.dtype)
+                stacked = torch.empty(self.spec.num_local, *tensor.shape, dtype=tensor.dtype)
                 self.register_buffer(f"{name}_{key}", stacked)
                 if key in layer.dtypes:
                     dtypes[f"{name}_{key}"] = layer.dtypes[key]
@@ -66,6 +67,13 @@ class LinearExperts(QuantizedExperts):
             buffers[layer.shared_scale] = self.get_buffer(f"{name}_largest_scale")
         return layer.stored_in(buffers)
 
+    def join(self, ranks: Ranks) -> None:
+        super().join(ranks)
+        for name, layer in self.layers.items():
+            if layer.shared_scale is not None:
+                scale = self.get_buffer(f"{name}_largest_scale")
+                scale.copy_(ranks.collect(scale[None]).max())
+
     def file_pieces(self, path: str, fused: Container[str]) -> dict[str, FilePiece]:
         pieces: dict[str, FilePiece] = {}
         for name, parts in PROJECTIONS.items():
@@ -73,7 +81,7 @@ class LinearExperts(QuantizedExperts):
             if f"{path}.{name}" in fused:
                 pieces |= self._fused_pieces(path, name)
                 continue
-            for expert in range(self.spec.num_experts):
+            for expert in range(self.spec.num_local):
                 for part in parts:
                     for key, expected in layer.file_tensors(part if layer.parts else None).items():
                         pieces[f"{path}.{expert}.{part}.{key}"] = FilePiece(f"{expert}.{part}", expected)
@@ -85,14 +93,14 @@ class LinearExperts(QuantizedExperts):
         for end, key in layer.fused_names.items():
             expected = layer.file_tensors(None)[key]
             shapes = [shape[::-1] if self.spec.transposed and not end else shape for shape in expected.shapes]
-            stacked = tuple((self.spec.num_experts, *shape) for shape in shapes)
+            stacked = tuple((self.spec.num_local, *shape) for shape in shapes)
             pieces[f"{path}.{name}{end}"] = FilePiece(name, FileTensor(stacked, expected.dtypes))
         return pieces
 
     def load_part(self, part: str, tensors: Tensors) -> None:
         if part in PROJECTIONS:
             name = part
-            for expert in range(self.spec.num_experts):
+            for expert in range(self.spec.num_local):
                 self.expert(name, expert).load_part(None, self._of_fused(name, expert, tensors))
         else:
             expert = int(part.partition(".")[0])

@@ -30,7 +30,7 @@ class MXFP4Experts(QuantizedExperts):
             if inputs % BLOCK:
                 raise ValueError(f"{name} has {inputs} inputs; MXFP4 needs a multiple of {BLOCK}")
             chunks = -(-inputs // CHUNK)
-            count = self.spec.num_experts
+            count = self.spec.num_local
             groups = outputs // GROUP
             self.register_buffer(f"{name}_words", torch.empty(count, groups, chunks, GROUP, BLOCK, dtype=torch.int16))
             self.register_buffer(f"{name}_scales", torch.empty(count, groups, chunks, GROUP, dtype=torch.int32))
@@ -49,7 +49,7 @@ class MXFP4Experts(QuantizedExperts):
     def file_pieces(self, path: str, fused: Container[str]) -> dict[str, FilePiece]:
         pieces = {}
         for name, (outputs, inputs) in self.shapes.items():
-            scales = (self.spec.num_experts, outputs, inputs // BLOCK)
+            scales = (self.spec.num_local, outputs, inputs // BLOCK)
             for end, shape in ((MXFP4_BLOCKS, scales + (BLOCK // 2,)), (MXFP4_SCALES, scales)):
                 pieces[f"{path}.{name}{end}"] = FilePiece(name, FileTensor((shape,), (torch.uint8,)))
         return pieces
