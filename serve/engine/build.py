@@ -123,6 +123,7 @@ def make_engine(plan: EnginePlan, capture: Capture, find_costs: "FindCosts", tea
         runner = make_runner(plan, networks, capture, partial(LeadingRunner, team))
     with runtime.stage("timing passes"):
         costs = find_costs(plan, networks, runner)
+        runner.time_sums()
         runner.forget()
     plan = replace(plan, graphs=runner.graphs)
     load = partial(load_tokenizer, plan.path, config.trust_remote_code)

@@ -106,6 +106,7 @@ class EngineCounts:
     time_ratio: Histogram = field(default_factory=lambda: Histogram(RATIO_BOUNDS))  # over those predicted
     kv_pages: dict[tuple[str, str], int] = field(default_factory=dict)  # now, by group and state
     rank_memory: list[int] = field(default_factory=list)  # now, bytes by rank; empty where there is one rank
+    rank_sum_seconds: list[float] = field(default_factory=list)  # likewise: at start-up, of a pass of one row
     acceptance: AcceptanceView = field(default_factory=AcceptanceView)  # now
     draft: DraftState = field(default_factory=DraftState)  # now
 

@@ -342,6 +342,7 @@ class Engine:
             kv_pages=self.scheduler.cache.usage(),
             idle_tokens=0 if self.idle is None else self.idle.num_tokens,
             rank_memory=[] if self.team is None else self.team.memory(),
+            rank_sum_seconds=[] if self.team is None else self.team.sum_seconds,
             acceptance=self.planner.alarm.view(),
             draft=self.draft.state(),
         )

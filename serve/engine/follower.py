@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -36,7 +37,7 @@ from slipstream.serve.engine.team import (
     digest_of,
     meet,
 )
-from slipstream.serve.runner.model_runner import InFlight, ModelRunner
+from slipstream.serve.runner.model_runner import InFlight
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Follower:
 
     plan: EnginePlan
     networks: Networks
-    runner: ModelRunner
+    runner: RankRunner
     _states: StatePasses
 
     def __init__(self, rank: int, channel: Channel, join: Callable[[], Ranks]) -> None:
@@ -81,11 +82,15 @@ class Follower:
         return self._ranks
 
     def make_runner(self, space: Space, capture: Capture) -> None:
-        self.runner = make_runner(replace(self.plan, space=space), self.networks, capture, RankRunner)
+        runner = make_runner(replace(self.plan, space=space), self.networks, capture, RankRunner)
+        self.runner = cast(RankRunner, runner)
 
     def time_passes(self) -> None:
         """Runs the passes that rank 0 times."""
         self.runner.time_passes()
+
+    def time_sums(self) -> None:
+        self.channel.send(self.runner.sum_seconds())
 
     def drop(self, sizes: Collection[int]) -> None:
         self.runner.drop(sizes)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import timeit
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, wait
@@ -29,10 +30,13 @@ import psutil
 import torch
 
 from slipstream.kernels.collectives.join import join_ranks
-from slipstream.kernels.collectives.ranks import Ranks
+from slipstream.kernels.collectives.ranks import Norm, Ranks
 from slipstream.models.files.cost_tables import CostTables
+from slipstream.models.layers.linear import Head
+from slipstream.models.targets.decoder import Target
 from slipstream.serve.drafters.base import DraftWeights
 from slipstream.serve.engine.plan import StepOutput, StepPlan
+from slipstream.serve.runner.cuda_graphs import REMEDY
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
 MODULE = "slipstream.serve.engine.follower"
@@ -111,6 +115,7 @@ class Team:
         """Starts the processes, which import their modules while the caller goes on; `meet` waits for them."""
         self.failure = ""  # why there are no ranks any more
         self.ranks: Ranks | None = None  # once they have met
+        self.sum_seconds: list[float] = []  # by rank: of the sums in a pass of one row
         self._limit = BUILD_SILENCE_SECONDS
         self._lock = threading.Lock()
         self._failed = threading.Event()
@@ -307,6 +312,27 @@ class RankRunner(ModelRunner):
     def _failed(self, plan: StepPlan, error: Exception) -> InFlight:
         raise error
 
+    @torch.inference_mode()
+    def sum_seconds(self) -> float:
+        """Returns the seconds that a pass of one row takes for its sums over ranks, captured if passes are."""
+        target = self.target
+        modules = [module for module in target.modules() if getattr(module, "ranks", None) is not None]
+        count = sum(not isinstance(module, Head | Target) for module in modules)
+        ranks = target.ranks
+        assert ranks is not None
+        partial_sums = torch.zeros(1, target.config.hidden_size, device=self.state.device)
+        norm = Norm(partial_sums.to(target.dtype), *target.norm.gain)
+
+        def add(_: object = None) -> None:
+            for _ in range(count):
+                ranks.add_and_norm(partial_sums, norm)
+
+        run: Callable[[], object] = add
+        if self.steps is not None:
+            (graph,) = self.steps.capturer.capture([add], "sums over ranks", REMEDY)
+            run = graph.replay
+        return min(timeit.repeat(lambda: (run(), partial_sums.tolist()), number=1))  # sync
+
 
 class LeadingRunner(RankRunner):
     """Has the other ranks do what it does, before it does so."""
@@ -318,6 +344,10 @@ class LeadingRunner(RankRunner):
     def time_passes(self) -> CostTables:
         self.team.order("time_passes")
         return super().time_passes()
+
+    def time_sums(self) -> None:
+        self.team.order("time_sums")
+        self.team.sum_seconds = [self.sum_seconds(), *self.team.answers()]
 
     def drop(self, sizes: Collection[int]) -> None:
         self.team.order("drop", set(sizes))

@@ -209,12 +209,14 @@ class EngineCollector(Collector):
         for labels, number in counts.kv_pages.items():
             pages.add_metric(labels, number)
         yield pages
-        memory = GaugeMetricFamily(
-            f"{PREFIX}_rank_memory_bytes", "Memory of each rank's device that its process holds.", labels=["rank"]
-        )
-        for rank, size in enumerate(counts.rank_memory):
-            memory.add_metric([str(rank)], size)
-        yield memory
+        for name, text, values in (
+            ("rank_memory_bytes", "Memory of each rank's device that its process holds.", counts.rank_memory),
+            ("rank_sum_seconds", "Sums over ranks in a pass of one row, at start-up.", counts.rank_sum_seconds),
+        ):
+            ranks = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["rank"])
+            for rank, value in enumerate(values):
+                ranks.add_metric([str(rank)], value)
+            yield ranks
         yield from acceptance_metrics(counts.acceptance)
 
     def _drafts(self) -> Iterator[Metric]:

@@ -148,6 +148,9 @@ class ModelRunner:
         drafts = {mode: {} for mode in MODES} if self.drafts is None else self.drafts.time_all()
         return CostTables(self.steps.time_all(), drafts)
 
+    def time_sums(self) -> None:
+        """Times sums over ranks, where there are some."""
+
     def drop(self, sizes: Collection[int]) -> None:
         """Frees captured target passes of these numbers of rows."""
         assert self.steps is not None

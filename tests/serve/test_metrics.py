@@ -42,7 +42,9 @@ def scrape(metrics: Metrics, gauges: dict[str, float], counts: EngineCounts, num
 
 def test_what_a_scrape_shows() -> None:
     metrics = Metrics()
-    engine = EngineCounts(idle_tokens=128, kv_pages={("0", "used"): 7, ("1", "free"): 9}, rank_memory=[5, 6])
+    engine = EngineCounts(
+        idle_tokens=128, kv_pages={("0", "used"): 7, ("1", "free"): 9}, rank_memory=[5, 6], rank_sum_seconds=[0.1, 0.2]
+    )
     counts = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 9, "drafted_tokens": 12, "rounds": 4}
     counts |= {"missed_tokens": 3, "idle_tokens": 2, "prefills": 1}
     miss = {"miss_reason": "no_snapshot"}
@@ -86,6 +88,7 @@ def test_what_a_scrape_shows() -> None:
         **{("accepted_tokens_total", f'position="{place}",source="eagle"'): 1 for place in (1, 2)},
         **{("kv_pages", 'group="0",state="used"'): 7, ("kv_pages", 'group="1",state="free"'): 9},
         **{("rank_memory_bytes", f'rank="{rank}"'): size for rank, size in ((0, 5), (1, 6))},
+        **{("rank_sum_seconds", f'rank="{rank}"'): seconds for rank, seconds in ((0, 0.1), (1, 0.2))},
     }
     samples = {(name, ",".join(sorted(labels.split(",")))): value for (name, labels), value in values.items()}
     assert {key: samples["slipstream_" + key[0], key[1]] for key in expected} == pytest.approx(expected)

@@ -56,7 +56,8 @@ def test_a_server_of_two_ranks_answers_as_one_of_one() -> None:
             answers.append(ask(client))
             metrics = httpx.get(f"{server.url}/metrics").text
             processes = processes_of(server)
-        assert metrics.count("slipstream_rank_memory_bytes{") == (tp if tp > 1 else 0)
+        for name in ("memory_bytes", "sum_seconds"):
+            assert metrics.count(f"slipstream_rank_{name}{{") == (tp if tp > 1 else 0)
         assert len(processes) >= tp
         wait_for_end(processes)
     assert answers[0] == answers[1]

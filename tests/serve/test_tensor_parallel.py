@@ -321,6 +321,7 @@ def test_room_is_that_of_the_smallest_device(target: Path, make_team: MakeTeam) 
     assert engine.info.kv_cache_tokens >= 2 * 64
     assert len(engine.counts().rank_memory) == 2
     assert min(engine.counts().rank_memory) > 10**7
+    assert len(engine.counts().rank_sum_seconds) == 2
     engine.close()
 
 
