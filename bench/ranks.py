@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.kernels.collectives import all_reduce
 from slipstream.kernels.collectives.all_reduce import AllReduce
 from slipstream.kernels.collectives.gather import Gather, gather_columns
 from slipstream.kernels.collectives.ranks import Norm
@@ -62,38 +61,14 @@ def microseconds(run: Callable[[int], object], calls: int, replays: int = 30) ->
 def sums(ranks: Ranks) -> str:
     store = dist.PrefixStore("nccl", ranks.store)
     dist.init_process_group("nccl", store=store, rank=ranks.rank, world_size=ranks.world, device_id=ranks.device)
-    reduce = AllReduce(ranks.peers, SIZE, ROWS[-1])
     weight = random(SIZE, seed=1, dtype=torch.bfloat16)
     lines = [
-        f"\nus of a sum of rows of {SIZE} with add and norm: ours, NCCL's, ratio; [ours alone; norm alone; shared out]"
+        f"\nus of a sum of rows of {SIZE} with add and norm: ours, NCCL's of bf16, ratio; "
+        "[ours alone; norm alone; shared out]"
     ]
-    for rows in ROWS:
-        part_sum = random(rows, SIZE, seed=ranks.rank)
-        place = reduce.partial_rows(rows)
-        part_sum = part_sum if place is None else place.copy_(part_sum)
-        delta = random(rows, SIZE, seed=2, dtype=torch.bfloat16) * 0
-        residual = random(rows, SIZE, seed=3, dtype=torch.bfloat16)
-
-        def ours(_: int, part_sum: Tensor = part_sum, residual: Tensor = residual) -> None:
-            reduce.add_and_norm(part_sum, Norm(residual, weight, EPS))
-
-        def alone(_: int, part_sum: Tensor = part_sum) -> None:
-            reduce.add(part_sum, torch.bfloat16)
-
-        def norm(_: int, delta: Tensor = delta, residual: Tensor = residual) -> None:
-            add_rms_norm.triton(residual, delta, weight, EPS)
-
-        def nccl(_: int, delta: Tensor = delta, residual: Tensor = residual) -> None:
-            dist.all_reduce(delta)
-            add_rms_norm.triton(residual, delta, weight, EPS)
-
-        times = [microseconds(run, 20 if rows <= 512 else 8) for run in (ours, nccl, alone, norm)]
-        if 8 <= rows <= all_reduce.FEW_ROWS:
-            with patch.object(all_reduce, "FEW_ROWS", 0):
-                times.append(microseconds(ours, 20))
-        ratio = times[1] / times[0]
-        more_times = " ".join(f"{time:7.2f}" for time in times[2:])
-        lines.append(f"{rows:5} rows {times[0]:7.2f} {times[1]:7.2f} {ratio:5.2f}x {more_times}")
+    for dtype in (torch.float32, torch.bfloat16):
+        reduce = AllReduce(ranks.peers, SIZE, ROWS[-1], dtype)
+        lines += [f"{dtype} {sum_line(reduce, rows, weight)}" for rows in ROWS]
     lines.append("us of gathered logits, half of 128256: ours, NCCL's")
     gather = Gather(ranks.peers, 64 * 32064)
     for rows in (1, 8, 64):
@@ -107,6 +82,34 @@ def sums(ranks: Ranks) -> str:
         times = [microseconds(lambda _, part=part: gather(part), 10), microseconds(library, 10)]
         lines.append(f"{rows:5} rows {times[0]:7.2f} {times[1]:7.2f}")
     return "\n".join(lines)
+
+
+def sum_line(reduce: AllReduce, rows: int, weight: Tensor) -> str:
+    part_sum = random(rows, SIZE, seed=reduce.peers.rank, dtype=reduce.dtype)
+    place = reduce.partial_rows(rows)
+    part_sum = part_sum if place is None else place.copy_(part_sum)
+    delta = random(rows, SIZE, seed=2, dtype=torch.bfloat16) * 0
+    residual = random(rows, SIZE, seed=3, dtype=torch.bfloat16)
+
+    def ours(_: int) -> None:
+        reduce.add_and_norm(part_sum, Norm(residual, weight, EPS))
+
+    def alone(_: int) -> None:
+        reduce.add(part_sum, torch.bfloat16)
+
+    def norm(_: int) -> None:
+        add_rms_norm.triton(residual, delta, weight, EPS)
+
+    def nccl(_: int) -> None:
+        dist.all_reduce(delta)
+        add_rms_norm.triton(residual, delta, weight, EPS)
+
+    times = [microseconds(run, 20 if rows <= 512 else 8) for run in (ours, nccl, alone, norm)]
+    if 8 <= rows <= reduce.few_rows:
+        with patch.object(reduce, "few_rows", 0):
+            times.append(microseconds(ours, 20))
+    more_times = " ".join(f"{time:7.2f}" for time in times[2:])
+    return f"{rows:5} rows {times[0]:7.2f} {times[1]:7.2f} {times[1] / times[0]:5.2f}x {more_times}"
 
 
 Multiply = Callable[[Tensor, Tensor], object]

@@ -1,5 +1,6 @@
-"""Sums over ranks, on every rank with the same bits: partial sums in fp32, added along a balanced tree in the order of
-the ranks (tree.py) and rounded once, as a product on one GPU rounds its own sums.
+"""Sums over ranks, on every rank with the same bits: partial sums, added in fp32 along a balanced tree in the order of
+the ranks (tree.py) and rounded once, as a product on one GPU rounds its own sums. Partial sums of 16 bits travel as
+such, two in a word.
 
 Few rows take one kernel: each program sends its row to all ranks and waits for theirs, each word with a tag
 (peers.py), so that nothing is signalled apart; behind it the residual is added and normed, as by kernels/norm.py. The
@@ -22,31 +23,34 @@ from slipstream.kernels.launch import pdl_options, wait_for_inputs
 from slipstream.kernels.norm import LANE_ELEMENTS, add_rms_norm, as_rows
 from slipstream.kernels.tiles import load_fp32
 
-FEW_ROWS = 64  # that one kernel sends: programs that wait for others must all run
+FEW_ROWS = 64  # of fp32 that one kernel sends, twice as many of 16 bits: programs that wait for others must all run
 WORD = 8  # bytes of a word and its tag
 LANES = tl.constexpr(128)  # of a program that waits for flags: its threads
 
 
 def add_ranks(partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """partials (N, T, H) fp32 of all ranks -> their sum, and then the bias (H,): (T, H) in `dtype`. The reference of
+    """partials (N, T, H) of all ranks -> their sum, and then the bias (H,): (T, H) in `dtype`. The reference of
     what follows."""
-    total = add_along_tree(partials.unbind())
+    total = add_along_tree(partials.float().unbind())
     return (total if bias is None else total + bias.float()).to(dtype)
 
 
 class AllReduce:
-    """Adds up the partial sums of all ranks. All ranks call the same methods with the same shapes in the same order."""
+    """Adds up the partial sums of all ranks, of one dtype. All ranks call the same methods with the same shapes in the
+    same order."""
 
-    def __init__(self, peers: Peers, size: int, max_rows: int) -> None:
-        """size: numbers of a row, H; max_rows: most rows of a call."""
+    def __init__(self, peers: Peers, size: int, max_rows: int, dtype: torch.dtype = torch.float32) -> None:
+        """size: numbers of a row, H, a multiple of 2; max_rows: most rows of a call; `dtype` of partial sums."""
         self.peers = peers
         self.size = size
+        self.dtype = dtype
+        self.few_rows = FEW_ROWS * 4 // dtype.itemsize
         self.cells = peers.take(2 * peers.world * FEW_ROWS * size * WORD)
-        self.tags = peers.counters(FEW_ROWS)
+        self.tags = peers.counters(self.few_rows)
         self.flags = peers.take(2 * peers.world * 4)
         self.flag_tags = peers.counters(2)
-        self.max_rows = max_rows if max_rows > FEW_ROWS else 0
-        self.partials = peers.take(self.max_rows * size * 4)
+        self.max_rows = max_rows if max_rows > self.few_rows else 0
+        self.partials = peers.take(self.max_rows * size * dtype.itemsize)
         self.sums = peers.take(self.max_rows * size * 4)
 
     @staticmethod
@@ -58,14 +62,14 @@ class AllReduce:
     def partial_rows(self, num_rows: int) -> Tensor | None:
         """Where a product of many rows (T, H) best stores its partial sums: other ranks read them there. None: they are
         sent, and may lie anywhere."""
-        if num_rows <= FEW_ROWS:
+        if num_rows <= self.few_rows:
             return None
-        return self.peers.local(self.partials, (num_rows, self.size), torch.float32)
+        return self.peers.local(self.partials, (num_rows, self.size), self.dtype)
 
     def add(self, partial: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """partial (T, H) fp32, this rank's -> the sum of all ranks', and then the bias (H,), which all have: (T, H) in
+        """partial (T, H), this rank's -> the sum of all ranks', and then the bias (H,), which all have: (T, H) in
         `dtype`."""
-        if len(partial) > FEW_ROWS:
+        if len(partial) > self.few_rows:
             return self._add_many(partial, dtype, bias).clone()  # the next call's go to the same place
         out = torch.empty(partial.shape, dtype=dtype, device=partial.device)
         if len(partial):
@@ -75,7 +79,7 @@ class AllReduce:
     def add_and_norm(self, partial: Tensor, norm: Norm, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(rms_norm(summed), summed) with summed = residual + add(partial), in one kernel for few rows."""
         dtype = norm.residual.dtype
-        if len(partial) > FEW_ROWS:
+        if len(partial) > self.few_rows:
             delta = self._add_many(partial, dtype, bias)
             return add_rms_norm.triton(norm.residual, delta, norm.gain, norm.eps, norm.out)
         normed = torch.empty(partial.shape, dtype=dtype, device=partial.device)
@@ -87,7 +91,7 @@ class AllReduce:
     def _launch(self, partial: Tensor, bias: Tensor | None, norm: Norm | None, out: Tensor, summed: Tensor) -> None:
         peers = self.peers
         residual = None if norm is None else as_rows(norm.residual)
-        assert partial.dtype == torch.float32
+        assert partial.dtype == self.dtype
         assert partial.stride(1) == summed.stride(1) == 1
         block = triton.next_power_of_2(self.size)
         all_reduce_kernel[(len(partial),)](
@@ -95,8 +99,8 @@ class AllReduce:
             peers.local(self.cells, (1,), torch.int64), peers.addresses, self.cells, self.tags,
             peers.watch.words, partial.stride(0), 0 if residual is None else residual.stride(0), summed.stride(0),
             0.0 if norm is None else norm.eps,
-            SIZE=self.size, BLOCK=block, ROWS=FEW_ROWS, RANK=peers.rank, WORLD=peers.world,
-            num_warps=min(max(block // (32 * LANE_ELEMENTS), 1), 16), **pdl_options(partial.device),
+            SIZE=self.size, BLOCK=block, ROWS=self.few_rows, PACK=4 // self.dtype.itemsize, RANK=peers.rank,
+            WORLD=peers.world, num_warps=min(max(block // (32 * LANE_ELEMENTS), 1), 16), **pdl_options(partial.device),
         )  # fmt: skip
 
     def _add_many(self, partial: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -113,7 +117,7 @@ class AllReduce:
         programs = max(1, triton.cdiv(num_rows - peers.rank, peers.world))
         block = triton.next_power_of_2(self.size)
         add_share_kernel[(programs,)](
-            sums, bias, peers.addresses, self.partials, self.sums, self.flags, self.flag_tags,
+            shared, sums, bias, peers.addresses, self.partials, self.sums, self.flags, self.flag_tags,
             done_counters(partial.device), peers.watch.words, num_rows,
             SIZE=self.size, BLOCK=block, RANK=peers.rank, WORLD=peers.world,
             num_warps=min(max(block // (32 * LANE_ELEMENTS), 4), 16), **pdl_options(partial.device),
@@ -126,20 +130,32 @@ class AllReduce:
 
 
 @triton.jit
+def _numbers(words, dtype: tl.constexpr):
+    """words (n,) int32, each of one number of `dtype`, or of two -> (n,) or (2 * n,) fp32."""
+    if dtype == tl.float32:
+        numbers = words.to(tl.float32, bitcast=True)
+    else:
+        low = words.to(tl.int16).to(dtype, bitcast=True)
+        high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
+        numbers = tl.interleave(low, high).to(tl.float32)
+    return numbers
+
+
+@triton.jit
 def _add_words(
-    terms, cells, tag, inside, watch_ptr, stride, FIRST: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr
+    words, cells, tag, inside, watch_ptr, stride, dtype: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    RANK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the rows of COUNT ranks from FIRST on, as `add_along_tree`: this rank's `terms`, and what arrives in
+    """Adds the rows of COUNT ranks from FIRST on, as `add_along_tree`: this rank's `words`, and what arrives in
     `cells` and, for the next ranks, `stride` further on."""
     if COUNT == 1:
-        total = terms
         if FIRST != RANK:
             words = receive_words(cells + FIRST * stride, tag, inside, watch_ptr, FIRST)
-            total = words.to(tl.float32, bitcast=True)
+        total = _numbers(words, dtype)
     else:
         HALF: tl.constexpr = 1 if COUNT == 2 else (2 if COUNT <= 4 else 4)
-        left = _add_words(terms, cells, tag, inside, watch_ptr, stride, FIRST, HALF, RANK)
-        right = _add_words(terms, cells, tag, inside, watch_ptr, stride, FIRST + HALF, COUNT - HALF, RANK)
+        left = _add_words(words, cells, tag, inside, watch_ptr, stride, dtype, FIRST, HALF, RANK)
+        right = _add_words(words, cells, tag, inside, watch_ptr, stride, dtype, FIRST + HALF, COUNT - HALF, RANK)
         total = left + right
     return total
 
@@ -148,14 +164,16 @@ def _add_words(
 def all_reduce_kernel(
     partial_ptr, bias_ptr, residual_ptr, weight_ptr, out_ptr, summed_ptr, cells_ptr, addresses_ptr, start, tags_ptr,
     watch_ptr, partial_stride, residual_stride, summed_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    PDL: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PACK: tl.constexpr, RANK: tl.constexpr,
+    WORLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: sent, added up and, where there is a weight, normed as by `_add_rms_norm`."""
+    """One row: sent, PACK numbers in a word, added up and, where there is a weight, normed as by `_add_rms_norm`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    stride = ROWS * SIZE
+    places = tl.arange(0, BLOCK // PACK)
+    is_word = places < SIZE // PACK
+    stride = ROWS * (SIZE // PACK)
     memories = ()
     for offset in tl.static_range(1, WORLD):
         cells = start_of(addresses_ptr, (RANK + offset) % WORLD, start, tl.int64) + RANK * stride
@@ -166,13 +184,16 @@ def all_reduce_kernel(
         weight = load_fp32(weight_ptr + columns, inside)
     wait_for_inputs(PDL)
     tag = tl.load(tags_ptr + row) + 1
-    partial = load_fp32(partial_ptr + row * partial_stride + columns, inside)
-    place = (tag & 1).to(tl.int64) * WORLD * stride + row * SIZE + columns
+    words_ptr = (partial_ptr + row * partial_stride).to(tl.pointer_type(tl.int32))
+    words = tl.load(words_ptr + places, mask=is_word, other=0)
+    place = (tag & 1).to(tl.int64) * WORLD * stride + row * (SIZE // PACK) + places
     for index in tl.static_range(WORLD - 1):
-        send_words(memories[index] + place, partial.to(tl.int32, bitcast=True), tag, inside)
+        send_words(memories[index] + place, words, tag, is_word)
     if weight_ptr is not None:
         residual = load_fp32(residual_ptr + row * residual_stride + columns, inside)
-    total = _add_words(partial, cells_ptr + place, tag, inside, watch_ptr, stride, 0, WORLD, RANK)
+    total = _add_words(
+        words, cells_ptr + place, tag, is_word, watch_ptr, stride, partial_ptr.dtype.element_ty, 0, WORLD, RANK
+    )
     tl.store(tags_ptr + row, tag)
     if bias_ptr is not None:
         total += bias
@@ -188,24 +209,26 @@ def all_reduce_kernel(
 
 
 @triton.jit
-def _add_rows(cells, start, addresses_ptr, inside, FIRST: tl.constexpr, COUNT: tl.constexpr):
+def _add_rows(
+    cells, start, addresses_ptr, inside, dtype: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
     """Adds the rows at `cells`, places in each rank's partial sums, of COUNT ranks from FIRST on."""
     if COUNT == 1:
-        total = tl.load(
-            start_of(addresses_ptr, FIRST, start, tl.float32) + cells, mask=inside, other=0.0, volatile=True
-        )
+        partials = start_of(addresses_ptr, FIRST, start, dtype)
+        total = tl.load(partials + cells, mask=inside, other=0.0, volatile=True).to(tl.float32)
     else:
         HALF: tl.constexpr = 1 if COUNT == 2 else (2 if COUNT <= 4 else 4)
-        left = _add_rows(cells, start, addresses_ptr, inside, FIRST, HALF)
-        total = left + _add_rows(cells, start, addresses_ptr, inside, FIRST + HALF, COUNT - HALF)
+        left = _add_rows(cells, start, addresses_ptr, inside, dtype, FIRST, HALF)
+        total = left + _add_rows(cells, start, addresses_ptr, inside, dtype, FIRST + HALF, COUNT - HALF)
     return total
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_share_kernel(
-    sums_ptr, bias_ptr, addresses_ptr, partials_start, sums_start, flags_start, tags_ptr, counters_ptr, watch_ptr,
-    num_rows,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PDL: tl.constexpr,
+    partials_ptr, sums_ptr, bias_ptr, addresses_ptr, partials_start, sums_start, flags_start, tags_ptr, counters_ptr,
+    watch_ptr, num_rows,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One of this rank's rows, every WORLD-th from RANK on. First the ranks tell each other that their partial sums are
     there, and last that they have stored the sums of their rows everywhere."""
@@ -224,7 +247,7 @@ def add_share_kernel(
     for offset in tl.static_range(1, WORLD):
         wait_flag(flags + (RANK + offset) % WORLD, tag, columns, watch_ptr, (RANK + offset) % WORLD)
     cells = row * SIZE + columns
-    total = _add_rows(cells, partials_start, addresses_ptr, inside, 0, WORLD)
+    total = _add_rows(cells, partials_start, addresses_ptr, inside, partials_ptr.dtype.element_ty, 0, WORLD)
     if bias_ptr is not None:
         total += load_fp32(bias_ptr + columns, columns < SIZE)
     total = total.to(sums_ptr.dtype.element_ty)

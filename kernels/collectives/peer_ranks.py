@@ -22,23 +22,23 @@ class PeerRanks(GroupRanks):
     def __init__(self, group: Any, rank: int, world: int, device: torch.device) -> None:
         super().__init__(group, rank, world)
         self.device = device
-        self._all_reduces: dict[int, AllReduce] = {}  # by numbers in a row
+        self._all_reduces: dict[tuple[int, torch.dtype], AllReduce] = {}  # by numbers in a row and how they are stored
         self._gather: Gather | None = None
         self._peers: list[Peers] = []
 
     def add(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
         rows = partial.reshape(-1, partial.shape[-1])
-        reduce = self._all_reduce(rows.shape[1])
+        reduce = self._all_reduce(rows.shape[1], rows.dtype)
         sums = [reduce.add(some, dtype) for some in rows.split(MOST_ROWS)]
         return (sums[0] if len(sums) == 1 else torch.cat(sums)).view(partial.shape)
 
     def add_and_norm(self, partial: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         if len(partial) > MOST_ROWS:
             return super().add_and_norm(partial, norm)
-        return self._all_reduce(partial.shape[1]).add_and_norm(partial, norm)
+        return self._all_reduce(partial.shape[1], partial.dtype).add_and_norm(partial, norm)
 
     def partial_rows(self, num_rows: int, size: int) -> Tensor | None:
-        return None if num_rows > MOST_ROWS else self._all_reduce(size).partial_rows(num_rows)
+        return None if num_rows > MOST_ROWS else self._all_reduce(size, torch.float32).partial_rows(num_rows)
 
     def gather(self, part: Tensor) -> Tensor:
         if self._gather is None:
@@ -59,11 +59,11 @@ class PeerRanks(GroupRanks):
         for peers in self._peers:
             peers.close()
 
-    def _all_reduce(self, size: int) -> AllReduce:
-        if size not in self._all_reduces:
+    def _all_reduce(self, size: int, dtype: torch.dtype) -> AllReduce:
+        if (size, dtype) not in self._all_reduces:
             peers = self._meet(AllReduce.num_bytes(self.world, size, MOST_ROWS))
-            self._all_reduces[size] = AllReduce(peers, size, MOST_ROWS)
-        return self._all_reduces[size]
+            self._all_reduces[size, dtype] = AllReduce(peers, size, MOST_ROWS, dtype)
+        return self._all_reduces[size, dtype]
 
     def _meet(self, num_bytes: int) -> Peers:
         self._peers.append(Peers.meet(self.group, self.device, num_bytes, SECONDS))

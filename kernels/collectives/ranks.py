@@ -36,7 +36,8 @@ class Ranks(ABC):
 
     @abstractmethod
     def add(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
-        """Adds the ranks' partial sums (..., H) fp32 as `add_along_tree` does, and rounds once: (..., H) in `dtype`."""
+        """Adds the ranks' partial sums (..., H) in fp32 as `add_along_tree` does, and rounds once: (..., H) in
+        `dtype`."""
 
     def add_and_norm(self, partial: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """(rms_norm(summed), summed) with summed = residual + add(partial), all (T, H)."""
@@ -69,7 +70,7 @@ class Ranks(ABC):
 class RankSum(NamedTuple):
     """A sum over ranks that is not added yet, so that the next norm's kernel does it."""
 
-    partial: Tensor  # (T, H) fp32
+    partial: Tensor  # (T, H)
     dtype: torch.dtype
     ranks: Ranks
 

@@ -56,7 +56,7 @@ class Embedding(nn.Embedding):
         rows = input - self.ranks.rank * count
         is_here = (rows >= 0) & (rows < count)
         part = super().forward(rows.where(is_here, 0)).masked_fill(~is_here[..., None], 0)
-        return self.ranks.add(part.float(), part.dtype)
+        return self.ranks.add(part, part.dtype)
 
     @property
     def table(self) -> Tensor:
@@ -107,9 +107,9 @@ class Linear(nn.Linear):
         return self.ranks.add(self.partial(x), x.dtype)
 
     def partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the sums over all inputs: x (..., I) -> (..., O) fp32."""
+        """This rank's part of the sums over all inputs: x (..., I) -> (..., O), with leaves in fp32."""
         if self.order is None or not self.leaves:
-            return self(x).float()
+            return self(x)
         assert self.ranks is not None
         place = self.ranks.partial_rows(x.numel() // self.in_features, self.out_features)
         return self.order.leaf_linear(x, self.weight, self.leaves, self.bias, torch.float32, place)

@@ -33,7 +33,7 @@ from slipstream.kernels.norm import add_rms_norm
 
 BYTES = 512 << 20
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-ROWS = (1, 2, 3, 8, 33, 64, 65, 100, 300)
+ROWS = (1, 2, 3, 8, 33, 64, 65, 128, 300)
 MOST_ROWS = 512
 EPS = 1e-5
 SHAPES = ((4096, 4096), (4096, 14336), (5120, 6144))  # O, I
@@ -61,23 +61,24 @@ def expect(condition: bool, message: str) -> None:
 
 def sums(ranks: Ranks) -> str:
     """Sums have the reference's bits on every rank, and norms those of the kernel on one GPU."""
-    for size in (4096, 5120):
-        reduce = AllReduce(ranks.peers, size, MOST_ROWS)
+    for size, dtype in ((4096, torch.float32), (4096, torch.bfloat16), (5120, torch.float32), (2880, torch.float16)):
+        reduce = AllReduce(ranks.peers, size, MOST_ROWS, dtype)
         weight = random(size, seed=1, dtype=torch.bfloat16)
         for seed, rows in enumerate(ROWS * 2):
-            partials = random(ranks.world, rows, size, seed=seed)
+            name = f"{rows} x {size}, {dtype}"
+            partials = random(ranks.world, rows, size, seed=seed, dtype=dtype)
             residual = random(rows, size, seed=100 + seed, dtype=torch.bfloat16)
             total = add_ranks(partials, torch.bfloat16)
             partial = partials[ranks.rank].contiguous()
-            expect(torch.equal(reduce.add(partial, torch.bfloat16), total), f"sum of {rows} x {size}")
+            expect(torch.equal(reduce.add(partial, torch.bfloat16), total), f"sum of {name}")
             with_bias = reduce.add(partial, torch.float32, weight)
-            expect(torch.equal(with_bias, add_ranks(partials, torch.float32, weight)), f"bias, {rows} x {size}")
+            expect(torch.equal(with_bias, add_ranks(partials, torch.float32, weight)), f"bias, {name}")
             expected = add_rms_norm.triton(residual, total, weight, EPS)
             outputs = reduce.add_and_norm(partial, Norm(residual, weight, EPS))
-            for name, output, other in zip(("norm", "residual"), outputs, expected, strict=True):
-                expect(torch.equal(output, other), f"{name} of {rows} x {size}")
+            for part, output, other in zip(("norm", "residual"), outputs, expected, strict=True):
+                expect(torch.equal(output, other), f"{part} of {name}")
     gather = Gather(ranks.peers, 1 << 18)
-    for seed, (rows, columns) in enumerate(((1, 64128), (8, 64128), (3, 1000), (1, 2), (64, 64128), (2, 37984))):
+    for seed, (rows, columns) in enumerate(((1, 64128), (8, 64128), (3, 1001), (1, 2), (64, 64128), (2, 37984))):
         parts = random(ranks.world, rows, columns, seed=seed, dtype=torch.bfloat16)
         expect(torch.equal(gather(parts[ranks.rank]), gather_columns(parts)), f"gather of {rows} x {columns}")
     return f"sums of {ROWS} rows, norms and logits have the reference's bits"

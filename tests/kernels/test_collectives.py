@@ -38,15 +38,17 @@ def test_terms_are_added_along_a_balanced_tree() -> None:
 
 
 @NO_INTERPRETER
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_all_ranks_get_the_sum_in_tree_order(world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "dtype"), [*((world, torch.float32) for world in (1, 2, 3, 4)), (2, torch.bfloat16), (4, torch.float16)]
+)
+def test_all_ranks_get_the_sum_in_tree_order(world: int, dtype: torch.dtype) -> None:
     weight = random(SIZE, seed=1).half()
 
     def run(peers: Peers) -> list[Tensor]:
-        reduce = AllReduce(peers, SIZE, 8)
+        reduce = AllReduce(peers, SIZE, 8, dtype)
         outputs = []
         for index, rows in enumerate(CALLS):
-            partial = random(world, rows, SIZE, seed=index)[peers.rank]
+            partial = random(world, rows, SIZE, seed=index)[peers.rank].to(dtype)
             residual = random(rows, SIZE, seed=100 + index).half()
             bias = weight if index % 2 else None
             outputs.append(reduce.add(partial, torch.float16, bias))
@@ -55,7 +57,7 @@ def test_all_ranks_get_the_sum_in_tree_order(world: int) -> None:
 
     results = run_ranks(world, AllReduce.num_bytes(world, SIZE, 8), run)
     for index, rows in enumerate(CALLS):
-        partials = random(world, rows, SIZE, seed=index)
+        partials = random(world, rows, SIZE, seed=index).to(dtype)
         residual = random(rows, SIZE, seed=100 + index).half()
         expected = add_ranks(partials, torch.float16, weight if index % 2 else None)
         normed, summed = add_rms_norm(residual, expected, weight, 1e-5)
@@ -68,16 +70,16 @@ def test_all_ranks_get_the_sum_in_tree_order(world: int) -> None:
 
 
 @NO_INTERPRETER
-@pytest.mark.parametrize("world", [2, 3])
-def test_many_rows_are_shared_out(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduce, "FEW_ROWS", 2)
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.float32), (2, torch.bfloat16)])
+def test_many_rows_are_shared_out(world: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "FEW_ROWS", dtype.itemsize // 2)
     weight = random(SIZE, seed=1).half()
 
     def run(peers: Peers) -> list[Tensor]:
-        reduce = AllReduce(peers, SIZE, 8)
+        reduce = AllReduce(peers, SIZE, 8, dtype)
         outputs = []
         for index, rows in enumerate([3, 8, 2, 5]):
-            partial = random(world, rows, SIZE, seed=index)[peers.rank]
+            partial = random(world, rows, SIZE, seed=index)[peers.rank].to(dtype)
             place = reduce.partial_rows(rows)
             assert (place is None) == (rows <= 2)
             partial = partial if place is None or index % 2 else place.copy_(partial)
@@ -88,12 +90,12 @@ def test_many_rows_are_shared_out(world: int, monkeypatch: pytest.MonkeyPatch) -
             else:
                 outputs += reduce_and_norm(reduce, partial, residual, weight)
         with pytest.raises(ValueError, match="9 rows are to be added, but ranks share memory for 8"):
-            reduce.add(torch.zeros(9, SIZE), torch.float16)
+            reduce.add(torch.zeros(9, SIZE, dtype=dtype), torch.float16)
         return outputs
 
     results = run_ranks(world, AllReduce.num_bytes(world, SIZE, 8), run)
     for index, rows in enumerate([3, 8, 2, 5]):
-        partials = random(world, rows, SIZE, seed=index)
+        partials = random(world, rows, SIZE, seed=index).to(dtype)
         for outputs in results:
             assert torch.equal(outputs[3 * index], add_ranks(partials, torch.float32, weight))
             if rows > 2:
