@@ -292,9 +292,14 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
     """Milliseconds of a round's captured passes alone: both, the target's, the draft's. None where other ranks, which
     execute plans, would not take part."""
     runner = engine.runner
-    if runner.steps is None or engine.team is not None:
+    if runner.steps is None:
         return None, {}
     start_requests(engine, config, batch)
+    if engine.team is not None:
+        if config.profile:
+            print_kernels(profile_kernels(engine.step))  # with what a kernel waits for other ranks
+        abort(engine, batch)
+        return None, {}
     plan = engine.planner.plan()
     assert plan is not None
     plan = engine.planner.choose(plan)
@@ -324,9 +329,13 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
     if config.profile:
         print_kernels(profile_kernels(one_round))
     restore()
+    abort(engine, batch)
+    return round(times[0], 3), {"target": round(times[1], 3), "draft": round(times[2], 3)}
+
+
+def abort(engine: Engine, batch: int) -> None:
     for index in range(batch):
         engine.abort(str(index))
-    return round(times[0], 3), {"target": round(times[1], 3), "draft": round(times[2], 3)}
 
 
 def routers_of(engine: Engine) -> list[Router]:
@@ -354,8 +363,7 @@ def count_experts(engine: Engine, config: RoundConfig, batch: int) -> float | No
         for _ in range(COUNTED):
             engine.step()
         engine.drain()
-    for index in range(batch):
-        engine.abort(str(index))
+    abort(engine, batch)
     return sum(counts) / len(counts)
 
 
