@@ -72,6 +72,7 @@ class NaiveEagle3(NaiveLayers):
     """`embeddings` (V, H) are the target's. Plain rotary embedding only."""
 
     attention = "midlayer.self_attn"
+    start = 0  # what lies before is not read: right for the last row, of a draft of one layer
 
     def fuse(self, aux_states: Tensor) -> Tensor:
         aux_states = aux_states.double()
@@ -164,6 +165,7 @@ class NaiveEagle3(NaiveLayers):
         pairs = torch.ones(n, n, dtype=torch.bool)
         window = self.config.get("sliding_window") or n
         hidden = pairs.triu(1) | pairs.tril(-window)
+        hidden[:, : self.start] = True
         outputs = attended(self._turn(q), self._turn(k), v, hidden)
         return self._project(outputs.flatten(1), f"{name}.o_proj")
 

@@ -82,6 +82,7 @@ def tree_attention(
     prefix: bool = True,
     return_lse: bool = False,
     scales: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """N <= 64 new nodes per request attend to the committed tokens and to each other.
 
@@ -99,6 +100,7 @@ def tree_attention(
     sinks (Q,), of any floating dtype: one more score of each head, which has no value (gpt-oss): it takes a share of
     the softmax. Not with return_lse: a sink joins when all parts of a softmax are merged (`add_sinks`).
     scales (2, G) fp32, of keys and of values: the cache holds e4m3 codes, each its number / scale.
+    starts (R,) int64, by row of the page table: committed tokens before are not read. Multiples of 128, of every tile.
     Returns (B, N, Q, D) in q's dtype and, with return_lse, the log-sum-exp (B, N, Q) fp32 of the scaled scores, natural
     logarithm: exp(lse) weighs results over disjoint keys when they are combined.
     """
@@ -110,6 +112,8 @@ def tree_attention(
     positions = torch.arange(int(lengths.max()) + end, device=q.device)  # (S,)
     node = positions - lengths[:, None]  # (B, S): which node a slot holds; negative for committed tokens
     visible = ((node < end) & (prefix | (node >= 0)))[:, None] & sees(node, queries, ancestors, mask, window)
+    if starts is not None:
+        visible &= (positions >= starts[rows, None])[:, None]
     is_read = visible.any(dim=1)  # (B, S)
     slots = pages[rows][:, positions // page_size] * page_size + positions % page_size  # (B, S)
     slots = slots.masked_fill(~is_read, 0)
@@ -142,6 +146,7 @@ def tree_attention_triton(
     prefix: bool = True,
     return_lse: bool = False,
     scales: Tensor | None = None,
+    starts: Tensor | None = None,
     blocks: Blocks | None = None,
     parts: Parts | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -169,7 +174,7 @@ def tree_attention_triton(
     lse = torch.empty(B, N, Q, dtype=torch.float32, device=q.device) if return_lse else None
     wait = all_resident(q.device, parts.max_parts)
     attend_kernel[(parts.max_parts, tiles, B)](
-        q, keys, values, pages, rows, lengths, ancestors if mask == "tree" else None, sinks, scales, out, lse,
+        q, keys, values, pages, rows, lengths, starts, ancestors if mask == "tree" else None, sinks, scales, out, lse,
         *_scratch(q.device, B * tiles, parts.max_parts, blocks.rows, block_dim, wait), *score_factors(scale, softcap),
         N, first_node, pages.shape[1], parts.tokens,
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
@@ -241,7 +246,7 @@ def _scratch(
 
 @triton.jit(do_not_specialize=["N", "first_node", "table_width", "min_part"])
 def attend_kernel(
-    q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, lengths_ptr, ancestors_ptr, sinks_ptr, scales_ptr,
+    q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, lengths_ptr, starts_ptr, ancestors_ptr, sinks_ptr, scales_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, counters_ptr, scale, squash, N, first_node, table_width, min_part,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr, WAIT: tl.constexpr,
@@ -257,9 +262,12 @@ def attend_kernel(
     row_tiles = tl.num_programs(1) // G
     head = tl.program_id(1) // row_tiles
     length = tl.load(lengths_ptr + request).to(tl.int32)
-    table = pages_ptr + tl.load(rows_ptr + request) * table_width
+    row_of_table = tl.load(rows_ptr + request)
+    table = pages_ptr + row_of_table * table_width
     end = length + first_node + N
     lowest = _first_position(length, first_node, PREFIX, MASK, WINDOW)
+    if starts_ptr is not None:
+        lowest = tl.maximum(lowest, tl.load(starts_ptr + row_of_table).to(tl.int32))
     begin = lowest // TOKENS * TOKENS
     tiles = tl.cdiv(end - begin, TOKENS)
     tiles_each = tl.cdiv(tiles, tl.minimum(tl.num_programs(0), tl.cdiv(end - begin, min_part)))

@@ -129,6 +129,7 @@ class Backend(Attention):
             first_node=metadata.first_node,
             window=spec.window,
             softcap=spec.softcap,
+            starts=metadata.read_starts,
             **options,
         )
 

@@ -226,6 +226,8 @@ class Backend(base.Backend):
         ends = (lengths + page_size - 1) // page_size
         window_starts = committed + metadata.first_node + 1 - (window or 0)
         firsts = window_starts.clamp(min=0) // page_size if window is not None else torch.zeros_like(ends)
+        if metadata.read_starts is not None:
+            firsts = firsts.maximum(metadata.read_starts[metadata.requests].int().cpu() // page_size)  # sync
         starts = _starts(ends - firsts)
         upload = metadata.state.upload
         total = int(starts[-1])

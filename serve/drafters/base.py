@@ -40,6 +40,7 @@ class DraftPlan:
     kv_cache_dtype: str = "auto"  # dtype of their KV: auto (the target's) or fp8
     reads_target: bool = False  # they keep no KV, and read that of the target's layers which their `kv_source` names
     network: DecoderShape | None = None  # its config
+    chooses_window: bool = False  # how much of a text its passes read is chosen while serving
     name: str = "none"  # of the drafter
     source: DraftSource = DrafterName("none")  # where it comes from
     host_widths: tuple[int, ...] = (1,)  # likewise, of host stages that draft
@@ -137,14 +138,23 @@ class NetworkDrafter(Drafter):
         plan = cls.plan_network(options, config)
         if plan.reads_target:
             return replace(plan, layers=layers, network=config)
-        if options.window is not None:
+        if options.window == "auto":
+            if any(layer.window for layer in layers):
+                raise ValueError("drafter.window is auto, and this draft was trained with a window: leave it out")
+        elif options.window is not None:
             layers = tuple(with_window(layer, options.window) for layer in layers)
-        return replace(plan, layers=layers, kv_cache_dtype=options.kv_cache_dtype, network=config)
+        return replace(
+            plan,
+            layers=layers,
+            kv_cache_dtype=options.kv_cache_dtype,
+            network=config,
+            chooses_window=options.window == "auto",
+        )
 
     @classmethod
     def load(cls, source: DraftSource, options: Any, target: Target) -> Self:
         module = cls.read_network(source, options, target, target.device, target.shared)
-        if getattr(options, "window", None) is not None:
+        if getattr(options, "window", None) not in (None, "auto"):
             module.limit_window(options.window)
         return cls(module, find_vocabulary(module, target, options), options)
 

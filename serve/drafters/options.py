@@ -25,6 +25,7 @@ SAVED_MAGIC = b"GMTRIE1"  # csrc/snapshot.cpp
 LONGEST_MATCH = 12  # last tokens that are looked up, unless options say otherwise
 CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "breadth", "queue_tokens")
 AdmitBy = Literal["confidence", "candidates", "position"]
+Window = int | Literal["auto"] | None
 
 
 def widths_up_to(nodes: int) -> tuple[int, ...]:
@@ -32,9 +33,9 @@ def widths_up_to(nodes: int) -> tuple[int, ...]:
     return (*(2**power for power in range(6) if 2**power < nodes), nodes)
 
 
-def check_window(window: int | None) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"drafter.window is {window}; give at least 1 token, or leave it out to see all")
+def check_window(window: Window) -> None:
+    if window is not None and window != "auto" and window < 1:
+        raise ValueError(f"drafter.window is {window}; give at least 1 token or auto, or leave it out to see all")
 
 
 @dataclass(frozen=True)  # without slots: it is a second base of others
@@ -95,8 +96,9 @@ class ShapeOptions:
 
 @dataclass(frozen=True, slots=True)
 class TreeOptions(ShapeOptions):
-    window: int | None = None
-    """Tokens that the draft's layers see at most, of a draft that was trained to see all."""
+    window: Window = None
+    """Tokens that the draft's layers see at most, of a draft that was trained to see all; auto: all, or of long texts
+    the last 2,048 where that turns out to pay."""
     kv_cache_dtype: str = "auto"
     """Numbers in the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
 
@@ -160,8 +162,9 @@ class DFlashOptions(TokenMapOptions):
     """Scores that decide which nodes of all requests a step verifies, and how a tree grows: confidence, those of the
     draft's confidence head; candidates, the probabilities of its tokens; position, places in the proposal alone, of
     nodes that grew by the candidates. Default: confidence for drafts that have the head, else candidates."""
-    window: int | None = None
-    """Committed tokens that the draft's layers see at most, of a draft that was trained to see all."""
+    window: Window = None
+    """Committed tokens that the draft's layers see at most, of a draft that was trained to see all; auto: all, or of
+    long texts the last 2,048 where that turns out to pay."""
     sample_from_anchor: bool | None = None
     """Whether slot 0, the anchor, predicts the token after it; for files that do not say it."""
     kv_cache_dtype: str = "auto"

@@ -30,6 +30,7 @@ from slipstream.serve.engine.budget import BudgetPolicy
 from slipstream.serve.engine.calibration import fill_scales, prefill, read_text, read_user_text, scales_of, tokens_of
 from slipstream.serve.engine.constraints import Constraints
 from slipstream.serve.engine.cost_files import CostKey, text_hash
+from slipstream.serve.engine.draft_windows import DraftWindows
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import EnginePlan, Space, kv_formats, read_plan
 from slipstream.serve.engine.graph_keys import GraphKeys, GraphTable
@@ -265,7 +266,14 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
     size = config.page_size
     num_groups = len(plan.groups)
     state = RequestState(
-        config.max_running, pages_per_slot, size, plan.limits.most_nodes, device, plan.spec.vocab_size, num_groups
+        config.max_running,
+        pages_per_slot,
+        size,
+        plan.limits.most_nodes,
+        device,
+        plan.spec.vocab_size,
+        num_groups,
+        has_read_starts=plan.draft.chooses_window,
     )
     kv = [
         NetworkKV.allocate(network.layers, plan.groups, num_pages, size, plan.dtype, device, scales)
@@ -410,6 +418,7 @@ def make_planner(
         make_alarm(plan, networks),
         host_drafts=plan.forced_nodes > 1 or plan.draft.host_widths[-1] > 1,
         fixed_tokens=networks.drafter.fixed_tokens,
+        windows=DraftWindows(config.max_running) if plan.draft.chooses_window else None,
     )
 
 

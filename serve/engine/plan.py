@@ -158,6 +158,7 @@ class StepPlan:
     number: int
     admissions: tuple[Admission, ...] = ()
     pages: tuple[tuple[int, int, int, int], ...] = ()  # KV group, slot, index in its table, page
+    read_starts: tuple[tuple[int, int], ...] = ()  # slot, and the first position of its text that the draft reads
     chunks: tuple[PromptChunk, ...] = ()
     slots: tuple[int, ...] = ()
     segments: tuple[int, ...] = ()  # (S,) `slots`, then those of the chunks

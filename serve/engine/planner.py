@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.engine.acceptance import is_forced
+from slipstream.serve.engine.acceptance import NETWORK_BINS, is_forced
 from slipstream.serve.engine.acceptance_alarm import AcceptanceAlarm
 from slipstream.serve.engine.budget import BudgetPolicy
 from slipstream.serve.engine.counts import EngineCounts
+from slipstream.serve.engine.draft_windows import DraftPass, DraftWindows
 from slipstream.serve.engine.graph_keys import GraphTable, variant_of
 from slipstream.serve.engine.host_stages import Emitted, Proposed
 from slipstream.serve.engine.plan import (
@@ -92,11 +93,13 @@ class Launched:
     traits: BatchTraits
     filtered: bool  # see BatchTraits, with masks that come late
     expected_ms: float = 0.0  # the policy's prediction for the step
+    are_windows: NDArray[np.bool_] | None = None  # whether a window drafted what each decoding sequence verifies
+    num_read: int = 0  # committed tokens that the draft's pass reads
 
 
 class Planner:
     """Makes plans and commits their outputs. `drafter`: name of the drafter on the device; `host_drafts`: some
-    proposals come from the host, which knows their sizes; `fixed_tokens`: see Drafter."""
+    proposals come from the host, which knows their sizes; `fixed_tokens`: see Drafter; `windows`: of the drafter."""
 
     def __init__(
         self,
@@ -109,6 +112,7 @@ class Planner:
         *,
         host_drafts: bool = False,
         fixed_tokens: Collection[int] | None = None,
+        windows: DraftWindows | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.policy = policy
@@ -117,6 +121,7 @@ class Planner:
         self.host_drafts = host_drafts
         self.counts = EngineCounts()
         self.alarm = alarm
+        self.windows = windows
         self._tracer = Tracer(drafter, fixed_tokens)
         self._drafter = drafter
         self._number = 0
@@ -141,15 +146,18 @@ class Planner:
         if not sequences and not chunks:
             return None
         traits = self._traits_of(sequences, chunks)
+        launched = Launched(sequences, chunks, traits, traits.filtered)
+        bounds = tuple([sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences])
         plan = StepPlan(
-            number=self._next(Launched(sequences, chunks, traits, traits.filtered)),
+            number=self._next(launched),
             admissions=tuple(self._admissions),
             pages=self._new_pages(traits.everyone),
             chunks=tuple(map(prompt_chunk, chunks)),
             slots=traits.slots,
             segments=traits.segments,
             drafting=traits.drafting,
-            bounds=tuple([sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences]),
+            bounds=bounds,
+            read_starts=() if self.windows is None else self._choose_windows(self.windows, launched, bounds),
             mode=traits.mode,
             returns_proposals=bool(traits.traced),
             logprobs=traits.logprobs,
@@ -172,6 +180,18 @@ class Planner:
             prompts_by=self.limits.prompts_by,
         )
         return plan if self.graphs is None else replace(plan, graph=self.graphs.step(plan))
+
+    def _choose_windows(
+        self, windows: DraftWindows, launched: Launched, bounds: tuple[int, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """Returns `StepPlan.read_starts` of a step, whose decoding requests have at most `bounds` tokens."""
+        traits = launched.traits
+        launched.are_windows = windows.starts[list(traits.slots)] > 0
+        tokens = dict(zip(traits.segments, (*bounds, *(chunk.end for chunk in launched.chunks)), strict=True))
+        lengths = [tokens[slot] for slot in traits.drafting]
+        starts = windows.choose(traits.drafting, lengths, self.policy.width)
+        launched.num_read = sum(lengths) - int(windows.starts[list(traits.drafting)].sum())
+        return starts
 
     def _next_chunks(self, sequences: list[Sequence]) -> list[Chunk]:
         """Returns the chunks of prompts beside `sequences`, which decode."""
@@ -365,10 +385,18 @@ class Planner:
             slots = plan.slots if len(drafted) == count else [plan.slots[i] for i in drafted]
             accepted = accepted_nodes(output, count)
             self.policy.record(slots, output.bins[counted], output.num_verified[counted], accepted[counted])
+            if self.windows is not None and launched.are_windows is not None:
+                is_drafted = (output.bins[counted] >= 0) & (output.bins[counted] < NETWORK_BINS)
+                places = np.arange(count)[counted][is_drafted[:, 1]]
+                num_accepted = (accepted[counted] & is_drafted)[is_drafted[:, 1]].sum(axis=1)
+                self.windows.record(np.array(plan.bounds)[places], launched.are_windows[places], num_accepted)
         if output.prompt_logprobs is not None:  # they take extra time
             return
         rows = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
         self.policy.costs.observe(rows, len(plan.drafting), plan.width, ms, filtered=launched.filtered)
+        if self.windows is not None and plan.width > 1 and not plan.chunks:
+            draft_pass = DraftPass(plan.drafting, plan.width, launched.num_read)
+            self.windows.observe(draft_pass, int(output.num_emitted[:count].sum()), ms, launched.expected_ms)
 
     def _watch(self, plan: StepPlan, output: StepOutput) -> None:
         """Tells the alarm whether first drafted tokens were accepted, or how likely that was where none was verified.

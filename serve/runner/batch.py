@@ -48,6 +48,7 @@ class AttentionMetadata:
     ancestors: Tensor | None = None  # (B, N) int64 bit masks of a tree (kernels/speculation/verify.py); None: chains
     first_node: int = 0  # nodes of each request before its queries
     segments: Segments | None = None  # of a ragged pass
+    read_starts: Tensor | None = None  # (R,) see RequestState; None: all is read
     paths: Paths | None = None  # paths of its trees, where a node's bits must be those of a chain
     works: dict[Any, Any] = field(default_factory=dict)  # plans that backends made for a ragged pass
 
@@ -69,6 +70,7 @@ class AttentionMetadata:
             slots=slots,
             query_lens=(count,) * len(requests),
             kv_bounds=(kv_bound,) * len(requests),
+            read_starts=state.read_starts,
         )
 
 
@@ -130,4 +132,5 @@ class DraftBatch:
             kv_bounds=(self.kv_bound + first_node + n,) * B,
             ancestors=ancestors,
             first_node=first_node,
+            read_starts=self.state.read_starts,
         )

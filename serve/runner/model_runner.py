@@ -174,7 +174,7 @@ class ModelRunner:
         """Packs what a plan says of slots and pages, while the step before it runs. `launch` does so otherwise."""
         if plan.number > self._prepared:
             self._prepared = plan.number
-            self.state.change(plan.admissions, plan.pages)
+            self.state.change(plan.admissions, plan.pages, plan.read_starts)
 
     def launch(self, plan: StepPlan, *, up_to_sampling: bool = False) -> InFlight:
         """Launches the plan's passes, in the order of the plans' numbers.

@@ -56,14 +56,20 @@ class RequestState:
         device: torch.device,
         vocab_size: int = 0,
         num_groups: int = 1,
+        *,
+        has_read_starts: bool = False,
     ) -> None:
         self.page_size = page_size
         self.device = device
         self.padding = num_slots
         num_slots += 1
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)  # (R,) committed KV tokens
-        # By group (K, R, P); 0 = dump page. Entries behind a window are stale.
-        self.pages = torch.zeros(num_groups, num_slots, num_pages, dtype=torch.int64, device=device)
+        # What the host changes between passes: page tables by group (K, R, P), 0 = dump page, entries behind a window
+        # are stale; before them (R,) first positions of its text that a request's draft reads.
+        room = has_read_starts * (num_slots + num_slots % 2)  # tables begin at 16 bytes, too: see `inputs`
+        self.entries = torch.zeros(room + num_groups * num_slots * num_pages, dtype=torch.int64, device=device)
+        self.pages = self.entries[room:].view(num_groups, num_slots, num_pages)
+        self.read_starts = self.entries[:num_slots] if has_read_starts else None
         # Stored proposals: tokens, parents, acceptance bins and, in the bits of fp32, probabilities (R, W) each.
         self.proposals = torch.full((4, num_slots, width), -1, dtype=torch.int32, device=device)
         self.proposals[3] = 0
@@ -113,11 +119,18 @@ class RequestState:
         tensors = [x for x in (*vars(self).values(), *self.stored, *self.processors) if isinstance(x, Tensor)]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
-    def change(self, admissions: Sequence[Admission], pages: Sequence[tuple[int, int, int, int]] = ()) -> None:
-        """Gives slots to requests, and writes each (group, slot, index, page) into the page tables, before the next
-        target pass reads them: see `write_changes` and `send`."""
+    def change(
+        self,
+        admissions: Sequence[Admission],
+        pages: Sequence[tuple[int, int, int, int]] = (),
+        read_starts: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Gives slots to requests, and writes each (group, slot, index, page) into the page tables and each (slot,
+        start) into `read_starts`, before the next target pass reads them: see `write_changes` and `send`."""
         num_groups, num_slots, num_pages = self.pages.shape
-        entries = [((group * num_slots + slot) * num_pages + index, page) for group, slot, index, page in pages]
+        first = int(self.pages.storage_offset())
+        entries = [(first + (group * num_slots + slot) * num_pages + index, page) for group, slot, index, page in pages]
+        entries += read_starts
         admitted = [self._admitted(admission.slot, admission.request) for admission in admissions]
         while admitted or entries:
             self._waiting.append(pack_changes(admitted, entries[:MOST_ENTRIES]))
@@ -166,7 +179,7 @@ class RequestState:
             top_p=self.top_p,
             min_p=self.min_p,
         )
-        write_changes(columns, self.pages, self.changes)
+        write_changes(columns, self.entries, self.changes)
 
     def _write_all_but(self, count: int) -> None:
         while len(self._waiting) > count:

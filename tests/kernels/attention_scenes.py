@@ -27,6 +27,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    starts: tuple[int, ...] | None = None  # first committed token that is read
 
 
 CASES = objects_of(__file__, "cases", Case)
@@ -124,15 +125,19 @@ class Scene:
         masks = [[signed_mask(self.allowed(b, n)) for n in range(case.N)] for b in range(2 * B)]
         self.ancestors = torch.tensor(masks, device=device) if case.mask == "tree" else None
         self.sinks = 2 * torch.randn(case.Q, **options).to(dtype) if case.sinks else None
+        self.starts = None
+        if case.starts is not None:
+            self.starts = torch.zeros(B + 1, dtype=torch.int64, device=device)
+            self.starts[self.rows[::2]] = torch.tensor(case.starts, device=device)
         self.give_back(first_position=0)
 
     def give_back(self, first_position: int) -> None:
-        """Makes NaN what lies before the windows of nodes at lengths + first_position and later. Pages wholly before
-        them become page 0, the padding's, which is NaN, too."""
-        if self.case.window is None:
-            return
+        """Makes NaN what lies before the starts, and the windows of nodes at lengths + first_position and later. Pages
+        wholly before them become page 0, the padding's, which is NaN, too."""
         for request in range(0, len(self.lengths), 2):
-            passed = max(0, int(self.lengths[request]) + first_position + 1 - self.case.window)
+            passed = self.start(request)
+            if self.case.window is not None:
+                passed = max(passed, int(self.lengths[request]) + first_position + 1 - self.case.window)
             self.keys.flatten(0, 1)[self.slots(request)[:passed]] = torch.nan
             self.values.flatten(0, 1)[self.slots(request)[:passed]] = torch.nan
             self.pages[self.rows[request], : passed // self.case.page_size] = 0
@@ -142,6 +147,9 @@ class Scene:
         positions = torch.arange(int(self.lengths[request]) + self.case.N, device=self.pages.device)
         page = self.pages[self.rows[request], positions // self.case.page_size]
         return page * self.case.page_size + positions % self.case.page_size
+
+    def start(self, request: int) -> int:
+        return 0 if self.case.starts is None else self.case.starts[request // 2]
 
     def depth(self, request: int, node: int) -> int:
         return len(path_of(self.parents[request], node)) - 1 if self.case.mask == "tree" else node
@@ -157,7 +165,7 @@ class Scene:
         length = int(self.lengths[request])
         depths = {length + other: self.depth(request, other) for other in self.allowed(request, node)}
         if self.case.prefix:
-            depths |= {position: position - length for position in range(length)}
+            depths |= {position: position - length for position in range(self.start(request), length)}
         first = -length if self.case.window is None else self.depth(request, node) + 1 - self.case.window
         return sorted(slot for slot, depth in depths.items() if depth >= first)
 
@@ -165,6 +173,7 @@ class Scene:
         """Output (B, N, Q, D), and log-sum-exp (B, N, Q) without sinks, of the requests that do not pad."""
         kernel = partial(kernel, self.q, self.keys, self.values, self.pages, self.rows, self.lengths, self.ancestors)
         options |= {"window": self.case.window, "prefix": self.case.prefix, "softcap": self.case.softcap}
+        options |= {"starts": self.starts}
         out, lse = kernel(self.case.mask, 0.3, return_lse=True, **options)
         if self.sinks is not None:
             out = kernel(self.case.mask, 0.3, sinks=self.sinks, **options)

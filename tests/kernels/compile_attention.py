@@ -18,7 +18,7 @@ from slipstream.kernels.attention.paged import Blocks
 from slipstream.kernels.attention.tree import Parts, attend_kernel, choose_shares
 
 POINTERS = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr"), "*bf16")
-POINTERS |= dict.fromkeys(("pages_ptr", "rows_ptr", "lengths_ptr", "ancestors_ptr"), "*i64")
+POINTERS |= dict.fromkeys(("pages_ptr", "rows_ptr", "lengths_ptr", "starts_ptr", "ancestors_ptr"), "*i64")
 POINTERS |= {"partial_ptr": "*fp32", "partial_lse_ptr": "*fp32", "counters_ptr": "*i32"}
 NUMBERS = {"scale": "fp32", "N": "i32", "first_node": "i32", "table_width": "i32", "min_part": "i32"}
 

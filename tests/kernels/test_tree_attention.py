@@ -28,6 +28,7 @@ IN_GATE = (
     *("pages of 64 tokens", "window, a tree", "window, a block", "window within 32 nodes of a tree"),
     *("window within 64 nodes of a tree", "window, edges of pages", "window of one, a tree"),
     *("window, new nodes of a tree only", "window, a tree, pages of 64 tokens"),
+    *("starts", "starts, a tree", "starts, parts of a long context", "starts and windows"),
     *("cap, new nodes only", "sinks, a tree", "sinks and a cap, parts of a long context"),
 )
 LAST = {

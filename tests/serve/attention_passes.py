@@ -43,6 +43,7 @@ class Pass:
     softcap: float | None = None
     sinks: bool = False
     reach: int = 4  # a node's parent is at most so many nodes before it, trees only
+    starts: tuple[int, ...] | None = None  # first committed token that each request reads
     num_decoding: int | None = None  # of a ragged pass: its first requests ask for nodes, the others for chunks
 
     def mask_of(self, request: int) -> Mask:
@@ -106,6 +107,10 @@ class Scene:
             bits = ancestors[..., None] >> torch.arange(64, device=self.device) & 1
             positions = (lengths[:, None] + bits.sum(-1) - 1).flatten()
         spare = 0 if case.prompt else spare
+        starts = None
+        if case.starts is not None:
+            starts = torch.zeros_like(self.state.lengths, dtype=torch.int64)
+            starts[self.rows] = torch.tensor(case.starts, device=self.device)
         spans = zip(range(len(self.ends)), case.lengths, self.ends, strict=True)
         self.written = torch.cat([self.slots(*span) for span in spans])
         return AttentionMetadata(
@@ -118,6 +123,7 @@ class Scene:
             query_lens=case.query_lens,
             kv_bounds=tuple(end + spare for end in self.ends),
             ancestors=ancestors,
+            read_starts=starts,
         )
 
     def ragged(self) -> AttentionMetadata:
@@ -176,9 +182,10 @@ class Scene:
         return self.state.slots(self.rows[request], torch.arange(start, end, device=self.device), GROUP)
 
     def _give_pages_back(self, cache: Tensor) -> None:
-        """Fills the pages behind windows with NaN, as another request may."""
+        """Fills the pages behind windows and starts with NaN, as another request may."""
         for request, length in enumerate(self.case.lengths):
-            num_gone = max(0, length + 1 - (self.case.window or length + 1)) // self.case.page_size
+            start = 0 if self.case.starts is None else self.case.starts[request]
+            num_gone = max(start, length + 1 - (self.case.window or length + 1)) // self.case.page_size
             cache[:, :, self.state.pages[GROUP, self.rows[request], :num_gone].cpu()] = torch.nan
 
     def _masks(self, request: int) -> Tensor:

@@ -92,7 +92,8 @@ def expected(scene: Scene) -> Tensor:
         turned = torch.stack([turn(k, place) for k, place in zip(all_k[rows], depths, strict=True)])
         for query, place in enumerate(depths):
             nodes = sorted(visible(scene, request, query))
-            first = 0 if case.window is None else max(0, place + 1 - case.window)
+            first = 0 if case.starts is None else case.starts[request]
+            first = first if case.window is None else max(first, place + 1 - case.window)
             past = scene.slots(request, min(first, length), length)
             k = torch.cat((keys[past], turned[nodes]))
             v = torch.cat((values[past], all_v[rows][nodes]))
@@ -136,7 +137,7 @@ ATTENDED = [
 ]
 # The interpreter takes a second or two for each, and tests/kernels has more of them.
 INTERPRETED = {"chain, pages of one token", "window, decode", "one KV head", "block", "tree 2", "tree 4"}
-INTERPRETED |= {"sinks and a cap, tree"}
+INTERPRETED |= {"sinks and a cap, tree", "starts, decode"}
 GATE = [case for case in ATTENDED if case[0] == "sdpa" or case[1] in INTERPRETED and case[2] == torch.float32]
 GATE.append(("triton", "tree 1", *DTYPES["triton"][1]))
 

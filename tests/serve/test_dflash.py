@@ -283,6 +283,8 @@ def test_a_window_limits_the_context_and_not_the_block(
     run_checked(engine, oracle, requests_of())
     with pytest.raises(ValueError, match="window is 9; this draft was trained with one of 6"):
         build_engine(target, make_draft("qwen3", "windows"), drafter={"window": 9})
+    with pytest.raises(ValueError, match="window is auto, and this draft was trained with a window: leave it out"):
+        build_engine(target, make_draft("qwen3", "windows"), drafter={"window": "auto"})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,7 @@ from slipstream.kernels.sampling.sample import noise_key
 from slipstream.kernels.speculation.tree_shape import TreeShape
 from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter
 from slipstream.serve.drafters.options import TreeOptions
+from slipstream.serve.engine import draft_windows
 from slipstream.serve.engine.budget import Choice
 from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request
@@ -148,6 +150,37 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
     # What a window needs within an answer is given back while it decodes; what it needs at its end, later.
     hits = (39, 31, 39) if drafter == "eagle3 window" else (39, 31, 49)
     check_prefix_hits(engine, Oracle(target, draft, TreeOptions()), hits)
+
+
+@pytest.mark.parametrize("options", [{"depth": 4}, {"depth": 3, "topk": 3, "nodes": 9}], ids=["chain", "tree"])
+def test_a_draft_reads_from_the_start_that_was_chosen(
+    options: dict[str, Any], make_target: MakeTarget, make_draft: MakeDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WINDOW": 8, "GRAIN": 4, "SHORTEST": 16}.items():
+        monkeypatch.setattr(draft_windows, name, value)
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", "eagle3")
+    engine = build_engine(target, draft, drafter=options | {"window": "auto"}, page_size=1, max_running=3)
+    windows = engine.planner.windows
+    assert windows is not None
+    oracle = Oracle(target, draft, TreeOptions(**options))
+    starts = dict[int, int]()  # by slot, of stored proposals
+    rounds = np.zeros((2, 2))  # by choice: rounds and accepted nodes
+
+    def proposal(tokens: list[int], request: Request) -> Nodes:
+        (slot,) = (sequence.slot for sequence in decoding(engine) if sequence.request.id == request.id)
+        oracle.naive.start = starts[slot] = int(windows.starts[slot])
+        return oracle(tokens, request)
+
+    def count(plan: StepPlan, output: StepOutput) -> None:
+        for place, slot in enumerate(plan.slots):
+            if output.bins[place, 1] >= 0:
+                rounds[int(starts[slot] > 0)] += 1, output.num_emitted[place] - 1
+
+    watch_outputs(engine, count)
+    check_proposals(engine, proposal, target, sized_requests(temperature=0.8))
+    assert rounds[:, 1].min() > 5
+    assert np.array_equal(windows._rounds.sum(axis=0)[:, :2], rounds)
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "eagle3", "eagle3 window", "eagle3.1 deep"])

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from slipstream.serve.drafters.options import DRAFTERS as TABLE
-from slipstream.serve.engine import engine_plan
+from slipstream.serve.engine import draft_windows, engine_plan
 from slipstream.serve.engine.acceptance import BINS
 from slipstream.serve.engine.budget import BudgetPolicy, Choice
 from slipstream.serve.engine.engine import Engine
@@ -499,6 +499,40 @@ def test_no_token_depends_on_what_else_a_step_computes(
     if drafter != "none":
         assert counts["ragged"] > 3, "requests of one step verify different numbers of nodes"
         assert counts["accepted"] > (0 if drafter.startswith("lilicorr") else 10)  # see BY_CHANCE
+
+
+@grouped("drafter")
+@pytest.mark.parametrize(
+    ("drafter", "case", "family"),
+    gate_of(
+        product(["eagle3 deep", "eagle tree", "dspark", "ngram first"], product([False, True], [1, 16]), KINDS),
+        [("eagle tree", (True, 1), "qwen3"), ("dspark", (False, 16), "qwen3")],
+    ),
+)
+def test_no_token_depends_on_what_the_draft_reads(
+    drafter: str,
+    case: tuple[bool, int],
+    family: str,
+    build: BuildDrafted,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    overlap, page_size = case
+    for name, value in {"WINDOW": 32, "GRAIN": 4, "SHORTEST": 40}.items():
+        monkeypatch.setattr(draft_windows, name, value)
+    if overlap:
+        monkeypatch.setattr(engine_plan, "pick_modes", lambda *_: (False, True))
+    rng = random.Random(f"{drafter} {overlap} {page_size} {family}")
+    kinds = kinds_of_requests(random.Random(f"texts of {family}"), 12, longest=40)
+    expected = reference(family, list(kinds.values()))
+    options = {"page_size": page_size, "max_running": 5, "prefill_budget": 32, "kv_cache_tokens": 400}
+    monkeypatch.setitem(OPTIONS, drafter, OPTIONS.get(drafter, {}) | {"window": "auto"})
+    engine = build(family, drafter, **options)
+    engine.planner.policy = AnyPolicy(engine.planner, rng)
+    kinds_read = Counter[bool]()
+    watch_outputs(engine, lambda plan, _: kinds_read.update(start > 0 for _, start in plan.read_starts))
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < 36, 8, lambda: preempt_some(engine, rng))
+    assert min(kinds_read[True], kinds_read[False]) > 5
 
 
 Proposals = dict[tuple[int, ...], list[list[int]]]  # by request's seed and text: tokens and parents

@@ -21,7 +21,7 @@ from slipstream.kernels.attention.ragged import plan_work, ragged_attention
 from slipstream.kernels.launch import Op
 from slipstream.kernels.speculation.ragged import admit, lay_out, select_heads, store, verify_rows
 from slipstream.models.files.cost_tables import MODES, CostTables
-from slipstream.serve.engine import cost_files, graph_keys
+from slipstream.serve.engine import cost_files, draft_windows, graph_keys
 from slipstream.serve.engine.build import find_tables
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.graph_keys import MOST_CHUNKS, GraphTable, buckets, draft_sizes, head_sizes, prompt_sizes
@@ -135,16 +135,24 @@ def check_states(runner: ModelRunner, other: ModelRunner) -> None:
         [
             ("mixed", 1, "mistral-window"),
             ("dflash", 16, "qwen3"),
+            ("eagle3 tree, windows", 16, "qwen3"),
         ],
     )
     + [pytest.param(*case, marks=pytest.mark.slow) for case in product(DRAFTERS, [16], CAPPED)],
 )
 def test_captured_steps_equal_those_launched_as_they_are(
-    drafter: str, page_size: int, family: str, configure: Configure, make_target: MakeTarget
+    drafter: str,
+    page_size: int,
+    family: str,
+    configure: Configure,
+    make_target: MakeTarget,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Step by step, whatever each computes: any budget of nodes, any chunks of prompts beside them, any width, tables
     that prefer any nodes. Requests of all kinds come, are aborted, preempted and continued from cached pages, and get
     the tokens that they get without a draft."""
+    for name, value in {"WINDOW": 32, "GRAIN": 16, "SHORTEST": 48}.items():
+        monkeypatch.setattr(draft_windows, name, value)
     rng = random.Random(f"{drafter} {page_size} {family}")
     kinds = {
         name: request for name, request in kinds_of_requests(rng, 16, longest=40).items() if len(request.prompt) < 50
@@ -159,6 +167,7 @@ def test_captured_steps_equal_those_launched_as_they_are(
     serve_traffic(engine, kinds, expected, rng, lambda number: number < 18, 8, lambda: preempt_some(engine, rng))
     check_replay(recorded, engine, build_eager(config))
     assert sum(replays_of(engine).values()) == len(recorded), "every step was a captured one"
+    assert any(plan.read_starts for plan, _ in recorded) == ("windows" in drafter)
     assert min(counts["mixed"], counts["cached"]) > 0
     if drafter != "none":
         assert min(counts["ragged"], counts["accepted"]) > 0
