@@ -43,6 +43,7 @@ def run(config: ServeConfig, engine: EngineClient) -> int:
     """Serves until a signal or the engine's end; returns the exit status of the process."""
     try:
         config.check_inputs()
+        config = config.go_on()
         if config.dry_run:
             from slipstream.serve import dry_run
             from slipstream.serve.http.launch import check_files

@@ -5,14 +5,16 @@ Imports neither torch nor an HTTP package, so that `serve --help` is instant.
 
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date
 from slipstream.models.drafts.source import DraftSource, source_of
-from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file
+from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, check_folder
+from slipstream.models.files.outputs import CHECKPOINT, check_output_folder
 from slipstream.models.states.address import Address
 from slipstream.serve.chat.forms import check_parsers
 
@@ -187,12 +189,20 @@ class LearnOptions:
     cuda:1. Default: none does. --learn is short for --learn.device cpu."""
     memory_gb: float = 1.0
     """Memory of that process for served texts and their states, in GB."""
+    data: str | None = None
+    """Prepared dataset that the draft was trained on, as an example of past traffic, which it must not forget."""
+    output: str | None = None
+    """Checkpoint that new weights become when they have passed their trial; a server that starts goes on from it.
+    Default: they are gone with the server."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"learn.device is {self.device!r}; give cpu, or a GPU such as cuda:1")
         if not 0 < self.memory_gb < math.inf:
             raise ValueError(f"learn.memory_gb is {self.memory_gb}; it must be a number above 0")
+        if not self.device and (self.data or self.output):
+            name = "data" if self.data else "output"
+            raise ValueError(f"learn.{name} is {self.data or self.output}, but nothing learns; add --learn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,9 +288,26 @@ class ServeConfig(EngineConfig):
         check_checkpoints(self.target, self.draft)
         check_file("chat_template", self.chat_template, "a text file")
         check_file("api_key_file", self.api_key_file, KEY_FILE)
+        check_folder("learn.data", self.learn.data, "a prepared dataset (slipstream prepare)")
+        if self.learn.output is not None:
+            inputs = {"target": (self.target,), "draft": (self.draft,), "learn.data": (self.learn.data,)}
+            check_output_folder(self.learn.output, CHECKPOINT, inputs, overwrite=True, option="learn.output")
         if self.draft_folder is not None and not Path(self.draft_folder).is_dir():
             raise ValueError(f"draft_folder {self.draft_folder} is no folder; name one that holds draft checkpoints")
         check_file("kv_cache_dtype", self.calibration_file, "a file of text after fp8:")
+
+    def go_on(self) -> "ServeConfig":
+        """Returns options with the draft that an earlier server has learnt, if there is one. Raises ValueError where
+        that began with another draft."""
+        folder = Path(self.learn.output or "")
+        if self.learn.output is None or not (folder / "config.json").is_file():
+            return self
+        origin = read_json(folder / "run.json").get("learned_from")
+        if origin != self.draft:
+            raise ValueError(
+                f"learn.output {folder} was learnt from draft {origin}, and draft is {self.draft}; name another folder"
+            )
+        return replace(self, draft=str(folder))
 
 
 def check_kinds(config: Any) -> None:

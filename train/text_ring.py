@@ -1,13 +1,17 @@
 """Texts that a server has answered, in memory of a stated size, and their states as a StateSource reads them.
 
-Every HELD_OUT-th text of a client is held out: evaluations read it, and training never does. Where memory is full, the
-client with the most bytes loses its oldest text, so that nobody's flood drives out the texts of others.
+Every HELD_OUT-th text of a client is held out: evaluations read it, and training never does. Half of the memory keeps
+recent texts, the other half a sample of all that gave way to them, so that old traffic stays in sight. Where it is
+full, the client with the most bytes loses a text, so that nobody's flood drives out the texts of others.
 """
 
+import heapq
+import random
 import threading
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -20,53 +24,93 @@ from slipstream.models.files.state_store import StateFormat
 HELD_OUT = 8
 HELD_OUT_SHARE = 0.2  # of the memory
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+Texts = dict[str, list[ServedText]]  # by client
 
 
 @dataclass(slots=True)
 class TextRing:
-    """The texts of one split."""
+    """A client's text of the lowest rank gives way first. `ranks`: of new texts, ascending for a ring of recent ones,
+    random for a sample that each text of the stream is as likely to be in."""
 
     most_bytes: int
-    texts: dict[str, deque[ServedText]] = field(default_factory=dict)  # by client, the oldest first
+    ranks: Callable[[], float]
+    heaps: dict[str, list[tuple[float, int, ServedText]]] = field(default_factory=dict)  # by client
     nbytes: Counter[str] = field(default_factory=Counter)  # by client
+    numbers: Callable[[], int] = field(default_factory=lambda: count().__next__)  # of texts, which cannot be compared
 
-    def add(self, text: ServedText) -> None:
-        self.texts.setdefault(text.client, deque()).append(text)
+    def add(self, text: ServedText) -> list[ServedText]:
+        """Returns the texts that gave way."""
+        heapq.heappush(self.heaps.setdefault(text.client, []), (self.ranks(), self.numbers(), text))
         self.nbytes[text.client] += text.nbytes
-        while self.nbytes.total() > self.most_bytes and self.nbytes.total() > text.nbytes:
+        lost = []
+        while self.nbytes.total() > max(self.most_bytes, text.nbytes):
             client = max(self.nbytes, key=lambda name: (self.nbytes[name], name))
-            self.nbytes[client] -= self.texts[client].popleft().nbytes
-            if not self.texts[client]:
-                del self.texts[client], self.nbytes[client]
+            lost.append(heapq.heappop(self.heaps[client])[-1])
+            self.nbytes[client] -= lost[-1].nbytes
+            if not self.heaps[client]:
+                del self.heaps[client], self.nbytes[client]
+        return lost
 
-    def all_texts(self) -> list[ServedText]:
-        return [text for texts in self.texts.values() for text in texts]
+    def texts(self) -> Texts:
+        return {client: [text for *_, text in heap] for client, heap in self.heaps.items()}
+
+
+class Split(NamedTuple):
+    """Texts of a split."""
+
+    recent: Texts
+    past: Texts
+
+    @property
+    def num_recent(self) -> int:
+        return sum(map(len, self.recent.values()))
 
 
 class Splits(NamedTuple):
-    train: list[ServedText]
-    heldout: list[ServedText]
+    train: Split
+    heldout: Split
+
+
+class SplitMemory:
+    def __init__(self, most_bytes: int) -> None:
+        self.recent = TextRing(most_bytes // 2, count().__next__)
+        self.past = TextRing(most_bytes // 2, random.random)
+
+    def add(self, text: ServedText) -> None:
+        for lost in self.recent.add(text):
+            self.past.add(lost)
+
+    def now(self) -> Split:
+        return Split(self.recent.texts(), self.past.texts())
 
 
 class ServedTexts:
-    """The texts of both splits. Threads may share one."""
+    """The texts of both splits. Threads may share one. `max_length`: tokens that are read of a text."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, max_length: int) -> None:
         self._lock = threading.Lock()
+        self._max_length = max_length
         held_out = int(HELD_OUT_SHARE * most_bytes)
-        self.train = TextRing(most_bytes - held_out)
-        self.heldout = TextRing(held_out)
+        self.train = SplitMemory(most_bytes - held_out)
+        self.heldout = SplitMemory(held_out)
         self._counts: Counter[str] = Counter()  # texts by client
 
     def add(self, text: ServedText) -> None:
+        if text.num_prompt + 2 > self._max_length:
+            return  # it would teach nothing
         with self._lock:
             self._counts[text.client] += 1
             (self.heldout if self._counts[text.client] % HELD_OUT == 0 else self.train).add(text)
 
-    def now(self) -> "Splits":
+    def add_past(self, memory: SplitMemory, text: ServedText) -> bool:
+        """Returns whether there is no more room."""
+        with self._lock:
+            return bool(memory.past.add(text))
+
+    def now(self) -> Splits:
         """Returns the texts that are there."""
         with self._lock:
-            return Splits(self.train.all_texts(), self.heldout.all_texts())
+            return Splits(self.train.now(), self.heldout.now())
 
 
 def dataset_of(texts: list[ServedText]) -> Dataset:

@@ -24,6 +24,8 @@ class LearnJob:
     device: str
     memory: int  # bytes of texts
     folder: str  # for the checkpoints that it offers
+    output: str  # folder that the last one becomes whose trial it passed
+    data: str | None  # prepared dataset that the draft was trained on
 
 
 @dataclass(frozen=True, slots=True, eq=False)

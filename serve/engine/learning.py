@@ -3,7 +3,8 @@
 The engine sends the tokens of each answer that is whole, with the target's states that it computed. It keeps none of
 them: a text for which the trainer has no time is dropped. Texts of requests with a `cache_salt` are never sent. What
 the trainer offers is a checkpoint, which comes in as any other weights do, on trial (draft_swaps.py).
-The trainer ends with the engine; if it ends by itself, the engine goes on.
+The trainer ends with the engine. If it ends by itself, the engine goes on, and another trainer goes on from the last
+weights that passed their trial, unless it lived shorter than LEAST_SECONDS.
 """
 
 import json
@@ -14,8 +15,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
+from pickle import UnpicklingError
 from queue import Empty, Full, Queue
 from typing import NamedTuple
 
@@ -31,6 +36,7 @@ from slipstream.serve.options import EngineConfig, LearnOptions, find_target
 MODULE = "slipstream.train.learn"
 MOST_UNSENT = 64  # texts
 EXIT_SECONDS = 2.0
+LEAST_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -73,15 +79,34 @@ class Learner:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-learn-", ignore_cleanup_errors=True)
         _, target = find_target(config)
-        job = LearnJob(
+        folder = self._folder.name
+        self._job = LearnJob(
             target=str(target),
             draft=config.draft,
             trust_remote_code=config.trust_remote_code,
             layers=list(config.keep_states),
             device=options.device,
             memory=int(options.memory_gb * 1e9),
-            folder=self._folder.name,
+            folder=folder,
+            output=options.output or f"{folder}/passed",
+            data=options.data,
         )
+        self.num_dropped = 0  # texts
+        self._has_offer = False  # of this process, without a verdict
+        self._start()
+        self._unsent: Queue[Unsent] = Queue(MOST_UNSENT)
+        self._offer = offer
+        self._is_closed = False
+        engine.on_states = self.note
+        engine.draft.on_verdict = self.judge
+        for work in (self._send, self._receive):
+            threading.Thread(target=work, name=f"slipstream-learn{work.__name__}", daemon=True).start()
+
+    def _start(self) -> None:
+        """Starts the process, with the last draft that passed its trial, or else the engine's."""
+        job = self._job
+        if (Path(job.output) / "config.json").is_file():
+            job = replace(job, draft=job.output)
         end, other = socket.socketpair()
         with other:
             argv = [sys.executable, "-P", "-m", MODULE, str(other.fileno()), json.dumps(asdict(job))]
@@ -90,15 +115,8 @@ class Learner:
             self.process = subprocess.Popen(
                 argv, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
             )
-        self.num_dropped = 0  # texts
         self._line = Line(end)
-        self._unsent: Queue[Unsent] = Queue(MOST_UNSENT)
-        self._offer = offer
-        self._is_closed = False
-        engine.on_states = self.note
-        engine.draft.on_verdict = self.judge
-        for work in (self._send, self._receive):
-            threading.Thread(target=work, name=f"slipstream-learn{work.__name__}", daemon=True).start()
+        self._has_offer = False
 
     def note(self, sequence: Sequence, states: Tensor) -> None:
         """Takes the text of a request that ends, and its states (L, K, H)."""
@@ -116,6 +134,9 @@ class Learner:
 
     def judge(self, outcome: Outcome) -> None:
         """Tells the trainer what became of its offer."""
+        if not self._has_offer:
+            return  # another trainer's
+        self._has_offer = False
         while True:
             try:
                 self._unsent.put_nowait(Unsent(Verdict(outcome)))
@@ -142,21 +163,29 @@ class Learner:
         self._folder.cleanup()
 
     def _send(self) -> None:
-        try:
-            while True:
-                message, landed = self._unsent.get()
-                if landed is not None:
-                    landed.synchronize()  # sync, on this thread
+        while not self._is_closed:
+            message, landed = self._unsent.get()
+            if landed is not None:
+                landed.synchronize()  # sync, on this thread
+            try:
                 self._line.send(message)
-        except OSError:
-            return
+            except OSError:
+                self.num_dropped += 1
 
     def _receive(self) -> None:
-        try:
-            while True:
-                self._offer(self._line.receive())
-        except (EOFError, OSError):
-            if not self._is_closed:
-                logger.warning(
-                    "the process that trains the draft ended (status %d); serving goes on", self.process.wait()
-                )
+        while True:
+            began = time.monotonic()
+            with suppress(EOFError, OSError, UnpicklingError):
+                while True:
+                    offer = self._line.receive()
+                    self._has_offer = True
+                    self._offer(offer)
+            if self._is_closed:
+                return
+            status = self.process.wait()
+            goes_on = time.monotonic() - began >= LEAST_SECONDS
+            effect = "another one starts" if goes_on else "serving goes on without"
+            logger.warning("the process that trains the draft ended (status %d); %s", status, effect)
+            if not goes_on:
+                return
+            self._start()

@@ -29,10 +29,10 @@ from slipstream.tests.tables import each_case
 OPTIONS = (
     "api_key_file attention chat_template control_tokens_as_text cors_origins cuda_graph date device draft "
     "draft_folder drain_timeout dry_run dtype ep exact host ignore_unknown_fields json_whitespace kv_cache_dtype "
-    "kv_cache_tokens learn learn.device learn.memory_gb log_format logprobs_mode max_body_mb max_chunk_ms "
-    "max_model_len max_running max_waiting mem_fraction objective playground port prefill_budget quantization "
-    "reasoning_parser request_timeout revision served_model_name states target tool_parser tp tp_exact "
-    "trust_remote_code"
+    "kv_cache_tokens learn learn.data learn.device learn.memory_gb learn.output log_format logprobs_mode "
+    "max_body_mb max_chunk_ms max_model_len max_running max_waiting mem_fraction objective playground port "
+    "prefill_budget quantization reasoning_parser request_timeout revision served_model_name states target "
+    "tool_parser tp tp_exact trust_remote_code"
 )
 TREE = ["drafter", "drafter.depth", "drafter.kv_cache_dtype", "drafter.nodes", "drafter.token_map", "drafter.topk"]
 TREE += ["drafter.window"]

@@ -1,25 +1,35 @@
 """Learning from what is served: what memory holds, and that its states teach as the target's own do."""
 
+import json
+import math
 import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 
 from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.eagle3 import Eagle3
-from slipstream.models.files.learning import LearnJob, ServedText
+from slipstream.models.files.checkpoint import tokenizer_hash
+from slipstream.models.files.learning import LearnJob, Offer, Outcome, ServedText
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
+from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.engine.learning import text_of
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.sources import ROOT, TINY
+from slipstream.train import learn as learn_module
 from slipstream.train.batches import PackedRows
-from slipstream.train.learn import Trainer
-from slipstream.train.text_ring import HELD_OUT, ServedTexts, Splits, TextRing, dataset_of
+from slipstream.train.learn import MOST_PASSES, Lengths, Trainer, add_data, is_better, learn
+from slipstream.train.text_ring import HELD_OUT, ServedTexts, Split, Splits, TextRing, dataset_of
 
 CPU = torch.device("cpu")
 
@@ -29,36 +39,60 @@ def text(client: str, number: int, length: int = 10) -> ServedText:
 
 
 def test_a_flood_drives_out_nobody_else() -> None:
-    """Against a model: whoever has most gives way, oldest first."""
+    """Against a model: whoever has most gives way, oldest first; what gives way is returned."""
     generator = random.Random(0)
-    ring = TextRing(most_bytes=40 * text("", 0).nbytes)
+    ring = TextRing(40 * text("", 0).nbytes, count().__next__)
     model: list[ServedText] = []
     for number in range(2000):
         client = generator.choice("aaaaaaaabc")
         new = text(client, number, generator.choice((5, 10, 20)))
-        ring.add(new)
+        gone = ring.add(new)
         model.append(new)
         while sum(entry.nbytes for entry in model) > ring.most_bytes:
             sizes = {name: sum(entry.nbytes for entry in model if entry.client == name) for name in "abc"}
             largest = max(sizes, key=lambda name: (sizes[name], name))
             oldest = next(entry for entry in model if entry.client == largest)
             model.remove(oldest)
+            assert gone.pop(0) is oldest
+        assert not gone
         assert ring.nbytes.total() == sum(entry.nbytes for entry in model) <= ring.most_bytes
     by_client = {name: [entry for entry in model if entry.client == name] for name in "abc"}
-    assert {name: list(texts) for name, texts in ring.texts.items()} == by_client
+    assert {name: sorted(texts, key=number_of) for name, texts in ring.texts().items()} == by_client
     sizes = [ring.nbytes[name] for name in "abc"]
     assert max(sizes) - min(sizes) <= 2 * text("", 0, 20).nbytes
 
 
+def number_of(entry: ServedText) -> int:
+    return entry.tokens[0]
+
+
+def test_the_past_is_a_sample_of_the_stream() -> None:
+    """A tenth of 3,000 texts is past: their mean age is that of all, and what is held out stays so."""
+    random.seed(0)
+    texts = ServedTexts(1500 * text("", 0).nbytes, 2048)
+    for number in range(3000):
+        texts.add(text("a", number))
+    train, heldout = texts.now()
+    for split, share in ((train, 0.4), (heldout, 0.1)):
+        recent, past = ([number_of(entry) for entry in part["a"]] for part in split)
+        assert {len(recent), len(past)} == {int(share * 1500)}
+        assert min(recent) > max(past)
+        mean = sum(past) / len(past)
+        expected = min(recent) / 2
+        assert abs(mean - expected) < 4 * expected / math.sqrt(3 * len(past)), "four standard errors"
+
+
 def test_held_out_texts_are_never_trained_on() -> None:
-    texts = ServedTexts(10**9)
+    """Nor are texts kept whose answers are beyond what is read of them."""
+    texts = ServedTexts(10**9, 6)
     for number in range(80):
         texts.add(text("ab"[number % 2], number))
-    splits = texts.now()
-    assert len(splits.heldout) == 80 // HELD_OUT
-    tokens = [{entry.tokens[0] for entry in part} for part in splits]
+        texts.add(ServedText("long", [number] * 11, 5, torch.zeros(10, 2, 8)))
+    train, heldout = texts.now()
+    assert heldout.num_recent == 80 // HELD_OUT
+    tokens = [{number_of(entry) for entry in chain(*part.recent.values())} for part in (train, heldout)]
     assert tokens[0].isdisjoint(tokens[1])
-    assert {entry.client for entry in splits.heldout} == {"a", "b"}
+    assert {*heldout.recent} == {"a", "b"} == {*train.recent}
 
 
 @pytest.mark.parametrize(("salt", "length", "is_learnt"), [("", 9, True), ("salt", 9, False), ("", 6, False)])
@@ -91,7 +125,7 @@ def test_states_in_memory_teach_as_the_targets_own(draft: str, tmp_path: Path) -
     layers = tuple(trainer.job.layers)
     target = load_frozen_target(TINY, layers, CPU)
     texts = served_texts(target, layers)
-    rows = trainer.rows(texts)
+    rows = trainer.rows(Split({"": texts}, {}))
     assert (rows.num_documents, rows.num_supervised) == (4, sum(len(entry.tokens) - 5 for entry in texts))
     batch = rows.batch([0])
     assert batch.cached is not None
@@ -114,7 +148,8 @@ def test_states_in_memory_teach_as_the_targets_own(draft: str, tmp_path: Path) -
 def make_trainer(draft: Path, folder: Path) -> Trainer:
     layers = {"eagle3": (3, 6), "eagle": (6,), "dflash": (5, 6)}[draft.name]
     job: dict[str, Any] = {"target": str(TINY), "draft": str(draft), "trust_remote_code": False, "device": "cpu"}
-    return Trainer(LearnJob(**job, layers=list(layers), memory=10**9, folder=str(folder)))
+    job |= {"memory": 10**9, "folder": str(folder), "output": str(folder / "passed"), "data": None}
+    return Trainer(LearnJob(**job, layers=list(layers)))
 
 
 def answers_of(draft: Path, layers: tuple[int, ...]) -> list[ServedText]:
@@ -126,24 +161,156 @@ def answers_of(draft: Path, layers: tuple[int, ...]) -> list[ServedText]:
     return [entry for entry in texts if entry is not None]
 
 
+def test_clients_and_the_past_have_their_share_of_an_epoch(tmp_path: Path) -> None:
+    """Against a count of tokens: a flood takes half at most, and a text is read MOST_PASSES times at most."""
+    trainer = make_trainer(ROOT / "tests" / "assets" / "eagle3", tmp_path)
+    trainer.options = replace(trainer.options, data=replace(trainer.options.data, max_length=11))  # a row has a text
+
+    def tokens_of(recent: dict[str, int], past: dict[str, int]) -> Counter[str]:
+        split = Split(*({client: [text(client, 7)] * size for client, size in part.items()} for part in (recent, past)))
+        rows = trainer.rows(split)
+        return Counter(str(rows.categories[rows.windows.documents[rows.rows[row][0]]]) for row in rows.epoch(0, 0))
+
+    assert tokens_of({"": 50}, {}) == {"recent ": 50}
+    assert tokens_of({"": 50}, {"": 20}) == {"recent ": 50, "past ": 50}
+    assert tokens_of({"flood": 90, "b": 30}, {"b": 10, "c": 2}) == {
+        **{"recent flood": 60, "recent b": 60, "past b": 60, "past c": 2 * MOST_PASSES}
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "best", "is_offered"),
+    [
+        ((2.0, 0), (2.06, 0), (2.0, 0), True),
+        ((2.0, 0), (2.04, 0), (2.0, 0), False),
+        ((1.0, 0), (1.002, 0), (1.0, 0), False),
+        ((2.0, 2.5), (2.5, 2.43), (2.0, 2.5), True),
+        ((2.0, 2.5), (2.5, 2.42), (2.0, 2.5), False),
+        ((2.0, 2.4), (2.5, 2.4), (1.5, 2.5), False),  # small losses do not add up
+    ],
+)
+def test_weights_are_offered_that_gain_and_do_not_forget(
+    before: tuple[float, float], after: tuple[float, float], best: tuple[float, float], is_offered: bool
+) -> None:
+    assert is_better(Lengths(*before), Lengths(*after), Lengths(*best)) == is_offered
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 100), marks=pytest.mark.slow)])
+def test_noise_is_never_offered(seeds: range, tmp_path: Path) -> None:
+    draft = ROOT / "tests" / "assets" / "eagle3"
+    trainer = make_trainer(draft, tmp_path)
+    texts = answers_of(draft, tuple(trainer.job.layers))[:4]
+    loop = trainer.loop(Splits(Split({"": texts}, {}), Split({"": texts}, {})))
+    before = trainer.accept_lengths(loop, trainer.serving)
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        weights = {
+            name: x + torch.randn(x.shape, generator=generator) * x.std(correction=0) if x.is_floating_point() else x
+            for name, x in trainer.serving.items()
+        }
+        assert not is_better(before, trainer.accept_lengths(loop, weights), before), seed
+
+
+class Verdicts(Exception):
+    """There are no more."""
+
+
+class FakeChannel:
+    """An engine that has answered, and judges what it is offered."""
+
+    def __init__(self, texts: ServedTexts, outcomes: list[Outcome], judge: Callable[[Path], None]) -> None:
+        self.texts = texts
+        self.line = self.verdicts = self
+        self._outcomes = outcomes
+        self._judge = judge
+
+    def send(self, offer: Offer) -> None:
+        if not self._outcomes:
+            raise Verdicts
+        self._judge(Path(offer.folder))
+
+    def get(self) -> Outcome:
+        return self._outcomes.pop(0)
+
+
+def test_what_passed_is_kept_and_what_did_not_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every moment the output is the last draft that passed, whole; from it a trainer goes on."""
+    monkeypatch.setattr(learn_module, "STEPS", 8)
+    monkeypatch.setattr(learn_module, "GAIN", 0.0)
+    draft = ROOT / "tests" / "assets" / "eagle3"
+    trainer = make_trainer(draft, tmp_path)
+    output = Path(trainer.job.output)
+    texts = ServedTexts(10**9, 2048)
+    for entry in answers_of(draft, tuple(trainer.job.layers)) * 3:
+        texts.add(entry)
+    offers: list[bytes] = []
+
+    def judge(folder: Path) -> None:
+        if offers:
+            assert (output / "model.safetensors").read_bytes() == offers[0], "the first, which passed"
+        offers.append((folder / "model.safetensors").read_bytes())
+
+    with pytest.raises(Verdicts):
+        learn(trainer.job, trainer, FakeChannel(texts, ["passed", "worse"], judge))  # type: ignore[arg-type]
+    assert len({*offers}) == len(offers) == 2
+    assert (output / "model.safetensors").read_bytes() == offers[0]
+    assert {path.name for path in tmp_path.glob("step-*")} <= {f"step-{trainer.progress.step}"}
+    later = Trainer(replace(trainer.job, draft=str(output)))
+    assert later.origin == str(draft)
+    for name, x in later.serving.items():
+        torch.testing.assert_close(x, trainer.serving[name], rtol=2**-8, atol=0)
+
+
+def test_texts_of_training_are_the_past(tmp_path: Path) -> None:
+    """Their states are the target's, up to the end of the first answer."""
+    trainer = make_trainer(ROOT / "tests" / "assets" / "eagle3", tmp_path)
+    generator = torch.Generator().manual_seed(4)
+    ids = [torch.randint(3, 4000, (length,), generator=generator).tolist() for length in (20, 9, 30, 12)]
+    masks = [[place % 10 >= 4 for place in range(len(tokens))] for tokens in ids]
+    masks[1] = [False] * 9
+    rows = Dataset.from_dict({"input_ids": ids, "loss_mask": masks})
+    folder = tmp_path / "data"
+    DatasetDict({"train": rows, "heldout": rows.select([3])}).save_to_disk(folder)
+    digest = tokenizer_hash(load_tokenizer(TINY))
+    report = {"tokenizer_hash": digest, "split_rows": {"train": 4}}
+    (folder / "report.json").write_text(json.dumps(report))
+    texts = ServedTexts(10**9, 2048)
+    add_data(texts, replace(trainer.job, data=str(folder)), trainer)
+    train, heldout = texts.now()
+    assert not train.recent
+    (entries,) = train.past.values()
+    assert sorted(len(entry.tokens) for entry in entries) == [10, 10, 10]
+    assert {entry.num_prompt for entry in entries} == {4}
+    layers = tuple(trainer.job.layers)
+    target = load_frozen_target(TINY, layers, CPU)
+    for entry in (*entries, *heldout.past["learn.data"]):
+        states, _ = target.aux_states(torch.tensor([entry.tokens]), torch.arange(10)[None])
+        torch.testing.assert_close(entry.states.flatten(1), states[0, :-1])
+
+
 def test_rounds_make_held_out_texts_better_and_snapshots_are_drafts(tmp_path: Path) -> None:
     draft = ROOT / "tests" / "assets" / "eagle3"
     trainer = make_trainer(draft, tmp_path)
     texts = answers_of(draft, tuple(trainer.job.layers))
     assert len(texts) == 12
-    loop = trainer.loop(Splits(texts, texts[:4]))
-    before = trainer.accept_length(loop, trainer.serving)
+    loop = trainer.loop(Splits(Split({"": texts}, {}), Split({"": texts[:4]}, {"": texts[4:8]})))
+    before = trainer.accept_lengths(loop, trainer.serving)
     for _ in range(40):
         loop.train_step(False)
     trained = trainer.weights()
-    after = trainer.accept_length(loop, trained)
-    assert after > before
-    assert trainer.accept_length(loop, trainer.serving) == before
+    weights = trainer.new_weights()
+    after = trainer.accept_lengths(loop, weights)
+    assert after.recent > before.recent
+    assert after.past > before.past > 0
+    assert trainer.accept_lengths(loop, trainer.serving) == before
     assert all(torch.equal(x, trained[name]) for name, x in trainer.weights().items())
-    trainer.write(tmp_path / "step", {"accept_length": after})
+    for name, x in weights.items():
+        torch.testing.assert_close(x, ((trainer.best[name].double() + trained[name].double()) / 2).to(x.dtype))
+    trainer.write(weights, tmp_path / "step", {"accept_length": after.recent})
     network = load_draft(Eagle3, tmp_path / "step", trainer.config, torch.float32, CPU)
     tensors = public_tensors(network)
     assert tensors
+    trainer.load(weights)
     for name, x in public_tensors(trainer.training.draft).items():
         rounded = x.detach().bfloat16().float() if x.is_floating_point() else x
         assert torch.equal(tensors[name].to(rounded.dtype), rounded), name

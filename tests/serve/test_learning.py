@@ -1,0 +1,140 @@
+"""The engine's end of learning: texts that opted out never reach the trainer, and a trainer that dies is replaced."""
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from torch import Tensor
+
+from slipstream.models.files.learning import Offer
+from slipstream.serve.engine import learning
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.learning import Learner
+from slipstream.serve.engine.scheduler import Sequence
+from slipstream.serve.options import LearnOptions, ServeConfig
+from slipstream.serve.request import Request, SamplingParams
+from slipstream.tests.serve.engine_runs import build_engine, run
+from slipstream.tests.serve.fake_server import wait_until
+from slipstream.tests.sources import ROOT, TINY
+
+DRAFT = ROOT / "tests" / "assets" / "eagle3"
+
+
+def memory_of(pid: int) -> Iterator[bytes]:
+    """Dumps what a process has written to: its private memory, region by region."""
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for line in maps:
+            first, last, mode = re.match(r"(\w+)-(\w+) (\S+)", line).groups()  # type: ignore[union-attr]
+            if mode != "rw-p" or "[vvar" in line:
+                continue
+            memory.seek(int(first, 16))
+            yield memory.read(int(last, 16) - int(first, 16))
+
+
+def names_in_memory(pid: int, spans: dict[str, bytes]) -> set[str]:
+    return {name for region in memory_of(pid) for name, span in spans.items() if span in region}
+
+
+def ask(engine: Engine, salt: str, first: int) -> dict[str, bytes]:
+    """Asks eight questions. Returns the bytes of the states of each text, in its middle."""
+    spans: dict[str, bytes] = {}
+    note = engine.on_states
+
+    def listen(sequence: Sequence, states: Tensor) -> None:
+        spans[sequence.request.id] = states[len(states) // 2].numpy().tobytes()
+        assert note is not None
+        note(sequence, states)
+
+    engine.on_states = listen
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    questions = {str(number): [1, 300 + number, 17, 25] for number in range(first, first + 8)}
+    run(engine, [Request(id=name, prompt=ids, params=params, namespace=salt) for name, ids in questions.items()])
+    engine.on_states = note
+    return spans
+
+
+def test_a_server_goes_on_from_what_an_earlier_one_has_learnt(tmp_path: Path) -> None:
+    """Not from drafts of others, nor from other folders, which stay as they are."""
+    output = tmp_path / "learnt"
+    options = {"target": str(TINY), "draft": str(DRAFT)}
+    config = ServeConfig(**options, learn=LearnOptions(device="cpu", output=str(output)))
+    config.check_inputs()
+    assert config.go_on() is config
+    output.mkdir()
+    for file in DRAFT.iterdir():
+        (output / file.name).write_bytes(file.read_bytes())
+    (output / "run.json").write_text(json.dumps({"learned_from": str(DRAFT)}))
+    config.check_inputs()
+    assert config.go_on().draft == str(output)
+    (output / "run.json").write_text(json.dumps({"learned_from": "another"}))
+    with pytest.raises(ValueError, match="was learnt from draft another"):
+        config.go_on()
+    (output / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="thesis.txt"):
+        config.check_inputs()
+    (output / "thesis.txt").unlink()
+    for wrong, sentence in (({"data": "nowhere"}, "does not exist"), ({"output": str(DRAFT)}, "which is read")):
+        with pytest.raises(ValueError, match=sentence):
+            ServeConfig(**options, learn=LearnOptions(device="cpu", **wrong)).check_inputs()
+        with pytest.raises(ValueError, match="nothing learns"):
+            LearnOptions(**wrong)
+
+
+@pytest.fixture
+def make_learner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[LearnOptions], tuple[Engine, Learner]]]:
+    monkeypatch.setattr(learning, "LEAST_SECONDS", 0.0)
+    learners = []
+
+    def make(options: LearnOptions) -> tuple[Engine, Learner]:
+        config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
+        engine = build_engine(TINY, DRAFT, device="cpu", keep_states=config.keep_states)
+        learners.append(Learner(engine, engine.config, options, lambda offer: offers.append(offer)))
+        return engine, learners[-1]
+
+    offers: list[Offer] = []
+    yield make
+    for learner in learners:
+        learner.close()
+        assert not psutil.pid_exists(learner.process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_nothing_of_a_tenant_that_opted_out_is_in_the_trainers_memory(
+    make_learner: Callable[[LearnOptions], tuple[Engine, Learner]],
+) -> None:
+    """Texts of others are, those from before and after."""
+    engine, learner = make_learner(LearnOptions(device="cpu"))
+    shared = ask(engine, "", 0)
+    private = ask(engine, "salt", 50)
+    shared |= ask(engine, "", 100)
+    pid = learner.process.pid
+    assert len(shared) == 16
+    assert len(private) == 8
+    wait_until(lambda: "107" in names_in_memory(pid, shared), "the last text arrives")
+    assert names_in_memory(pid, shared | private) == {*shared}
+    assert learner.num_dropped == 0
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_is_replaced_and_goes_on_from_what_passed(
+    make_learner: Callable[[LearnOptions], tuple[Engine, Learner]], tmp_path: Path
+) -> None:
+    output = tmp_path / "learnt"
+    engine, learner = make_learner(LearnOptions(device="cpu", output=str(output)))
+    output.mkdir()
+    for file in DRAFT.iterdir():
+        (output / file.name).write_bytes(file.read_bytes())  # as if it had passed
+    killed = learner.process.pid
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: learner.process.pid != killed, "another trainer")
+    argv = psutil.Process(learner.process.pid).cmdline()
+    assert f'"draft": "{output}"' in argv[-1]
+    assert ask(engine, "", 0)
+    wait_until(lambda: not learner._unsent.qsize(), "it learns")
