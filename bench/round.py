@@ -119,7 +119,7 @@ def rounds(config: RoundConfig, names: Mapping[str, str] | None = None) -> None:
     drafted = [(config.draft, width) for width in config.width if config.draft != "none"]
     for draft, width in [("none", 1), *drafted]:
         engine = build(config, draft, width)
-        if draft in names and routers_of(engine):
+        if draft in names and routers_of(engine) and engine.team is None:  # other ranks would propose others
             propose_independent_tokens(engine)
         if config.long_prompt:
             ms = first_token_ms(engine, config.long_prompt)

@@ -97,6 +97,11 @@ class Sum(nn.Module):
 
 
 class ExpertSum(Sum):
+    share = None
+
+    def added(self, *inputs: Any) -> Tensor:
+        return self(*inputs)
+
     @property
     def least_rows(self) -> int:
         return cast(Experts, self.ranks[0]).least_rows
