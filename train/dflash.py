@@ -15,6 +15,7 @@ if __name__ == "__main__":
     read(DFlashOptions, None, "train/dflash.py")  # here, since the imports below take seconds
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -44,6 +45,7 @@ from slipstream.train.calibration import Calibrator
 from slipstream.train.draft_setup import train
 from slipstream.train.loop import leave_processes
 from slipstream.train.losses import Bias, TargetHead, head_losses, rows_at_once, weighted_losses
+from slipstream.train.row_ranks import Gathering
 from slipstream.train.state_source import target_states
 from slipstream.train.target_files import TargetFiles
 from slipstream.train.text_noise import NOISE_COST
@@ -128,6 +130,8 @@ class DFlashTraining(DraftTraining):
         rates = torch.stack((agrees.sum(0), slots.counts.sum(0)), dim=1)  # (K, 2)
         metrics = {f"accept_rate_{i}": rate for i, rate in enumerate(rates)}
         total = tokens.total
+        if not len(slots.places):
+            total = total + 0 * slots.hidden.sum()  # processes that share rows all wait for its gradient
         for head in self.draft.heads:
             losses, overlaps = head.loss(slots, tokens, self.losses)
             tokens = tokens if overlaps is None else tokens._replace(overlaps=overlaps)
@@ -140,7 +144,12 @@ class DFlashTraining(DraftTraining):
         """The draft's states at blocks that are drawn from the batch, and what they are to predict."""
         config = self.draft.config
         anchors, represented = draw_anchors(batch, self.options.anchors, self.seed)
+        part = range(len(anchors)) if self.row_group is None else self.row_group.part(len(anchors))
+        first = min(part.start, len(anchors) - 1)
+        stop = max(part.stop, first + 1)  # one block at least, which does not count if the part has none
+        anchors, represented = anchors[first:stop], represented[first:stop]
         blocks = find_blocks(batch, anchors, config.block_size, first_slot=config.first_slot)
+        blocks = replace(blocks, counts=blocks.counts & bool(part))
         labels = self.head_rows[blocks.labels]  # (N, K)
         is_known = blocks.counts & (labels >= 0)
         is_taught = is_known if self.calibrator is None else blocks.counts
@@ -306,7 +315,14 @@ class DFlashTraining(DraftTraining):
     def read(self, batch: Batch) -> Read:
         aux_states, final = target_states(self.target, batch, self.device)
         attention = block_attention(batch.positions.to(self.device).flatten(), self.rope)
-        context = self.draft.fuse(aux_states.flatten(0, 1))
+        aux_states = aux_states.flatten(0, 1)
+        if self.training and self.row_group is not None:
+            parts = self.row_group.parts(len(aux_states))
+            part = parts[self.row_group.index]
+            rows = self.draft.fuse(aux_states[part.start : part.stop])
+            context = Gathering(self.row_group, list(map(len, parts)), 0).join(rows, rows[:0])
+        else:
+            context = self.draft.fuse(aux_states)
         self.draft.write_context(context, attention)
         return Read(batch.tokens.to(self.device).flatten(), attention, context, final.flatten(0, 1))
 

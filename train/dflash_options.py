@@ -64,11 +64,3 @@ class DFlashOptions(DraftRunOptions):
 
     draft: DraftOptions = field(default_factory=DraftOptions)
     evaluation: BlockEvaluationOptions = field(default_factory=BlockEvaluationOptions)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.data.row_ranks > 1:
-            raise ValueError(
-                f"data.row_ranks is {self.data.row_ranks}, but block drafts need whole rows; leave it out, or "
-                "lower data.max_length"
-            )

@@ -39,7 +39,7 @@ class DataOptions:
     batch_size: int = 1
     """packed rows in a forward pass of one process"""
     row_ranks: int = 1
-    """processes that share each row, for rows too long for one GPU; of chains (EAGLE3, EAGLE, MTP)"""
+    """processes that share each row, for rows too long for one GPU"""
     aux_states: tuple[str, ...] | str | None = None
     """folder of captured target states (slipstream capture-states), read instead of running the target; of several
     folders in `path`: one for each, such as [states/chat, states/code]"""

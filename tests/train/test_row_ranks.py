@@ -5,17 +5,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from slipstream.tests.sources import ROOT
-from slipstream.tests.train.block_cases import packed
+from slipstream.tests.train.block_cases import make_training, packed
 from slipstream.tests.train.runs import Arguments, assert_like_run, end_program, refusal, start_program
+from slipstream.tests.train.test_block_training import DRAFTS
 from slipstream.train import dflash, eagle
 from slipstream.train.eagle3 import main
-from slipstream.train.row_ranks import RowGroup
+from slipstream.train.row_ranks import Gathering, RowGroup
+from slipstream.train.training import Metrics, add
 from slipstream.train.ttt import find_rows
 
 PROGRAMS = {"eagle": eagle.main, "eagle3": main, "eagle3 of two layers": main}
-CHANGES = {"eagle3 of two layers": {"draft__num_layers": 2}}
+PROGRAMS |= dict.fromkeys(("dflash", "dflash of single blocks", "dflash with lilicorr"), dflash.main)
+BLOCKS = {"draft__block_size": 4, "draft__mask_token_id": 7, "draft__num_layers": 2}
+CHANGES = {
+    "eagle3 of two layers": {"draft__num_layers": 2},
+    "dflash": BLOCKS,
+    "dflash of single blocks": BLOCKS | {"draft__anchors": 1},
+    "dflash with lilicorr": BLOCKS | {"draft__lilicorr__hidden_size": 16, "draft__lilicorr__factor_dim": 4},
+}
 
 
 @pytest.mark.slow
@@ -23,7 +34,7 @@ CHANGES = {"eagle3 of two layers": {"draft__num_layers": 2}}
 def test_a_run_whose_rows_are_shared_is_that_of_one_process(
     name: str, run_flags: Arguments, arguments: Arguments, tmp_path: Path
 ) -> None:
-    flags = run_flags if name == "eagle" else arguments
+    flags = arguments if name.startswith("eagle3") else run_flags
     changes = CHANGES.get(name, {})
     PROGRAMS[name](flags(tmp_path / "one", **changes))
     program = ROOT / "train" / f"{name.split()[0]}.py"
@@ -53,6 +64,37 @@ def test_parts_hold_each_row_once(size: int, all_run: bool) -> None:
             assert sum(part.num_asking) == len(part.asking)
 
 
-def test_ranks_that_do_not_divide_the_processes(arguments: Arguments, run_flags: Arguments, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("size", [3, 40])
+def test_parts_of_blocks_add_up(
+    size: int, name: str, target_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More processes than blocks, too: those without any have a loss of zero that waits for the others' gradients."""
+    training = make_training(target_model, **DRAFTS[name])
+    training.train()
+    batch, _ = packed(0)
+    expected, counts = training.loss(batch)
+    context = training.read(batch).context
+    joined: list[Tensor] = []
+
+    def join(_: Gathering, rows: Tensor, _none: Tensor) -> Tensor:
+        joined.append(rows)
+        return context.detach() + 0 * rows.sum()
+
+    monkeypatch.setattr(Gathering, "join", join)
+    total = torch.zeros(())
+    sums: Metrics = {}
+    for index in range(size):
+        training.row_group = RowGroup(index, size, None)
+        loss, metrics = training.loss(batch)
+        torch.autograd.grad(loss, [weight for weight in training.parameters() if weight.requires_grad])
+        total = total + loss
+        add(sums, metrics)
+    assert torch.equal(torch.cat(joined), context)
+    torch.testing.assert_close(total, expected)
+    for metric, values in counts.items():
+        torch.testing.assert_close(sums[metric].float(), values.float(), rtol=1e-4, atol=1e-4, msg=metric)
+
+
+def test_ranks_that_do_not_divide_the_processes(arguments: Arguments, tmp_path: Path) -> None:
     assert "data.row_ranks is 2 and there are 1 processes" in refusal(arguments(tmp_path, data__row_ranks=2))
-    assert refusal(run_flags(tmp_path, data__row_ranks=2), dflash.main) == "2"

@@ -137,6 +137,8 @@ class LiLiCorr(JoiningHead):
         nodes = nodes + self.feature_mlp(features) + self.slot_embedding[0, :, :K] + self.rank_embedding[0, :, :, :k]
         x = nodes.flatten(1, 2)
         bias = self.attention_bias(K, k)
+        if not len(x):
+            x = x + bias.sum()  # attention of no blocks gives it no gradient, which all processes wait for
         for layer in self.layers:
             x = layer(x, bias)
         x = self.output_norm(x).unflatten(1, (K, k))
