@@ -147,7 +147,8 @@ class DFlashTraining(DraftTraining):
         part = range(len(anchors)) if self.row_group is None else self.row_group.part(len(anchors))
         first = min(part.start, len(anchors) - 1)
         stop = max(part.stop, first + 1)  # one block at least, which does not count if the part has none
-        anchors, represented = anchors[first:stop], represented[first:stop]
+        anchors = anchors[first:stop]
+        represented = represented[first:stop]
         blocks = find_blocks(batch, anchors, config.block_size, first_slot=config.first_slot)
         blocks = replace(blocks, counts=blocks.counts & bool(part))
         labels = self.head_rows[blocks.labels]  # (N, K)
