@@ -91,8 +91,8 @@ class Experts(nn.Module):
         self.down_proj_bias = nn.Parameter(torch.empty(count, hidden_size)) if spec.bias else None
 
     def forward(self, x: Tensor | QuantizedRows, routing: Routing, shared: Shared | None = None) -> Tensor:
-        """x (T, H) -> (T, H), the weighted outputs and `shared`; in fp32 where ranks add theirs."""
-        dtype = None if self.ranks is None else torch.float32
+        """x (T, H) -> (T, H), the weighted outputs and `shared`; in fp32 where ranks add leaves."""
+        dtype = torch.float32 if self.num_leaves and self.ranks is not None else None
         return mix_experts(x, routing, self.weights, shared, leaves=self.leaves, dtype=dtype)
 
     def added(self, x: Tensor | QuantizedRows, routing: Routing, shared: Shared | None = None) -> Tensor | RankSum:

@@ -32,7 +32,7 @@ import torch
 from slipstream.kernels.collectives.join import join_ranks
 from slipstream.kernels.collectives.ranks import Norm, Ranks
 from slipstream.models.files.cost_tables import CostTables
-from slipstream.models.layers.linear import Head
+from slipstream.models.layers.linear import Head, Linear
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.drafters.base import DraftWeights
 from slipstream.serve.engine.plan import StepOutput, StepPlan
@@ -320,7 +320,9 @@ class RankRunner(ModelRunner):
         count = sum(not isinstance(module, Head | Target) for module in modules)
         ranks = target.ranks
         assert ranks is not None
-        partial_sums = torch.zeros(1, target.config.hidden_size, device=self.state.device)
+        has_leaves = any(isinstance(module, Linear) and module.leaves for module in modules)
+        dtype = torch.float32 if has_leaves else target.dtype
+        partial_sums = torch.zeros(1, target.config.hidden_size, dtype=dtype, device=self.state.device)
         norm = Norm(partial_sums.to(target.dtype), *target.norm.gain)
 
         def add(_: object = None) -> None:
