@@ -121,7 +121,7 @@ class FixedOrder:
     ) -> Tensor:
         """x (..., I) @ weight (O, I).T + bias (O,) -> (..., O) in `dtype`, by default that of x. The inputs' leaves are
         added along a tree: those of a rank, for whose partial sums `dtype` is fp32 and there is no bias, give a branch
-        of it (leaves.py). Products of many rows are stored in `out` (M, O), if given; others are not."""
+        of it (leaves.py). But for the fewest rows it is stored in `out` (M, O), if given."""
         rows = x.numel() // x.shape[-1]
         flat = x.reshape(rows, x.shape[-1])
         dtype = dtype or x.dtype
@@ -129,7 +129,7 @@ class FixedOrder:
         library: Kernel | None = "library by parts" if by_library else None
         choice = choose(product_of(flat, weight, is_exact=True, library=library, leaves=leaves), device_of(x))
         if choice.kernel in ("streamed", "few rows"):
-            return few_rows(choice, flat, weight, bias, dtype=dtype).view(*x.shape[:-1], len(weight))
+            return few_rows(choice, flat, weight, bias, dtype=dtype, out=out).view(*x.shape[:-1], len(weight))
         out = torch.empty(rows, len(weight), dtype=dtype, device=x.device) if out is None else out
         if choice.kernel == "library by parts":
             linear_by_parts(flat, weight, bias, weight.shape[1] // leaves, out, tree=True)

@@ -45,11 +45,13 @@ def few_rows(
     bias: Tensor | None,
     rotation: Rotation | None = None,
     dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """x (M, I) @ weight (O, I).T + bias (O,) by one of the kernels for few rows, in `dtype`, by default that of x."""
+    """x (M, I) @ weight (O, I).T + bias (O,) by one of the kernels for few rows, in `dtype`, by default that of x. All
+    but the streamed one, which is for the fewest, store it in `out` (M, O), if given."""
     if choice.kernel == "streamed":
         return streamed_linear(x, weight, bias, choice.tiling, dtype or x.dtype, rotation=rotation)
-    return linear_few_rows_triton(x, weight, bias, choice.tiling, rotation, dtype)
+    return linear_few_rows_triton(x, weight, bias, choice.tiling, rotation, dtype, out)
 
 
 def rotated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rotation) -> Tensor | None:

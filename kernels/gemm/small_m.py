@@ -45,11 +45,13 @@ def linear_few_rows_triton(
     tiling: Tiling | None = None,
     rotation: Rotation | None = None,
     dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) for M up to MAX_ROWS; summed in fp32, rounded once to `dtype`,
-    by default that of x. With a `rotation`, of heads of queries, keys and values: the queries, rotated (M, Q * D)."""
+    by default that of x, and stored in `out`, if given. With a `rotation`, of heads of queries, keys and values: the
+    queries, rotated (M, Q * D)."""
     tiling = tiling or choose_tiling(len(weight), weight.shape[1], num_rows=len(x))
-    return _launch(x, weight, bias, len(weight), tiling, gated=False, rotation=rotation, dtype=dtype)
+    return _launch(x, weight, bias, len(weight), tiling, gated=False, rotation=rotation, dtype=dtype, out=out)
 
 
 def gated_linear_few_rows_triton(
@@ -72,6 +74,7 @@ def _launch(
     gelu: bool = False,
     rotation: Rotation | None = None,
     dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_inputs = x.shape
@@ -80,7 +83,9 @@ def _launch(
     assert bias is None or bias.is_contiguous()
     assert not (gated and tiling.split > 1)
     heads = Heads.of(rotation, num_outputs, tiling)
-    out = torch.empty(num_rows, heads.num_outputs, dtype=dtype or x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(num_rows, heads.num_outputs, dtype=dtype or x.dtype, device=x.device)
+    assert out.is_contiguous()
     if num_rows == 0:
         return out
     rows = max(triton.next_power_of_2(num_rows), tiling.least_rows)

@@ -89,6 +89,9 @@ def test_a_row_does_not_depend_on_the_others(tiling: Tiling, device: str) -> Non
     out = small_m.linear_few_rows_triton(x, weight, bias, tiling)
     for rows in (1, 2, 5, 8, max_rows):
         assert torch.equal(small_m.linear_few_rows_triton(x[:rows], weight, bias, tiling), out[:rows])
+    place = torch.empty(max_rows, 40, device=device)
+    assert small_m.linear_few_rows_triton(x, weight, bias, tiling, out=place) is place
+    assert torch.equal(place.half(), out)
 
 
 def test_tilings_fill_the_device_once() -> None:
