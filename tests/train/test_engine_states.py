@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from slipstream.models.states.address import Address
+from slipstream.models.states.client import StateRequest
 from slipstream.tests.state_engines import StateEngine
 from slipstream.tests.train.runs import (
     Arguments,
@@ -44,8 +45,10 @@ def free_port() -> int:
 
 
 def test_a_run_has_the_bits_of_one_with_the_target_in_process(
-    arguments: Arguments, finished: Path, engine: StateEngine, tmp_path: Path
+    arguments: Arguments, finished: Path, engine: StateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its states come through shared memory: with none to map the run would fail."""
+    monkeypatch.setattr(StateRequest, "allocate", None)
     main(arguments(tmp_path / "run", states__endpoint=engine.address))
     assert engine.num_passes > 6  # and those of evaluations
     assert_same_run(tmp_path / "run", finished)
