@@ -137,6 +137,8 @@ class EngineConfig:
             raise ValueError(f"prefill_graph_tokens is {self.prefill_graph_tokens}; it must be at least 0 (none)")
         if self.max_chunk_ms is not None and not 0 < self.max_chunk_ms < math.inf:
             raise ValueError(f"max_chunk_ms is {self.max_chunk_ms}; it must be a number of milliseconds above 0")
+        if self.ep and self.tp == 1:
+            raise ValueError("ep is true, but tp is 1, and one device has all experts; give tp, or leave ep out")
         parse_objective(self.objective)
         check_cache_dtype(self.kv_cache_dtype)
         check_parsers(self.tool_parser, self.reasoning_parser)

@@ -264,6 +264,8 @@ def shard(config: EngineConfig, spec: TargetSpec, draft: DraftPlan) -> TargetSpe
             f"tp is {config.tp}, and drafter.token_map_dynamic reads rows of the whole output head, of which a rank "
             "has a part; leave the option out, or use tp 1"
         )
+    if config.ep and not any(isinstance(layer.mlp, MoESpec) or layer.experts for layer in spec.layers):
+        raise ValueError("ep is true, but the target has no experts to give to devices; leave ep out")
     try:
         return spec.shard(0, config.tp, whole_experts=config.whole_experts)
     except ValueError as error:

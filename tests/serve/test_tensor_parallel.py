@@ -473,6 +473,8 @@ def test_exact_check_compares_numbers_of_ranks(target: Path, capsys: pytest.Capt
         ("olmo2", {"tp": 2}, "projection_norm"),
         ("qwen3", {"tp": 2, "draft": "eagle3", "drafter": {"token_map_dynamic": 8}}, "dynamic"),
         ("qwen3", {"tp": 0}, "tp is 0; give at least 1"),
+        ("qwen3", {"tp": 2, "ep": True}, "the target has no experts"),
+        ("qwen2-moe", {"ep": True}, "tp is 1, and one device has all experts"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(
