@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -158,22 +158,15 @@ class Trainer:
             self.model,
             self.optimizers,
             self.options,
-            self.rows(splits.train),
+            self.rows(splits.train, shares_of(splits.train)),
             self.rows(splits.heldout),
             self.progress,
             self.training,
         )
 
-    def rows(self, split: Split) -> PackedRows:
-        """An epoch has as many tokens of each client, and PAST of them are past."""
-        groups = {(name, client): texts for name, part in split._asdict().items() for client, texts in part.items()}
-        sizes = {group: sum(len(text.tokens) for text in texts) for group, texts in groups.items()}
-        recent = sum(sizes[group] for group in sizes if group[0] == "recent")
-        tokens = {"recent": recent, "past": recent * PAST / (1 - PAST)}  # of an epoch
-        shares = [
-            Share("", len(texts), min(MOST_PASSES, tokens[name] / len(getattr(split, name)) / sizes[name, client]))
-            for (name, client), texts in groups.items()
-        ]
+    def rows(self, split: Split, shares: Sequence[Share] = ()) -> PackedRows:
+        """`shares` of an epoch; evaluations, which walk each row once, have none."""
+        groups = groups_of(split)
         texts = [text for part in groups.values() for text in part]
         packed = PackedRows(dataset_of(texts), self.options.data.max_length, shares)
         packed.categories = [" ".join(group) for group, part in groups.items() for _ in part]
@@ -200,6 +193,23 @@ class Trainer:
         folder.mkdir(parents=True)
         run = {"learned_from": self.origin, "step": self.progress.step, "metrics": dict(figures)}
         self.training.write(weights, folder, run)
+
+
+def groups_of(split: Split) -> dict[tuple[str, str], list[ServedText]]:
+    """Texts by part, recent or past, and client."""
+    return {(name, client): texts for name, part in split._asdict().items() for client, texts in part.items()}
+
+
+def shares_of(split: Split) -> list[Share]:
+    """An epoch has as many tokens of each client, and PAST of them are past."""
+    groups = groups_of(split)
+    sizes = {group: sum(len(text.tokens) for text in texts) for group, texts in groups.items()}
+    recent = sum(sizes[group] for group in sizes if group[0] == "recent")
+    tokens = {"recent": recent, "past": recent * PAST / (1 - PAST)}  # of an epoch
+    return [
+        Share("", len(texts), min(MOST_PASSES, tokens[name] / len(getattr(split, name)) / sizes[name, client]))
+        for (name, client), texts in groups.items()
+    ]
 
 
 def origin_of(folder: Path, name: str) -> str:

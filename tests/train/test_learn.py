@@ -28,7 +28,7 @@ from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.sources import ROOT, TINY
 from slipstream.train import learn as learn_module
 from slipstream.train.batches import PackedRows
-from slipstream.train.learn import MOST_PASSES, Lengths, Trainer, add_data, is_better, learn
+from slipstream.train.learn import MOST_PASSES, Lengths, Trainer, add_data, is_better, learn, shares_of
 from slipstream.train.text_ring import HELD_OUT, ServedTexts, Split, Splits, TextRing, dataset_of
 
 CPU = torch.device("cpu")
@@ -168,7 +168,7 @@ def test_clients_and_the_past_have_their_share_of_an_epoch(tmp_path: Path) -> No
 
     def tokens_of(recent: dict[str, int], past: dict[str, int]) -> Counter[str]:
         split = Split(*({client: [text(client, 7)] * size for client, size in part.items()} for part in (recent, past)))
-        rows = trainer.rows(split)
+        rows = trainer.rows(split, shares_of(split))
         return Counter(str(rows.categories[rows.windows.documents[rows.rows[row][0]]]) for row in rows.epoch(0, 0))
 
     assert tokens_of({"": 50}, {}) == {"recent ": 50}
@@ -209,6 +209,24 @@ def test_noise_is_never_offered(seeds: range, tmp_path: Path) -> None:
             for name, x in trainer.serving.items()
         }
         assert not is_better(before, trainer.accept_lengths(loop, weights), before), seed
+
+
+def test_evaluations_walk_each_held_out_text_once(tmp_path: Path) -> None:
+    """Whatever share of an epoch its client or the past would have."""
+    draft = ROOT / "tests" / "assets" / "eagle3"
+    trainer = make_trainer(draft, tmp_path)
+    texts = answers_of(draft, tuple(trainer.job.layers))
+    parts = {"a": texts[:6], "b": texts[6:7], "past": texts[7:]}
+
+    def lengths(recent: dict[str, list[ServedText]], past: dict[str, list[ServedText]]) -> Lengths:
+        loop = trainer.loop(Splits(Split({"": texts}, {}), Split(recent, past)))
+        return trainer.accept_lengths(loop, trainer.serving)
+
+    alone = {name: lengths({"": part}, {}).recent for name, part in parts.items()}
+    for length in (trainer.options.data.max_length, 48):  # one row, several
+        trainer.options = replace(trainer.options, data=replace(trainer.options.data, max_length=length))
+        together = lengths({"a": parts["a"], "b": parts["b"]}, {"": parts["past"]})
+        assert together == pytest.approx(((alone["a"] + alone["b"]) / 2, alone["past"]))
 
 
 class Verdicts(Exception):
