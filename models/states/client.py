@@ -234,6 +234,8 @@ class Link:
                     pause = FIRST_PAUSE
                 self.exchange()
             except OSError as error:
+                if self.client.failure is not None:  # `close`, in the middle of an answer
+                    break
                 if self.lost_at is None:
                     self.lost_at = time.monotonic()
                     logger.warning("the engine at %s is lost (%s); it is called again", self.address, error)

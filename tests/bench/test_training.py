@@ -1,12 +1,16 @@
 """The training benchmark on a tiny shape: its arithmetic against torch's own count, and what it prints."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from slipstream.bench.lines import read_lines
 from slipstream.bench.training import HEADS, StepConfig, build, main, make_batch
 from slipstream.bench.training_flops import step_flops
 from slipstream.models.drafts.heads.selector import SelectorConfig
@@ -84,3 +88,15 @@ def test_it_ends_in_a_line_of_json(drafter: str, heads: str, capsys: pytest.Capt
     assert line["tokens_per_second"] > 0
     assert 0 < line["share_of_peak"] < 1
     assert set(line["parts_ms"]) == {"target", "draft and loss", "backward", "update"}
+
+
+@pytest.mark.slow
+def test_states_of_an_engine(tmp_path: Path) -> None:
+    """Another process gives them in every way."""
+    output = tmp_path / "states.jsonl"
+    program = Path(__file__).parents[2] / "bench" / "states.py"
+    sizes = "--shape tiny --sequence 128 --rows 1 --steps 1 --answers 2"
+    subprocess.run([sys.executable, program, *sizes.split(), "--output", output], check=True)
+    (line,) = read_lines(output)
+    assert line["gb_per_second"].keys() == {"TCP", "Unix socket", "memory"}
+    assert min(line["ratios"].values()) > 0

@@ -76,6 +76,24 @@ def test_states_are_those_of_the_target_in_process(target: Path, engine: StateEn
     client.close()
 
 
+def test_a_client_closes_in_the_middle_of_answers(engine: StateEngine, caplog: pytest.LogCaptureFixture) -> None:
+    """Open requests end, and no engine is called lost."""
+    client = StateClient("endpoint", [engine.address], "second key", 5.0)
+    futures = [client.ask(request(seed)) for seed in range(20)]
+    futures[0].result(30)
+    client.close()
+    for future in futures[1:]:
+        with suppress(ValueError):
+            future.result(30)
+    with pytest.raises(ValueError, match="the connection to endpoint was closed"):
+        client.ask(request()).result(30)
+    deadline = time.monotonic() + 30
+    while client.links[0].connection is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert client.links[0].connection is None
+    assert not [record for record in caplog.records if record.name == "slipstream.models.states.client"]
+
+
 @pytest.mark.parametrize(("key", "sentence"), [(None, "asks for a key"), ("wrong", "not one of the engine's")])
 def test_nobody_gets_anything_without_a_key(engine: StateEngine, key: str | None, sentence: str) -> None:
     with pytest.raises(RefusedError, match=sentence):
