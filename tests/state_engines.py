@@ -14,6 +14,7 @@ from slipstream.models.states.shared import Slot
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.serve.engine.state_passes import StatePasses
 from slipstream.serve.engine.state_service import StateService, facts_of
+from slipstream.tests.serve.fake_server import wait_until
 
 CPU = torch.device("cpu")
 
@@ -34,12 +35,13 @@ class StateEngine:
 
     def _run(self) -> None:
         while (call := self._work.get()) is not None:
+            self.num_passes += 1  # first: a client may count as soon as it has its answer
             call()
-            self.num_passes += 1
 
     def close(self) -> None:
         self.service.close()
-        self._work.put(None)
+        wait_until(lambda: not self.service.num_connections, "the end of all connections")
+        self._work.put(None)  # after the work that frees their memory
         self._thread.join()
 
 

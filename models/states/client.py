@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -276,30 +276,29 @@ class Link:
             error = RefusedError(f"the engine at {self.address} refuses a request: {answer.fields['error']}")
             request.done.set_exception(error)
         else:
-            names: Set[str] = answer.tensors.keys()
+            tensors = answer.tensors
             if answer.kind == "shared":
-                names = self.take(request, answer.fields)
+                tensors = self.take(answer.fields)
                 connection.send("taken", {"slot": answer.fields["slot"]})
-            if names != request.places.keys():
+            if tensors.keys() != request.places.keys():
                 raise BrokenError("the engine leaves out states")
+            request.replace(tensors)  # last: a request that is asked again needs places of the host
             request.done.set_result(None)
         self.open.popleft()
 
-    def take(self, request: StateRequest, fields: Mapping[str, Any]) -> Set[str]:
+    def take(self, fields: Mapping[str, Any]) -> dict[str, Tensor]:
         """Takes an answer out of the engine's memory. Raises BrokenError if that fails; then the next connection does
         without."""
         try:
             if self.views is None:
                 raise ValueError("nothing was to be shared")
-            answer = self.views.take(fields)
+            return self.views.take(fields)
         except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
             self.close_views()
             self.views = None
             raise BrokenError(
                 f"its memory cannot be read: {error}; states come through the socket from now on"
             ) from error
-        request.replace(answer)
-        return answer.keys()
 
     def drop(self, error: Exception) -> None:
         """Closes the connection, and gives its open requests back, unless they have failed often."""

@@ -233,6 +233,9 @@ class Client:
             if frame.kind == "taken":
                 self.take_back(frame.fields.get("slot"))
                 continue
+            with self.service.lock:
+                if len(self.waiting) == MOST_OPEN and len(self.lent) == SLOTS:  # no answer would end the wait for room
+                    raise BrokenError("a client asks for more, and returns nothing")
             self.room.acquire()
             try:
                 job = self.read(frame)
@@ -344,8 +347,8 @@ def is_used(address: Address) -> bool:
 
 
 def open_service(config: ServeConfig, engine_path: Path, passes: StatePasses, post: Post) -> StateService:
-    """Listens where `config` says. Raises ValueError for an address that others can reach, without a key, and OSError
-    if it cannot listen there."""
+    """Listens where `config` says. Raises ValueError if it cannot, and for an address that others can reach, without a
+    key."""
     assert config.states is not None
     address = Address.parse("states", config.states)
     keys = read_keys(config)
@@ -354,7 +357,13 @@ def open_service(config: ServeConfig, engine_path: Path, passes: StatePasses, po
             f"states is {config.states}, so other machines may ask for states, and there is no API key; add "
             "--api-key-file, or choose 127.0.0.1 or the path of a socket"
         )
-    service = StateService(address, keys, facts_of(passes, weights_fingerprint(engine_path)), passes, post)
+    facts = facts_of(passes, weights_fingerprint(engine_path))
+    try:
+        service = StateService(address, keys, facts, passes, post)
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen at states {config.states} ({error.strerror}); choose another --states"
+        ) from error
     logger.info("gives states at %s", address)
     return service
 

@@ -21,7 +21,7 @@ from slipstream.models.states.wire import HEADER, MAGIC, BrokenError, Connection
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.serve.engine.process import build_engine
-from slipstream.serve.engine.state_service import MOST_OPEN, open_service
+from slipstream.serve.engine.state_service import MOST_OPEN, SLOTS, open_service
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.random_targets import FAMILIES, save_random_target
@@ -318,6 +318,13 @@ def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatc
         ServeConfig(target="x", states="8:x")
 
 
+def test_an_address_that_another_engine_has_is_refused_by_name(target: Path, engine: StateEngine) -> None:
+    path = engine.address.path
+    with pytest.raises(ValueError, match=f"cannot listen at states {path} .Address already in use.; choose another"):
+        open_service(ServeConfig(target="x", states=path), target, engine.service.passes, print)
+    StateClient("endpoint", [engine.address], "first key", 5.0).close()
+
+
 def wide_request(seed: int) -> StateRequest:
     """A request for the states of `seed` + 1 times as many rows, which need no memory yet."""
     query = request(seed)
@@ -367,6 +374,19 @@ def test_a_client_that_keeps_its_slots_gets_no_more_states(engine: StateEngine) 
     other.close()
 
 
+def test_a_client_that_asks_on_and_returns_nothing_is_left(engine: StateEngine) -> None:
+    """Its threads and its memory are free again."""
+    connection, _ = connect(engine.address, "first key", 30.0, memory_name(CPU))
+    query = request()
+    with suppress(ConnectionError):
+        for _ in range(MOST_OPEN + SLOTS + 1):
+            connection.send("ask", query.fields, query.tensors)
+        while connection.receive():
+            pass
+    wait_until(lambda: not engine.service.num_connections, "the end of the connection")
+    wait_until(lambda: not shared_files(), "the end of shared memory")
+
+
 def flip(view: HostView, place: Tensor) -> None:
     place.copy_(view.bytes[: len(place)])
     place[7] ^= 1
@@ -389,6 +409,27 @@ def test_what_memory_does_not_bring_comes_through_the_socket(
     for query in requests:
         assert torch.equal(query.places["aux_states"], expected(target, query)[0])
     assert caplog.text.count("states come through the socket from now on") == 1
+    client.close()
+
+
+def test_a_request_is_asked_again_as_it_was(target: Path, engine: StateEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the engine is lost as its memory has been read: the next one may send states through the socket."""
+    send = Connection.send
+    query = wide_request(2)
+    have_memory = []
+
+    def lose(connection: Connection, kind: str, *args: Any) -> None:
+        if kind == "ask":
+            have_memory.append(not query.places["aux_states"].is_meta)
+        if kind == "taken" and len(have_memory) == 1:
+            raise BrokenPipeError("lost")
+        send(connection, kind, *args)
+
+    monkeypatch.setattr(Connection, "send", lose)
+    client = StateClient("endpoint", [engine.address], "first key", 30.0, device=CPU)
+    client.ask(query).result(30)
+    assert have_memory == [False, False]
+    assert torch.equal(query.places["aux_states"], expected(target, query)[0])
     client.close()
 
 
