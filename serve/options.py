@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date
 from slipstream.models.drafts.source import DraftSource, source_of
 from slipstream.models.files.checkpoint import read_json
-from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, check_folder
+from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file
 from slipstream.models.files.outputs import CHECKPOINT, check_output_folder
 from slipstream.models.states.address import Address
 from slipstream.serve.chat.forms import check_parsers
@@ -290,7 +290,8 @@ class ServeConfig(EngineConfig):
         check_checkpoints(self.target, self.draft)
         check_file("chat_template", self.chat_template, "a text file")
         check_file("api_key_file", self.api_key_file, KEY_FILE)
-        check_folder("learn.data", self.learn.data, "a prepared dataset (slipstream prepare)")
+        report = self.learn.data and f"{self.learn.data}/report.json"
+        check_file("learn.data", report, "a prepared dataset (slipstream prepare)")
         if self.learn.output is not None:
             inputs = {"target": (self.target,), "draft": (self.draft,), "learn.data": (self.learn.data,)}
             check_output_folder(self.learn.output, CHECKPOINT, inputs, overwrite=True, option="learn.output")

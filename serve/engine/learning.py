@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 class Unsent(NamedTuple):
     message: ServedText | Verdict
+    line: Line  # to the process that it is for
     landed: torch.cuda.Event | None = None  # after which the host has the states
 
 
@@ -79,7 +80,6 @@ class Learner:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-learn-", ignore_cleanup_errors=True)
         _, target = find_target(config)
-        folder = self._folder.name
         self._job = LearnJob(
             target=str(target),
             draft=config.draft,
@@ -87,8 +87,8 @@ class Learner:
             layers=list(config.keep_states),
             device=options.device,
             memory=int(options.memory_gb * 1e9),
-            folder=folder,
-            output=options.output or f"{folder}/passed",
+            folder="",  # another for each process
+            output=options.output or f"{self._folder.name}/passed",
             data=options.data,
         )
         self.num_dropped = 0  # texts
@@ -104,7 +104,7 @@ class Learner:
 
     def _start(self) -> None:
         """Starts the process, with the last draft that passed its trial, or else the engine's."""
-        job = self._job
+        job = replace(self._job, folder=tempfile.mkdtemp(dir=self._folder.name))
         if (Path(job.output) / "config.json").is_file():
             job = replace(job, draft=job.output)
         end, other = socket.socketpair()
@@ -128,7 +128,7 @@ class Learner:
             landed = torch.cuda.Event()
             landed.record()
         try:
-            self._unsent.put_nowait(Unsent(text, landed))
+            self._unsent.put_nowait(Unsent(text, self._line, landed))
         except Full:
             self.num_dropped += 1
 
@@ -139,7 +139,7 @@ class Learner:
         self._has_offer = False
         while True:
             try:
-                self._unsent.put_nowait(Unsent(Verdict(outcome)))
+                self._unsent.put_nowait(Unsent(Verdict(outcome), self._line))
                 return
             except Full:
                 self._drop_one()
@@ -164,11 +164,11 @@ class Learner:
 
     def _send(self) -> None:
         while not self._is_closed:
-            message, landed = self._unsent.get()
+            message, line, landed = self._unsent.get()
             if landed is not None:
                 landed.synchronize()  # sync, on this thread
             try:
-                self._line.send(message)
+                line.send(message)
             except OSError:
                 self.num_dropped += 1
 

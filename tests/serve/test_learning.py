@@ -5,17 +5,19 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from torch import Tensor
 
-from slipstream.models.files.learning import Offer
+from slipstream.models.files.learning import LearnJob, Offer, ServedText, Verdict
 from slipstream.serve.engine import learning
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.learning import Learner
+from slipstream.serve.engine.learning import Learner, Unsent
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.options import LearnOptions, ServeConfig
 from slipstream.serve.request import Request, SamplingParams
@@ -35,6 +37,10 @@ def memory_of(pid: int) -> Iterator[bytes]:
                 continue
             memory.seek(int(first, 16))
             yield memory.read(int(last, 16) - int(first, 16))
+
+
+def job_of(pid: int) -> LearnJob:
+    return LearnJob(**json.loads(psutil.Process(pid).cmdline()[-1]))
 
 
 def names_in_memory(pid: int, spans: dict[str, bytes]) -> set[str]:
@@ -79,7 +85,10 @@ def test_a_server_goes_on_from_what_an_earlier_one_has_learnt(tmp_path: Path) ->
     with pytest.raises(ValueError, match="thesis.txt"):
         config.check_inputs()
     (output / "thesis.txt").unlink()
-    for wrong, sentence in (({"data": "nowhere"}, "does not exist"), ({"output": str(DRAFT)}, "which is read")):
+    for wrong, sentence in (
+        ({"data": str(DRAFT)}, "report.json does not exist"),
+        ({"output": str(DRAFT)}, "which is read"),
+    ):
         with pytest.raises(ValueError, match=sentence):
             ServeConfig(**options, learn=LearnOptions(device="cpu", **wrong)).check_inputs()
         with pytest.raises(ValueError, match="nothing learns"):
@@ -124,7 +133,7 @@ def test_nothing_of_a_tenant_that_opted_out_is_in_the_trainers_memory(
 
 @pytest.mark.slow
 def test_a_killed_trainer_is_replaced_and_goes_on_from_what_passed(
-    make_learner: Callable[[LearnOptions], tuple[Engine, Learner]], tmp_path: Path
+    make_learner: Callable[[LearnOptions], tuple[Engine, Learner]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "learnt"
     engine, learner = make_learner(LearnOptions(device="cpu", output=str(output)))
@@ -132,9 +141,18 @@ def test_a_killed_trainer_is_replaced_and_goes_on_from_what_passed(
     for file in DRAFT.iterdir():
         (output / file.name).write_bytes(file.read_bytes())  # as if it had passed
     killed = learner.process.pid
+    folder = job_of(killed).folder
+    line = learner._line
+    late = threading.Event()
+    learner._unsent.put(Unsent(Verdict("passed"), line, SimpleNamespace(synchronize=late.wait)))  # type: ignore[arg-type]
     os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: learner.process.pid != killed, "another trainer")
-    argv = psutil.Process(learner.process.pid).cmdline()
-    assert f'"draft": "{output}"' in argv[-1]
+    wait_until(lambda: learner._line is not line, "another trainer")
+    job = job_of(learner.process.pid)
+    assert job.draft == str(output)
+    assert job.folder != folder, "where a checkpoint of the dead one may lie"
+    messages: list[object] = []
+    monkeypatch.setattr(learner._line, "send", messages.append)
+    late.set()
     assert ask(engine, "", 0)
-    wait_until(lambda: not learner._unsent.qsize(), "it learns")
+    wait_until(lambda: len(messages) == 8, "it learns")
+    assert {type(message) for message in messages} == {ServedText}, "no verdict on weights of the dead one"
