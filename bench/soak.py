@@ -266,6 +266,7 @@ def main() -> int:
     parser.add_argument("kind", choices=("clients", "fuzz"))
     parser.add_argument("--target", default="assets/tiny-target")
     parser.add_argument("--draft", default="ngram")
+    parser.add_argument("--tp", type=int, default=1, help="devices that share the target")
     parser.add_argument("--clients", type=int, help="default: 1,000 that stream, or 16 that send random requests")
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--requests", type=int, default=100_000)
@@ -276,6 +277,7 @@ def main() -> int:
     options = {
         "target": args.target,
         "draft": args.draft,
+        "tp": args.tp,
         "served-model-name": MODEL,
         "kv-cache-tokens": "8192",
     }
@@ -291,7 +293,7 @@ def main() -> int:
                 asyncio.run(run_fuzz(server, tally, args.requests, args.clients or 16))
         figures = summary(tally, time.monotonic() - start_s) | {"left": asyncio.run(leftovers(server))}
     figures["exit"] = server.process.returncode
-    shared = origin("soak", "cpu") | {name: getattr(args, name) for name in ("kind", "clients", "draft")}
+    shared = origin("soak", "cpu") | {name: getattr(args, name) for name in ("kind", "clients", "draft", "tp")}
     lines = Lines(args.output, shared | {"cores_busy_before": load})
     lines.add(figures)
     lines.print()

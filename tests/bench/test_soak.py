@@ -21,7 +21,9 @@ def test_figures() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("clients", "--clients=20", "--minutes=0.1"), ("fuzz", "--requests=300")])
+@pytest.mark.parametrize(
+    "options", [("clients", "--clients=20", "--minutes=0.1"), ("fuzz", "--requests=300", "--tp=2")]
+)
 def test_a_short_soak_finds_nothing_wrong(options: tuple[str, ...]) -> None:
     done = subprocess.run([sys.executable, "bench/soak.py", *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
