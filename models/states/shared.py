@@ -80,7 +80,11 @@ class DeviceBlock(Block):
         with torch.cuda.device(device):
             self.memory = DeviceMemory(size)
             self.bytes = self.memory.tensor()
-            self.handle = self.memory.handle().numpy().tobytes().hex()
+            try:
+                self.handle = self.memory.handle().numpy().tobytes().hex()
+            except RuntimeError:  # some systems and containers have none
+                self.memory.free()
+                raise
 
     def close(self) -> None:
         with torch.cuda.device(self.device):

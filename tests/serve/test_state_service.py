@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.models.states.address import Address
 from slipstream.models.states.client import StateClient, StateRequest
-from slipstream.models.states.shared import HostView, Views, memory_name
+from slipstream.models.states.shared import DeviceBlock, HostView, Views, memory_name
 from slipstream.models.states.wire import HEADER, MAGIC, BrokenError, Connection, RefusedError, connect
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
@@ -443,6 +443,27 @@ def test_another_machine_gets_no_handle(
     assert not shared_files()
     assert "it can map none of this engine's memory" in caplog.text
     client.close()
+
+
+def test_memory_without_a_handle_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory:
+        is_free = False
+
+        def tensor(self) -> Tensor:
+            return torch.zeros(8, dtype=torch.uint8)
+
+        def handle(self) -> Tensor:
+            raise RuntimeError("operation not supported")
+
+        def free(self) -> None:
+            self.is_free = True
+
+    memory = Memory()
+    monkeypatch.setattr("slipstream.models.states.shared.DeviceMemory", lambda _: memory)
+    monkeypatch.setattr("torch.cuda.device", nullcontext)
+    with pytest.raises(RuntimeError, match="not supported"):
+        DeviceBlock(8, torch.device("cuda", 0))
+    assert memory.is_free
 
 
 @pytest.mark.gpu
