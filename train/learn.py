@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -190,7 +191,7 @@ class Trainer:
 
     def write(self, weights: Mapping[str, Tensor], folder: Path, figures: Mapping[str, float]) -> None:
         """Writes a servable checkpoint. Its run.json says from which weights it goes on, and nothing of the texts."""
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         run = {"learned_from": self.origin, "step": self.progress.step, "metrics": dict(figures)}
         self.training.write(weights, folder, run)
 
@@ -272,7 +273,7 @@ def learn(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
         before, after, best = (trainer.accept_lengths(loop, x) for x in (trainer.serving, weights, trainer.best))
         if not is_better(before, after, best):
             continue
-        folder = Path(job.folder) / f"step-{trainer.progress.step}"
+        folder = Path(tempfile.mkdtemp(prefix="step-", dir=job.folder))  # one that died may have left its own there
         trainer.write(weights, folder, after._asdict())
         channel.line.send(Offer(str(folder), before.recent, after.recent))
         if channel.verdicts.get() == "passed":

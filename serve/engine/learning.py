@@ -80,6 +80,7 @@ class Learner:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-learn-", ignore_cleanup_errors=True)
         _, target = find_target(config)
+        folder = self._folder.name
         self._job = LearnJob(
             target=str(target),
             draft=config.draft,
@@ -87,8 +88,8 @@ class Learner:
             layers=list(config.keep_states),
             device=options.device,
             memory=int(options.memory_gb * 1e9),
-            folder="",  # another for each process
-            output=options.output or f"{self._folder.name}/passed",
+            folder=folder,
+            output=options.output or f"{folder}/passed",
             data=options.data,
         )
         self.num_dropped = 0  # texts
@@ -104,7 +105,7 @@ class Learner:
 
     def _start(self) -> None:
         """Starts the process, with the last draft that passed its trial, or else the engine's."""
-        job = replace(self._job, folder=tempfile.mkdtemp(dir=self._folder.name))
+        job = self._job
         if (Path(job.output) / "config.json").is_file():
             job = replace(job, draft=job.output)
         end, other = socket.socketpair()
