@@ -29,8 +29,8 @@ LANES = tl.constexpr(128)  # of a program that waits for flags: its threads
 
 
 def add_ranks(partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """partials (N, T, H) of all ranks -> their sum, and then the bias (H,): (T, H) in `dtype`. The reference of
-    what follows."""
+    """partials (N, T, H) of all ranks -> their sum, and then the bias (H,): (T, H) in `dtype`. The reference of what
+    follows."""
     total = add_along_tree(partials.float().unbind())
     return (total if bias is None else total + bias.float()).to(dtype)
 
@@ -209,9 +209,7 @@ def all_reduce_kernel(
 
 
 @triton.jit
-def _add_rows(
-    cells, start, addresses_ptr, inside, dtype: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
-):  # fmt: skip
+def _add_rows(cells, start, addresses_ptr, inside, dtype: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """Adds the rows at `cells`, places in each rank's partial sums, of COUNT ranks from FIRST on."""
     if COUNT == 1:
         partials = start_of(addresses_ptr, FIRST, start, dtype)
@@ -227,8 +225,7 @@ def _add_rows(
 def add_share_kernel(
     partials_ptr, sums_ptr, bias_ptr, addresses_ptr, partials_start, sums_start, flags_start, tags_ptr, counters_ptr,
     watch_ptr, num_rows,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    PDL: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One of this rank's rows, every WORLD-th from RANK on. First the ranks tell each other that their partial sums are
     there, and last that they have stored the sums of their rows everywhere."""

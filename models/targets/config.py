@@ -550,8 +550,8 @@ class TargetSpec(DecoderShape):
 
     def shard(self, rank: int, world: int, *, whole_experts: bool = False) -> "TargetSpec":
         """Returns the spec of a rank's part under tensor parallelism; all ranks' are equal. Its experts are slices of
-        all, or some whole ones. The ranks' outputs of an
-        attention, or of an MLP, add up to the target's; embedding and head have equal shares of the vocabulary.
+        all, or some whole ones. The ranks' outputs of an attention, or of an MLP, add up to the target's; embedding and
+        head have equal shares of the vocabulary.
 
         Raises ValueError for sizes that `world` does not divide, and for norms over all heads.
         """
