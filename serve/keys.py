@@ -2,8 +2,10 @@
 
 import ipaddress
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream.models.states.address import Address
 from slipstream.serve.options import ServeConfig
 
 VARIABLE = "SLIPSTREAM_API_KEY"
@@ -30,6 +32,16 @@ def read_keys(config: ServeConfig) -> list[str]:
                 "an API key must be printable ASCII without spaces around it, and not empty; choose another"
             )
     return keys
+
+
+def check_states(config: ServeConfig, keys: Sequence[str]) -> None:
+    """Raises ValueError if other machines could ask for states without a key."""
+    address = None if config.states is None else Address.parse("states", config.states)
+    if not (address is None or keys or address.path or is_loopback(address.host)):
+        raise ValueError(
+            f"states is {config.states}, so other machines may ask for states, and there is no API key; add "
+            "--api-key-file, or choose 127.0.0.1 or the path of a socket"
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -34,8 +34,8 @@ def widths_up_to(nodes: int) -> tuple[int, ...]:
 
 
 def check_window(window: Window) -> None:
-    if window is not None and window != "auto" and window < 1:
-        raise ValueError(f"drafter.window is {window}; give at least 1 token or auto, or leave it out to see all")
+    if window is not None and window != "auto" and not 0 < window < 1 << 31:  # kernels read 32 bits
+        raise ValueError(f"drafter.window is {window}; give 1 to 2147483647 tokens or auto, or leave it out to see all")
 
 
 @dataclass(frozen=True)  # without slots: it is a second base of others

@@ -29,7 +29,7 @@ from slipstream.models.states.shared import Slot, memory_name
 from slipstream.models.states.wire import NAMES_OF, BrokenError, Connection, Frame, RefusedError, greet_client
 from slipstream.models.targets.config import check_aux_layers
 from slipstream.serve.engine.state_passes import PackedText, StatePasses
-from slipstream.serve.keys import is_loopback, read_keys
+from slipstream.serve.keys import check_states, read_keys
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.runner.model_runner import is_out_of_memory
 
@@ -352,11 +352,7 @@ def open_service(config: ServeConfig, engine_path: Path, passes: StatePasses, po
     assert config.states is not None
     address = Address.parse("states", config.states)
     keys = read_keys(config)
-    if not (keys or address.path or is_loopback(address.host)):
-        raise ValueError(
-            f"states is {config.states}, so other machines may ask for states, and there is no API key; add "
-            "--api-key-file, or choose 127.0.0.1 or the path of a socket"
-        )
+    check_states(config, keys)
     facts = facts_of(passes, weights_fingerprint(engine_path))
     try:
         service = StateService(address, keys, facts, passes, post)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from hashlib import blake2b, sha256
 
 from slipstream.serve.http.limits import ApiError
-from slipstream.serve.keys import LONGEST_KEY, VARIABLE, is_loopback, read_keys
+from slipstream.serve.keys import LONGEST_KEY, VARIABLE, check_states, is_loopback, read_keys
 from slipstream.serve.options import ServeConfig
 
 OPEN_PATHS = frozenset(("/health", "/ready"))  # which need no key
@@ -22,8 +22,10 @@ class Guard:
     @classmethod
     def of(cls, config: ServeConfig) -> "Guard":
         """Raises ValueError for a file that cannot be read or holds no key, and if others than this machine could
-        change the draft without a key."""
-        guard = cls(read_keys(config))
+        change the draft, or ask for states, without a key."""
+        keys = read_keys(config)
+        check_states(config, keys)  # the engine does, too, but only once it is loaded
+        guard = cls(keys)
         if config.draft_folder is not None and guard.is_open and not is_loopback(config.host):
             raise ValueError(
                 f"draft_folder is {config.draft_folder}, so clients may change the draft, but host is {config.host}, "

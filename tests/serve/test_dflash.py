@@ -468,7 +468,8 @@ def test_options_are_checked(make_target: MakeTarget, make_draft: MakeDraft) -> 
         ("topk", 17): "drafter.topk is 17; it must be between 1 and 16",
         ("nodes", 5): "drafter.nodes is 5; a chain of this draft has between 2 and 4 nodes",
         ("markov_candidates", 65): "drafter.markov_candidates is 65; it must be between drafter.topk 1 and 64",
-        ("window", 0): "drafter.window is 0; give at least 1",
+        ("window", 0): "drafter.window is 0; give 1 to",
+        ("window", 1 << 31): "drafter.window is 2147483648; give 1 to 2147483647 tokens or auto",
     }.items():
         with pytest.raises(ValueError, match=words):
             build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter=dict([options]))

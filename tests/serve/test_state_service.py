@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.serve.engine.process import build_engine
 from slipstream.serve.engine.state_service import MOST_OPEN, SLOTS, open_service
+from slipstream.serve.http.guard import Guard
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.random_targets import FAMILIES, save_random_target
@@ -312,8 +315,11 @@ def test_a_server_gives_states_beside_its_answers(tmp_path: Path) -> None:
 def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
     nothing: Any = None
-    with pytest.raises(ValueError, match="there is no API key; add --api-key-file"):
-        open_service(ServeConfig(target="x", states="0.0.0.0:8199"), Path(), nothing, nothing)
+    config = ServeConfig(target="x", states="0.0.0.0:8199")
+    for start in (Guard.of, partial(open_service, engine_path=Path(), passes=nothing, post=nothing)):
+        with pytest.raises(ValueError, match="there is no API key; add --api-key-file"):
+            start(config)
+    Guard.of(replace(config, api_key="key"))
     with pytest.raises(ValueError, match="states is '8:x'; give HOST:PORT"):
         ServeConfig(target="x", states="8:x")
 
