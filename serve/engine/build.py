@@ -30,7 +30,7 @@ from slipstream.serve.engine.budget import BudgetPolicy
 from slipstream.serve.engine.calibration import fill_scales, prefill, read_text, read_user_text, scales_of, tokens_of
 from slipstream.serve.engine.constraints import Constraints
 from slipstream.serve.engine.cost_files import CostKey, text_hash
-from slipstream.serve.engine.draft_windows import DraftWindows
+from slipstream.serve.engine.draft_windows import SHORTEST, DraftWindows
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import EnginePlan, Space, kv_formats, read_plan
 from slipstream.serve.engine.graph_keys import GraphKeys, GraphTable
@@ -409,6 +409,9 @@ def make_planner(
     graphs = None
     if plan.captures:
         graphs = GraphTable(plan.graphs, lambda: plan.limits.prompts_by == "prefill" and prefill_backend.is_ready)
+    if plan.draft.chooses_window and plan.max_model_len < SHORTEST:
+        message = "drafter.window auto: drafts read all, since texts end at %d tokens and windows are for %d and more"
+        logger.info(message, plan.max_model_len, SHORTEST)
     return Planner(
         scheduler,
         policy,

@@ -150,7 +150,8 @@ class StateService:
                     client.share()
                 self.clients.append(client)
             if not client.shares:
-                logger.info("states go to a client through its socket: it can map none of this engine's memory")
+                reason = "others have all shared memory" if may_share else "it can map none of this engine's memory"
+                logger.info("states go to a client through its socket: %s", reason)
             threading.Thread(target=client.answer, name="answers to a client", daemon=True).start()
             client.listen()
         finally:

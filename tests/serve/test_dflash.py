@@ -272,7 +272,7 @@ def test_admission_by_a_confidence_that_is_not_there_is_refused(make_target: Mak
 
 @pytest.mark.parametrize("attention", ["auto", OURS])
 def test_a_window_limits_the_context_and_not_the_block(
-    attention: str, make_target: MakeTarget, make_draft: MakeDraft
+    attention: str, make_target: MakeTarget, make_draft: MakeDraft, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = make_target("qwen3")
     draft = make_draft("qwen3", "plain")
@@ -285,6 +285,9 @@ def test_a_window_limits_the_context_and_not_the_block(
         build_engine(target, make_draft("qwen3", "windows"), drafter={"window": 9})
     with pytest.raises(ValueError, match="window is auto, and this draft was trained with a window: leave it out"):
         build_engine(target, make_draft("qwen3", "windows"), drafter={"window": "auto"})
+    with caplog.at_level("INFO"):
+        build_engine(target, draft, drafter={"window": "auto"})
+    assert "drafts read all, since texts end at" in caplog.text
 
 
 @pytest.mark.parametrize(
