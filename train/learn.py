@@ -10,7 +10,6 @@ them serve on trial. If they are taken back, training goes on from those that se
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-import importlib
 import json
 import os
 import shutil
@@ -20,45 +19,31 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
-from slipstream.models.drafts.source import drafter_of
 from slipstream.models.files.atomic import atomic_folder
-from slipstream.models.files.checkpoint import read_json, resolve, tokenizer_hash
+from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.models.files.learning import LearnJob, Line, Offer, Outcome, ServedText, Verdict
 from slipstream.models.files.outputs import CHECKPOINT
-from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.train.batches import PackedRows, Share, load_prepared
-from slipstream.train.checkpoints import Progress
-from slipstream.train.loop import Loop, dtype_of_weights
-from slipstream.train.optim import build_optimizers
-from slipstream.train.options import DataOptions, EvaluationOptions, OptimOptions
+from slipstream.train.continuation import LOSS, MOST_PASSES, PAST, Continuation
+from slipstream.train.loop import Loop
+from slipstream.train.options import OptimOptions
 from slipstream.train.state_source import StateSource
 from slipstream.train.text_ring import MemoryStates, ServedTexts, Split, Splits, dataset_of
-from slipstream.train.training import DraftTraining
-from slipstream.train.warm_start import read_start
 
 STEPS = 25  # of a round
 LEAST_TEXTS = 16  # of the train split, from which on it trains
 LEAST_HELD_OUT = 4
 GAIN = 0.05  # of (accept length - 1) of recent texts, from which on weights are offered
-LOSS = 0.03  # of the accept length of past texts, up to which they are
-RATE = 0.3  # of the learning rate of a run from scratch
-WAY = 0.5  # from the first weights to the trained ones, which weights on offer have gone (Wortsman et al., 2109.01903)
-PAST = 0.5  # share of past texts in an epoch, if there are enough of them
-MOST_PASSES = 8  # through a text in an epoch
-LENGTH = 2048  # tokens of a packed row, at most
 NICE = 10
 WAIT_SECONDS = 0.5
 
@@ -93,77 +78,20 @@ class Lengths(NamedTuple):
     past: float
 
 
-class Trainer:
-    """Trains in rounds. Weights on the host: `serving`, those that serve; `best`, those that have served and are
-    accepted longest on past texts, at first the draft's."""
+class Trainer(Continuation):
+    """Trains in rounds. `serving`: the weights that serve; `best`: those that have served and are accepted longest on
+    past texts."""
 
     def __init__(self, job: LearnJob) -> None:
-        self.job = job
-        self.path = Path(job.target)
-        self.config = load_config(self.path, job.trust_remote_code)
-        folder = resolve(job.draft)
-        self.origin = origin_of(folder, job.draft)
-        self.drafter = drafter_of(read_json(folder / "config.json"), job.draft)
-        module = importlib.import_module(f"slipstream.train.{self.drafter}")
-        kind: type[DraftTraining] = module.program.keywords["kind"]
-        options_class = module.main.args[1]
-        draft: Any = read_start("draft", str(folder), kind.Network, self.drafter, self.config)
+        optim = OptimOptions(steps=1000, schedule="constant")
         device = torch.device(job.device)
-        length = min(LENGTH, draft.config.max_position_embeddings)
-        self.options = options_class(
-            target=job.target,
-            output="",
-            data=DataOptions(path="served", max_length=length, long_documents="cut"),
-            optim=OptimOptions(steps=1000, schedule="constant"),
-            evaluation=EvaluationOptions(every=STEPS),
-        )
-        on_cpu = device.type == "cpu"
-        self.accelerator = Accelerator(cpu=on_cpu, mixed_precision="no" if on_cpu else "bf16")
-        target = load_frozen_target(self.path, draft.config.aux_layers, device, job.trust_remote_code, last_layers=0)
-        options = self.options
-        num_positions = length + max(options.draft.reach, options.evaluation.depth)
-        rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, num_positions).to(device)
-        draft.requires_grad_(True)
-        training = kind(draft.to(device), target, rope, options.draft, options.evaluation.depth, options.seed)
-        training.configure(options.evaluation)
-        training.target.read_as = dtype_of_weights(self.accelerator)
-        weights = {name: tensor.clone() for name, tensor in training.state_dict().items()}
-        training.start(continues=True)  # says what is trained
-        training.load_state_dict(weights)
-        rate = RATE * training.peak_lr(options.optim, length)
-        self.options = replace(options, optim=replace(options.optim, lr=rate))
-        optimizers = build_optimizers(training, self.options.optim)
-        self.training = training
-        self.model, *self.optimizers = self.accelerator.prepare(training, *optimizers)
-        self.progress = Progress(first_length=1000)
-        self.serving = self.best = self.weights()
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.training.state_dict().items()}
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        self.training.load_state_dict(weights)
-
-    def new_weights(self) -> dict[str, Tensor]:
-        """Weights to offer."""
-        weights = self.weights()
-        return {
-            name: tensor.lerp(weights[name], WAY) if tensor.is_floating_point() else tensor
-            for name, tensor in self.best.items()
-        }
+        trust = job.trust_remote_code
+        super().__init__(job.target, job.draft, device, optim, trust_remote_code=trust, last_layers=0)
+        self.job = job
+        self.serving = self.best
 
     def loop(self, splits: Splits) -> Loop:
-        """Returns the loop over some texts; optimizers and progress go on."""
-        return Loop(
-            self.accelerator,
-            self.model,
-            self.optimizers,
-            self.options,
-            self.rows(splits.train, shares_of(splits.train)),
-            self.rows(splits.heldout),
-            self.progress,
-            self.training,
-        )
+        return self.loop_over(self.rows(splits.train, shares_of(splits.train)), self.rows(splits.heldout))
 
     def rows(self, split: Split, shares: Sequence[Share] = ()) -> PackedRows:
         """`shares` of an epoch; evaluations, which walk each row once, have none."""
@@ -178,22 +106,8 @@ class Trainer:
         return packed
 
     def accept_lengths(self, loop: Loop, weights: Mapping[str, Tensor]) -> Lengths:
-        """With these weights; the trained ones stay."""
-        self.training.categories = sorted({*map(str, loop.heldout.categories)})
-        trained = self.weights()
-        self.load(weights)
-        try:
-            metrics = loop.evaluate()
-        finally:
-            self.load(trained)
-        lengths = {name: metrics[f"eval_accept_length_by_category/{name}"] for name in self.training.categories}
+        lengths = self.lengths(loop, weights)
         return Lengths(*(mean_of(lengths, part) for part in Lengths._fields))
-
-    def write(self, weights: Mapping[str, Tensor], folder: Path, figures: Mapping[str, float]) -> None:
-        """Writes a servable checkpoint. Its run.json says from which weights it goes on, and nothing of the texts."""
-        folder.mkdir(parents=True, exist_ok=True)
-        run = {"learned_from": self.origin, "step": self.progress.step, "metrics": dict(figures)}
-        self.training.write(weights, folder, run)
 
 
 def groups_of(split: Split) -> dict[tuple[str, str], list[ServedText]]:
@@ -213,18 +127,12 @@ def shares_of(split: Split) -> list[Share]:
     ]
 
 
-def origin_of(folder: Path, name: str) -> str:
-    """The draft that learning began with: the draft `name`, unless it has been learnt itself."""
-    run = folder / "run.json"
-    return read_json(run).get("learned_from", name) if run.is_file() else name
-
-
 def add_data(texts: ServedTexts, job: LearnJob, trainer: Trainer) -> None:
     """Lets the past begin with texts that the draft was trained on, whose states the target computes."""
-    tokenizer = load_tokenizer(trainer.path, job.trust_remote_code)
+    tokenizer = load_tokenizer(Path(job.target), job.trust_remote_code)
     splits, _ = load_prepared(Path(job.data or ""), tokenizer_hash(tokenizer))
     device = torch.device(job.device)
-    target = load_frozen_target(trainer.path, tuple(job.layers), device, job.trust_remote_code)
+    target = load_frozen_target(Path(job.target), tuple(job.layers), device, job.trust_remote_code)
     for name, memory in (("train", texts.train), ("heldout", texts.heldout)):
         for row in splits[name].shuffle(seed=trainer.options.seed):
             text = text_of(row, target, device, trainer.options.data.max_length)
@@ -274,7 +182,7 @@ def learn(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
         if not is_better(before, after, best):
             continue
         folder = Path(tempfile.mkdtemp(prefix="step-", dir=job.folder))  # one that died may have left its own there
-        trainer.write(weights, folder, after._asdict())
+        trainer.write(weights, folder, {"metrics": after._asdict()})
         channel.line.send(Offer(str(folder), before.recent, after.recent))
         if channel.verdicts.get() == "passed":
             with atomic_folder(Path(job.output), CHECKPOINT.check) as new:

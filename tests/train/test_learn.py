@@ -28,7 +28,8 @@ from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.sources import ROOT, TINY
 from slipstream.train import learn as learn_module
 from slipstream.train.batches import PackedRows
-from slipstream.train.learn import MOST_PASSES, Lengths, Trainer, add_data, is_better, learn, shares_of
+from slipstream.train.continuation import MOST_PASSES
+from slipstream.train.learn import Lengths, Trainer, add_data, is_better, learn, shares_of
 from slipstream.train.text_ring import HELD_OUT, ServedTexts, Split, Splits, TextRing, dataset_of
 
 CPU = torch.device("cpu")
@@ -327,7 +328,8 @@ def test_rounds_make_held_out_texts_better_and_snapshots_are_drafts(tmp_path: Pa
     assert all(torch.equal(x, trained[name]) for name, x in trainer.weights().items())
     for name, x in weights.items():
         torch.testing.assert_close(x, ((trainer.best[name].double() + trained[name].double()) / 2).to(x.dtype))
-    trainer.write(weights, tmp_path / "step", {"accept_length": after.recent})
+    (tmp_path / "step").mkdir()
+    trainer.write(weights, tmp_path / "step", {"metrics": after._asdict()})
     network = load_draft(Eagle3, tmp_path / "step", trainer.config, torch.float32, CPU)
     tensors = public_tensors(network)
     assert tensors

@@ -1,0 +1,135 @@
+"""A draft whose training goes on, on new text and old: by its family's objective, at a low rate, and what it becomes
+lies between its first weights and the trained ones, so that it forgets little. `serve --learn` (learn.py) and
+`slipstream adapt` (data_tools/adapt.py) train so.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from slipstream.models.drafts.source import drafter_of
+from slipstream.models.files.checkpoint import read_json, resolve
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.frozen import load_frozen_target
+from slipstream.train.batches import PackedRows
+from slipstream.train.checkpoints import Progress
+from slipstream.train.loop import Loop, dtype_of_weights
+from slipstream.train.optim import build_optimizers
+from slipstream.train.options import DataOptions, EvaluationOptions, OptimOptions
+from slipstream.train.training import DraftTraining
+from slipstream.train.warm_start import read_start
+
+LOSS = 0.03  # of the accept length of past texts, up to which new weights are worth having
+RATE = 0.3  # of the learning rate of a run from scratch
+WAY = 0.5  # from the first weights to the trained ones, which new weights have gone (Wortsman et al., 2109.01903)
+PAST = 0.5  # share of past texts in an epoch, if there are enough of them
+MOST_PASSES = 8  # through a past text in an epoch
+LENGTH = 2048  # tokens of a packed row, at most
+
+
+class Continuation:
+    """Weights on the host: `best`, from which new ones start; at first the draft's."""
+
+    def __init__(
+        self,
+        target: str,
+        draft: str,
+        device: torch.device,
+        optim: OptimOptions,
+        *,
+        trust_remote_code: bool,
+        last_layers: int | None,
+    ) -> None:
+        """`last_layers`: of the target, as load_frozen_target wants them; 0 where rows bring its states."""
+        path = resolve(target)
+        self.config = load_config(path, trust_remote_code)
+        folder = resolve(draft)
+        self.origin = origin_of(folder, draft)
+        drafter = drafter_of(read_json(folder / "config.json"), draft)
+        module = importlib.import_module(f"slipstream.train.{drafter}")
+        kind: type[DraftTraining] = module.program.keywords["kind"]
+        options_class = module.main.args[1]
+        network: Any = read_start("draft", str(folder), kind.Network, drafter, self.config)
+        length = min(LENGTH, network.config.max_position_embeddings)
+        options = options_class(
+            target=target,
+            output="",
+            data=DataOptions(path="served", max_length=length, long_documents="cut"),
+            optim=optim,
+            evaluation=EvaluationOptions(),
+        )
+        on_cpu = device.type == "cpu"
+        self.accelerator = Accelerator(cpu=on_cpu, mixed_precision="no" if on_cpu else "bf16")
+        frozen = load_frozen_target(path, network.config.aux_layers, device, trust_remote_code, last_layers)
+        num_positions = length + max(options.draft.reach, options.evaluation.depth)
+        rope = RotaryEmbedding(network.config.rope, network.config.head_dim, num_positions).to(device)
+        network.requires_grad_(True)
+        training = kind(network.to(device), frozen, rope, options.draft, options.evaluation.depth, options.seed)
+        training.configure(options.evaluation)
+        training.target.read_as = dtype_of_weights(self.accelerator)
+        weights = {name: tensor.clone() for name, tensor in training.state_dict().items()}
+        training.start(continues=True)  # says what is trained
+        training.load_state_dict(weights)
+        rate = RATE * training.peak_lr(optim, length)
+        self.options = replace(options, optim=replace(optim, lr=rate))
+        optimizers = build_optimizers(training, self.options.optim)
+        self.training = training
+        self.model, *self.optimizers = self.accelerator.prepare(training, *optimizers)
+        self.progress = Progress(first_length=optim.steps or optim.epochs)
+        self.best = self.weights()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.training.state_dict().items()}
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        self.training.load_state_dict(weights)
+
+    def new_weights(self) -> dict[str, Tensor]:
+        """Weights to offer."""
+        weights = self.weights()
+        return {
+            name: tensor.lerp(weights[name], WAY) if tensor.is_floating_point() else tensor
+            for name, tensor in self.best.items()
+        }
+
+    def loop_over(self, train: PackedRows, heldout: PackedRows) -> Loop:
+        """Returns the loop over some rows; optimizers and progress go on."""
+        return Loop(
+            self.accelerator,
+            self.model,
+            self.optimizers,
+            self.options,
+            train,
+            heldout,
+            self.progress,
+            self.training,
+        )
+
+    def lengths(self, loop: Loop, weights: Mapping[str, Tensor]) -> dict[str, float]:
+        """Simulated accept lengths of held-out texts with these weights, by category; the trained weights stay."""
+        self.training.categories = sorted({*map(str, loop.heldout.categories)})
+        trained = self.weights()
+        self.load(weights)
+        try:
+            metrics = loop.evaluate()
+        finally:
+            self.load(trained)
+        names = {name: f"eval_accept_length_by_category/{name}" for name in self.training.categories}
+        return {name: metrics[key] for name, key in names.items() if key in metrics}
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
+        """Writes a servable checkpoint, whose run.json says from which draft it goes on, into an existing folder."""
+        self.training.write(weights, folder, {"learned_from": self.origin, "step": self.progress.step, **run})
+
+
+def origin_of(folder: Path, name: str) -> str:
+    """The draft that learning began with: the draft `name`, unless it has been learnt itself."""
+    run = folder / "run.json"
+    return read_json(run).get("learned_from", name) if run.is_file() else name
