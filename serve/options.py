@@ -14,7 +14,7 @@ from slipstream.models.chat.messages import DEFAULT_DATE, check_date
 from slipstream.models.drafts.source import DraftSource, source_of
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file
-from slipstream.models.files.outputs import CHECKPOINT, check_output_folder
+from slipstream.models.files.outputs import CHECKPOINT, begins_with, check_output_file, check_output_folder
 from slipstream.models.states.address import Address
 from slipstream.serve.chat.forms import check_parsers
 
@@ -24,6 +24,7 @@ TRIAL_ROUNDS = 2000  # of other weights of the draft, unless something else is a
 MOST_WHITESPACE = 64  # characters in a row; the grammar of more takes longer to compile
 
 
+ANSWER_LOG = b'{"served_at": "'  # its beginning
 KV_CACHE_DTYPES = ("auto", "fp8")
 
 
@@ -252,6 +253,9 @@ class ServeConfig(EngineConfig):
     """Seconds to let open requests finish after SIGTERM, while the server refuses new ones."""
     health_timeout: float = 120.0
     """Seconds without an answer from the engine after which /health returns 503; must exceed the longest step."""
+    answer_log: str | None = None
+    """File to which token ids of prompts and answers are appended, for `slipstream adapt`: they are your users' text.
+    Default: none are written."""
     log_format: Literal["text", "json"] = "text"
     """text, or json: one object per line on stderr, with a line for every request."""
     states: str | None = None
@@ -295,6 +299,9 @@ class ServeConfig(EngineConfig):
         if self.learn.output is not None:
             inputs = {"target": (self.target,), "draft": (self.draft,), "learn.data": (self.learn.data,)}
             check_output_folder(self.learn.output, CHECKPOINT, inputs, overwrite=True, option="learn.output")
+        if self.answer_log is not None:
+            is_ours = begins_with(ANSWER_LOG)
+            check_output_file(self.answer_log, is_ours, "an answer log", {}, overwrite=True, option="answer_log")
         if self.draft_folder is not None and not Path(self.draft_folder).is_dir():
             raise ValueError(f"draft_folder {self.draft_folder} is no folder; name one that holds draft checkpoints")
         check_file("kv_cache_dtype", self.calibration_file, "a file of text after fp8:")

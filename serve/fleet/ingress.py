@@ -100,3 +100,4 @@ class Ingress:
             with suppress(asyncio.CancelledError):
                 await self._watcher
         await self.api.trials.aclose()
+        self.api.close()

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -20,10 +21,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from slipstream.models.chat.quotes import shorten
+from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.serve.chat.tools import ToolError
 from slipstream.serve.grammar.trial import Unavailable
 from slipstream.serve.grammar.trials import Busy, Trials
 from slipstream.serve.http import playground
+from slipstream.serve.http.answer_log import AnswerLog
 from slipstream.serve.http.completions import Completion, Deadline, Delta, RequestFailed
 from slipstream.serve.http.connections import UnreadBodies
 from slipstream.serve.http.engine_client import Busy as EngineBusy
@@ -82,6 +85,9 @@ class Api:
         self.started = int(time.time())
         self.trials = trials
         self.pages = playground.routes() if config.playground else []
+        self.answer_log: AnswerLog | None = None
+        if config.answer_log is not None:
+            self.answer_log = AnswerLog(Path(config.answer_log), tokenizer_hash(frontend.tokenizer))
         self._health_timeout = config.health_timeout
         self._request_timeout = config.request_timeout
         self._ignore_unknown = config.ignore_unknown_fields
@@ -91,6 +97,10 @@ class Api:
         self.long_pool = BoundedPool(min(max(num_cores // 4, 1), 4), MAX_LONG_WAITING)
         self.tools_pool = BoundedPool(min(max(num_cores // 4, 1), 4), self.max_open)
         self._watchers: set[asyncio.Task[None]] = set()  # the event loop holds only weak references to tasks
+
+    def close(self) -> None:
+        if self.answer_log is not None:
+            self.answer_log.close()
 
     async def answer(self, kind: Kind, request: Request) -> Response:
         self._check_room(1)  # before the body is read
@@ -103,7 +113,8 @@ class Api:
             return Response(status_code=CLIENT_LEFT)
         self._check_room(len(call.requests))
         note(answer=call.requests[0].id.rpartition("-")[0], stream=call.stream)
-        completion = Completion(self.engine, self.metrics, watched=call.stream, deadline=deadline)
+        log = self.answer_log
+        completion = Completion(self.engine, self.metrics, watched=call.stream, deadline=deadline, answer_log=log)
         requests = [replace(choice, client=request.state.client) for choice in requests]
         completion.submit(requests, call.stop, call.answers, call.echoes)
         disconnect.add_done_callback(lambda _: completion.abort())

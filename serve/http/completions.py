@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from slipstream.serve.chat.answers import AnswerFormat
 from slipstream.serve.chat.parser import AnswerParser, CallPiece, Piece, TextPiece, calls_of
 from slipstream.serve.detokenize import TextStream
+from slipstream.serve.http.answer_log import AnswerLog
 from slipstream.serve.http.engine_client import Engine, EngineError
 from slipstream.serve.http.logprobs import (
     Echo,
@@ -163,6 +164,7 @@ class Choice:
         self._has_tokens = False
         self._echo = echo  # until it is sent
         self._ledger = TokenLedger(text, 0 if echo is None else len(echo.text))
+        self._answer: list[int] = []  # for the log of answers
 
     def receive(self, output: Output) -> None:
         self._measure(len(output.tokens))
@@ -191,9 +193,18 @@ class Choice:
             finish_reason = "tool_calls" if has_calls else reason
             released = self._ledger.release(self.parser, is_last=reason is not None)
             scored += released.scored
+            self._note_answer(released.ids, reason)
             num_ids = self._ledger.num_ids
             delta = Delta(self._index, pieces, finish_reason, scored, released.traced, released.ids, num_ids)
             self._completion.put(delta)
+
+    def _note_answer(self, ids: list[int], reason: FinishReason | None) -> None:
+        log = self._completion.answer_log
+        if log is None:
+            return
+        self._answer += ids
+        if reason is not None:
+            log.add(self.request, self._answer, reason)
 
     def _pieces(self, text: str, *, is_last: bool) -> list[Piece]:
         if self.parser is not None:
@@ -258,10 +269,12 @@ class Completion:
         *,
         watched: bool,
         deadline: Deadline = Deadline(),
+        answer_log: AnswerLog | None = None,
     ) -> None:
         """`watched`: the client wants text as it comes (streaming), not at the end."""
         self.engine = engine
         self.metrics = metrics
+        self.answer_log = answer_log
         self._deadline = deadline
         self.choices: list[Choice] = []
         self._watched = watched

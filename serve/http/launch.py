@@ -134,7 +134,8 @@ async def prepare(config: ServeConfig, listener: socket.socket, engine: EngineCl
             process = TrialProcess(load, config.json_whitespace)
             async with aclosing(Trials(process, GRAMMAR_SECONDS)) as trials:
                 api = Api(config, Frontend(config, info, text), engine, guard, trials)
-                yield Server(api, engine, config, listener)
+                with closing(api):
+                    yield Server(api, engine, config, listener)
         finally:
             await engine.stop()
 

@@ -27,7 +27,7 @@ from slipstream.tests.tables import each_case
 
 # Frozen: a new one is a decision.
 OPTIONS = (
-    "api_key_file attention chat_template control_tokens_as_text cors_origins cuda_graph date device draft "
+    "answer_log api_key_file attention chat_template control_tokens_as_text cors_origins cuda_graph date device draft "
     "draft_folder drain_timeout dry_run dtype ep exact host ignore_unknown_fields json_whitespace kv_cache_dtype "
     "kv_cache_tokens learn learn.data learn.device learn.memory_gb learn.output log_format logprobs_mode "
     "max_body_mb max_chunk_ms max_model_len max_running max_waiting mem_fraction objective playground port "
