@@ -60,6 +60,11 @@ VERBS = {
         "train.mtp:program",
         "train an MTP head in one process",
     ),
+    "adapt": Verb(
+        "data_tools.verb_options:AdaptConfig",
+        "data_tools.adapt:adapt",
+        "go on training a draft with logged answers",
+    ),
     "deploy": Verb(
         "serve.fleet.options:DeployConfig",
         "serve.fleet.deploy:deploy",

@@ -168,6 +168,63 @@ class RegenerateConfig(ConversationOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptConfig:
+    """Goes on training a draft with logged answers, mixed with old data."""
+
+    REQUIRED = {
+        "from_log": "files or folders of answers (serve --answer-log)",
+        "old": "prepared datasets that the draft was trained on",
+        "draft": "a folder or a hub id",
+        "output": "the folder to write",
+    }
+
+    from_log: tuple[str, ...] = ()
+    """Files or folders of answers as `serve --answer-log` writes them, or in another form that `prepare` reads."""
+    old: tuple[str, ...] = ()
+    """Prepared datasets that the draft was trained on: half of what it learns from."""
+    draft: str = ""
+    """Draft checkpoint to go on from: a folder or a hub id."""
+    output: str = ""
+    """Folder to write."""
+    overwrite: bool = False
+    """Replace `output` if it is a checkpoint that was written here, and nothing else."""
+    target: str = ""
+    """The draft's target (folder or hub id). Default: the one that the draft names."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the target."""
+    category_column: str | None = None
+    """Column with a row's category. Default: category where rows have one, else the file's name."""
+    skip_bad: bool = False
+    """Count malformed rows, such as a line that was cut short, instead of stopping at the first."""
+    epochs: int = 3
+    """Passes over the logged answers."""
+    device: str | None = None
+    """cpu, or a GPU such as cuda:1. Default: the first GPU, if there is one."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "epochs")
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for an input that does not exist."""
+        for name in self.from_log:
+            check_source("from_log", name)
+        for name in self.old:
+            check_folder("old", name, "a prepared dataset (slipstream prepare)")
+        check_checkpoint("draft", self.draft)
+        check_checkpoint("target", self.target)
+
+    def prepare_options(self, max_length: int) -> PrepareConfig:
+        return PrepareConfig(
+            data=self.from_log,
+            target=self.target,
+            trust_remote_code=self.trust_remote_code,
+            category_column=self.category_column,
+            skip_bad=self.skip_bad,
+            max_length=max_length,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrequencyMapConfig(TokenizeOptions):
     """Counts answer tokens and chooses a draft vocabulary. `data` may also name prepared datasets, of which `split` is
     counted."""

@@ -85,18 +85,22 @@ def test_unknown_options_and_wrong_values_are_refused_at_once(tmp_path: Path) ->
         assert f"error: {name.replace('-', '_')} " in words or f"error: unrecognized arguments: --{name}" in words
 
 
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def test_required_options_are_marked_and_asked_for_at_once(tmp_path: Path) -> None:
     required = [(verb, name) for verb in LINES for name in getattr(cli.load(cli.VERBS[verb].options), "REQUIRED", ())]
     lines = []
     for verb, name in required:
-        rest = [word for word in LINES[verb][0].split() if not word.startswith(f"--{name}=")]
+        rest = [word for word in LINES[verb][0].split() if not word.startswith(f"{flag_of(name)}=")]
         lines.append(" ".join((verb, *rest)))
     replies = answers([*lines, *(f"{verb} --help" for verb, _ in required)], tmp_path)
     for (_, name), (status, words) in zip(required, replies, strict=False):
         assert status == 2
         assert f"error: {name} is empty; name " in words
     for (_, name), (_, words) in zip(required, replies[len(required) :], strict=True):
-        assert " Required. " in words.partition(f" --{name} ")[2].partition(" --")[0]
+        assert " Required. " in words.partition(f" {flag_of(name)} ")[2].partition(" --")[0]
 
 
 def test_missing_inputs_are_refused_at_once(tmp_path: Path) -> None:

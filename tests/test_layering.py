@@ -27,6 +27,7 @@ ALLOWED = {
     "data_tools": (
         *("config", "runtime", "models", "data_tools"),
         *("serve.chat", "serve.llm", "serve.options", "serve.request"),
+        *("train.batches", "train.checkpoints", "train.continuation", "train.mixture", "train.options"),  # adapt
     ),
 }
 # Room of serve/ -> what of the other rooms it may import.

@@ -51,7 +51,9 @@ class Continuation:
         path = resolve(target)
         self.config = load_config(path, trust_remote_code)
         folder = resolve(draft)
-        self.origin = origin_of(folder, draft)
+        self.lineage = {"learned_from": origin_of(folder, draft)}
+        if Path(target).is_dir():
+            self.lineage["target_path"] = str(path.resolve())  # for readers in other folders
         drafter = drafter_of(read_json(folder / "config.json"), draft)
         module = importlib.import_module(f"slipstream.train.{drafter}")
         kind: type[DraftTraining] = module.program.keywords["kind"]
@@ -126,7 +128,7 @@ class Continuation:
 
     def write(self, weights: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
         """Writes a servable checkpoint, whose run.json says from which draft it goes on, into an existing folder."""
-        self.training.write(weights, folder, {"learned_from": self.origin, "step": self.progress.step, **run})
+        self.training.write(weights, folder, {**self.lineage, "step": self.progress.step, **run})
 
 
 def origin_of(folder: Path, name: str) -> str:

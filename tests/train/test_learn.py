@@ -278,7 +278,7 @@ def test_what_passed_is_kept_and_what_did_not_is_dropped(tmp_path: Path, monkeyp
     (last,) = {*tmp_path.glob("step-*")} - {dead}
     assert (last / "model.safetensors").is_file(), "the last one, which nobody judged"
     later = Trainer(replace(trainer.job, draft=str(output)))
-    assert later.origin == str(draft)
+    assert later.lineage["learned_from"] == str(draft)
     for name, x in later.serving.items():
         torch.testing.assert_close(x, trainer.serving[name], rtol=2**-8, atol=0)
 

@@ -1,0 +1,98 @@
+"""Drafts that go on with logged answers: what is held out, what is kept of old text, and when nothing is written."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.data_tools import adapt as adapt_module
+from slipstream.data_tools.adapt import HELD_OUT, MOST_HELD_OUT, adapt, divided
+from slipstream.data_tools.dataset import Conversation, write_dataset
+from slipstream.data_tools.verb_options import AdaptConfig
+from slipstream.models.files.checkpoint import read_json, tokenizer_hash
+from slipstream.models.targets.pretrained import load_tokenizer
+from slipstream.serve.request import Request, SamplingParams
+from slipstream.tests.serve.engine_runs import build_engine, run
+from slipstream.tests.sources import ROOT, TINY
+from slipstream.train import continuation
+
+DRAFT = ROOT / "tests" / "assets" / "eagle3"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Logs of two servers, and old data."""
+    folder = tmp_path_factory.mktemp("logs")
+    engine = build_engine(TINY, DRAFT, device="cpu")
+    params = SamplingParams(max_tokens=40, temperature=0.0)
+    prompts = {str(seed): [1, 300 + seed, 17, 25] for seed in range(30)}
+    answers = run(engine, [Request(id=name, prompt=prompt, params=params) for name, prompt in prompts.items()])
+    rows = [prompts[name] + list(answers[name].tokens) for name in prompts]
+    lines = [
+        json.dumps({"input_ids": row, "loss_mask": [0] * 4 + [1] * (len(row) - 4), "kind": "chat"}) for row in rows
+    ]
+    (folder / "math.jsonl").write_text("\n".join(lines[:12] + lines[:3]) + "\n")
+    (folder / "code.jsonl").write_text("\n".join(lines[12:20]) + '\n{"input_ids": [1, 2')
+    old = [Conversation([(np.array(row, np.int32), np.arange(len(row)) >= 4)]) for row in rows[20:]]
+    digest = tokenizer_hash(load_tokenizer(TINY))
+    write_dataset(old, folder / "old", heldout=0.2, seed=0, describe=lambda: {"tokenizer_hash": digest})
+    return folder
+
+
+def config(folder: Path, output: Path, **options: Any) -> AdaptConfig:
+    logs = (str(folder / "math.jsonl"), str(folder / "code.jsonl"))
+    options = {"draft": str(DRAFT), "skip_bad": True, "device": "cpu", **options}
+    return AdaptConfig(from_log=logs, old=(str(folder / "old"),), target=str(TINY), output=str(output), **options)
+
+
+def test_a_draft_goes_on_with_logged_answers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The draft that is written is as the table says, and another run goes on from it."""
+    monkeypatch.setattr(continuation, "RATE", 1.0)
+    monkeypatch.setattr(adapt_module, "LOSS", 1.0)
+    output = tmp_path / "adapted"
+    adapt(config(folder, output, epochs=4))
+    run_file = read_json(output / "run.json")
+    assert run_file["learned_from"] == str(DRAFT)
+    lengths = run_file["accept_lengths"]
+    assert [*lengths] == ["math", "code", "old data"]
+    assert any(after != before for before, after in lengths.values())
+    report = capsys.readouterr().out
+    rows = [line.split() for line in report.splitlines() if line.startswith(("math", "code", "old data"))]
+    assert [row[-4] for row in rows] == ["2", "1", "2"]
+    assert run_file["target_path"] == str(TINY)
+    again = tmp_path / "again"
+    adapt(config(folder, again, epochs=1, draft=str(output)))
+    later = read_json(again / "run.json")
+    assert later["learned_from"] == str(DRAFT)
+    for name, (before, _) in later["accept_lengths"].items():
+        assert before == pytest.approx(lengths[name][1], abs=0.05), "weights are rounded to 16 bits"
+
+
+def test_nothing_is_written_where_old_text_is_forgotten(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(adapt_module, "LOSS", -9.0)  # it would have to rise tenfold
+    output = tmp_path / "adapted"
+    with pytest.raises(SystemExit) as ended:
+        adapt(config(folder, output, epochs=1))
+    assert ended.value.code == adapt_module.WORSE
+    assert not output.exists()
+    assert "old data: more than" in capsys.readouterr().out
+
+
+def test_every_eighth_row_of_a_category_is_held_out_and_copies_are_dropped() -> None:
+    def conversation(category: str, number: int) -> Conversation:
+        return Conversation([(np.array([number], np.int32), np.array([True]))], category)
+
+    sizes = {"a": 9, "b": 1, "c": HELD_OUT * (MOST_HELD_OUT + 5)}
+    starts = {"a": 0, "b": 100, "c": 1000}
+    rows = [conversation(name, starts[name] + number) for name, size in sizes.items() for number in range(size)]
+    entries = [*divided(iter(rows + rows[:20]))]
+    assert [entry for _, entry in entries] == rows
+    heldout = Counter(entry.category for is_heldout, entry in entries if is_heldout)
+    assert heldout == {"a": 1, "c": MOST_HELD_OUT}
