@@ -64,7 +64,8 @@ def test_answers_do_not_depend_on_the_draft(
         assert differences(answers, expected) == []
     assert (engine.scheduler.num_preemptions > 0) == preempted
     cached = [answers[request.id].counts.cached_tokens for request in requests]
-    assert preempted or sum(count > 0 for count in cached) == len(cached) - 2, "prompt_logprobs share nothing"
+    if not preempted and kind != "hybrid":  # hybrids share prompts up to a multiple of 64 tokens: these are shorter
+        assert sum(count > 0 for count in cached) == len(cached) - 2, "prompt_logprobs share nothing"
     assert acceptance(answers) > 0
 
 
