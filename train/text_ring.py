@@ -1,8 +1,9 @@
 """Texts that a server has answered, in memory of a stated size, and their states as a StateSource reads them.
 
-Every HELD_OUT-th text of a client is held out: evaluations read it, and training never does. Half of the memory keeps
-recent texts, the other half a sample of all that gave way to them, so that old traffic stays in sight. Where it is
-full, the client with the most bytes loses a text, so that nobody's flood drives out the texts of others.
+States are kept in fp8. Every HELD_OUT-th text of a client is held out: evaluations read it, and training never does.
+Half of the memory keeps recent texts, the other half a sample of all that gave way to them, so that old traffic stays
+in sight. Where it is full, the client with the most bytes loses a text, so that nobody's flood drives out the texts of
+others.
 """
 
 import heapq
@@ -10,7 +11,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -19,11 +20,10 @@ from datasets import Dataset
 from torch import Tensor
 
 from slipstream.models.files.learning import ServedText
-from slipstream.models.files.state_store import StateFormat
+from slipstream.models.files.state_store import DTYPES, StateFormat, encode
 
 HELD_OUT = 8
 HELD_OUT_SHARE = 0.2  # of the memory
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 Texts = dict[str, list[ServedText]]  # by client
 
 
@@ -98,19 +98,26 @@ class ServedTexts:
     def add(self, text: ServedText) -> None:
         if text.num_prompt + 2 > self._max_length:
             return  # it would teach nothing
+        entry = in_fp8(text)
         with self._lock:
             self._counts[text.client] += 1
-            (self.heldout if self._counts[text.client] % HELD_OUT == 0 else self.train).add(text)
+            (self.heldout if self._counts[text.client] % HELD_OUT == 0 else self.train).add(entry)
 
     def add_past(self, memory: SplitMemory, text: ServedText) -> bool:
         """Returns whether there is no more room."""
+        entry = in_fp8(text)
         with self._lock:
-            return bool(memory.past.add(text))
+            return bool(memory.past.add(entry))
 
     def now(self) -> Splits:
         """Returns the texts that are there."""
         with self._lock:
             return Splits(self.train.now(), self.heldout.now())
+
+
+def in_fp8(text: ServedText) -> ServedText:
+    states, scales = encode(text.states, "fp8")
+    return replace(text, states=states, scales=scales)
 
 
 def dataset_of(texts: list[ServedText]) -> Dataset:
@@ -130,7 +137,7 @@ class MemoryStates:
     def __init__(self, texts: list[ServedText], layers: tuple[int, ...], num_layers: int) -> None:
         """`layers`: the K whose states the texts hold."""
         states = texts[0].states
-        dtype: Any = DTYPES[states.dtype]
+        dtype: Any = next(name for name, dtype in DTYPES.items() if dtype == states.dtype)
         self.texts = texts
         form = StateFormat(
             layers=layers, num_layers=num_layers, hidden_size=states.shape[-1], dtype=dtype, last_hidden=False
@@ -148,4 +155,5 @@ class MemoryStates:
 
     def read(self, _: int, slot: int) -> Mapping[str, Tensor]:
         text = self.texts[slot]
-        return {"tokens": torch.tensor(text.tokens[:-1]), "features": text.states}
+        scales = {} if text.scales is None else {"features_scales": text.scales}
+        return {"tokens": torch.tensor(text.tokens[:-1]), "features": text.states, **scales}

@@ -30,16 +30,18 @@ class LearnJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedText:
-    """A prompt and its answer. `states`: (L, K, H) of all tokens but the last, which nothing reads."""
+    """A prompt and its answer. `states`: (L, K, H) of all tokens but the last, which nothing reads; in fp8 with their
+    `scales` (L, K)."""
 
     client: str
     tokens: list[int]
     num_prompt: int
     states: Tensor
+    scales: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.states.nbytes + 8 * len(self.tokens)
+        return self.states.nbytes + (0 if self.scales is None else self.scales.nbytes) + 8 * len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

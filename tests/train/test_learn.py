@@ -18,6 +18,7 @@ from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.models.files.learning import LearnJob, Offer, Outcome, ServedText
+from slipstream.models.files.state_store import decode
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
 from slipstream.models.targets.pretrained import load_tokenizer
@@ -30,7 +31,7 @@ from slipstream.train import learn as learn_module
 from slipstream.train.batches import PackedRows
 from slipstream.train.continuation import MOST_PASSES
 from slipstream.train.learn import Lengths, Trainer, add_data, is_better, learn, shares_of
-from slipstream.train.text_ring import HELD_OUT, ServedTexts, Split, Splits, TextRing, dataset_of
+from slipstream.train.text_ring import HELD_OUT, ServedTexts, Split, Splits, TextRing, dataset_of, in_fp8
 
 CPU = torch.device("cpu")
 
@@ -70,7 +71,7 @@ def number_of(entry: ServedText) -> int:
 def test_the_past_is_a_sample_of_the_stream() -> None:
     """A tenth of 3,000 texts is past: their mean age is that of all, and what is held out stays so."""
     random.seed(0)
-    texts = ServedTexts(1500 * text("", 0).nbytes, 2048)
+    texts = ServedTexts(1500 * in_fp8(text("", 0)).nbytes, 2048)
     for number in range(3000):
         texts.add(text("a", number))
     train, heldout = texts.now()
@@ -144,6 +145,29 @@ def test_states_in_memory_teach_as_the_targets_own(draft: str, tmp_path: Path) -
     for name, x in trainer.training.named_parameters():
         if name in gradients:
             torch.testing.assert_close(gradients[name], x.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("draft", ["eagle3", "dflash"])
+def test_states_are_kept_in_fp8(draft: str, tmp_path: Path) -> None:
+    """They take half of the bytes of 16 bits, but for scales, and teach as what they decode to does."""
+    trainer = make_trainer(ROOT / "tests" / "assets" / draft, tmp_path)
+    layers = tuple(trainer.job.layers)
+    raw = served_texts(load_frozen_target(TINY, layers, CPU), layers)
+    memory = ServedTexts(10**9, 2048)
+    for entry in raw:
+        memory.add(entry)
+    entries = memory.now().train.recent[""]
+    decoded = []
+    for entry, before in zip(entries, raw, strict=True):
+        assert entry.scales is not None
+        assert entry.nbytes == before.states.numel() + entry.scales.nbytes + 8 * len(before.tokens)
+        states = decode(entry.states, entry.scales, torch.float32)
+        torch.testing.assert_close(states, before.states, rtol=2**-4, atol=float(before.states.abs().max()) / 448)
+        decoded.append(replace(before, states=states))
+    loss, expected = (
+        trainer.training.loss(trainer.rows(Split({"": texts}, {})).batch([0]))[0] for texts in (entries, decoded)
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
 def make_trainer(draft: Path, folder: Path) -> Trainer:
@@ -307,7 +331,9 @@ def test_texts_of_training_are_the_past(tmp_path: Path) -> None:
     target = load_frozen_target(TINY, layers, CPU)
     for entry in (*entries, *heldout.past["learn.data"]):
         states, _ = target.aux_states(torch.tensor([entry.tokens]), torch.arange(10)[None])
-        torch.testing.assert_close(entry.states.flatten(1), states[0, :-1])
+        assert entry.scales is not None
+        values = decode(entry.states, entry.scales, torch.float32)
+        torch.testing.assert_close(values.flatten(1), states[0, :-1], rtol=2**-4, atol=float(states.abs().max()) / 448)
 
 
 def test_rounds_make_held_out_texts_better_and_snapshots_are_drafts(tmp_path: Path) -> None:
