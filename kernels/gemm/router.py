@@ -173,7 +173,7 @@ def route_triton(
         experts, weights,
         *((None,) * 4 if blocks is None else blocks[1:]),
         x.stride(0), num_rows, num_inputs, part, first,
-        EXPERTS=num_experts, COUNT=num_local, PADDED=triton.next_power_of_2(num_experts), TOP_K=top_k,
+        EXPERTS=num_experts, LOCAL=num_local, PADDED=triton.next_power_of_2(num_experts), TOP_K=top_k,
         PADDED_K=triton.next_power_of_2(top_k), NORMALISE=normalise, SIGMOID=scoring.function == "sigmoid",
         SOFTCAP=scoring.softcap or 0.0, GROUPS=scoring.groups, TOP_GROUPS=scoring.top_groups, SCALE=scoring.scale,
         ROWS=rows, TILE=tile, DEPTH=DEPTH,
@@ -216,14 +216,14 @@ def route_kernel(
     x_ptr, weight_ptr, bias_ptr, correction_ptr, factors_ptr, logits_ptr, counters_ptr, points_ptr, counts_ptr,
     experts_ptr, weights_ptr,
     pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, x_stride, num_rows, num_inputs, part, first_expert,
-    EXPERTS: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
+    EXPERTS: tl.constexpr, LOCAL: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
     NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
     PARTS: tl.constexpr, PARALLEL: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
     EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens (axis 0), TILE experts (axis 1), one of the parts or all of them (axis 2). When all programs of ROWS
-    tokens are done, the last one chooses for them or, SHARED, some choose for GROUP of them each. Of the experts COUNT
+    tokens are done, the last one chooses for them or, SHARED, some choose for GROUP of them each. Of the experts LOCAL
     are here, from `first_expert` on."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -271,18 +271,18 @@ def route_kernel(
             rows = tl.program_id(0) * ROWS + begin + tl.arange(0, GROUP)
             _choose(
                 logits_ptr, bias, correction, factors_ptr, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows,
-                num_rows, first_expert, EXPERTS, COUNT, PADDED, TOP_K, PADDED_K, NORMALISE, SIGMOID, SOFTCAP, GROUPS,
+                num_rows, first_expert, EXPERTS, LOCAL, PADDED, TOP_K, PADDED_K, NORMALISE, SIGMOID, SOFTCAP, GROUPS,
                 TOP_GROUPS, SCALE, PARALLEL, BLOCK,
             )  # fmt: skip
         if BLOCK > 1:  # noqa: SIM102  `and` would compile both sides
             if is_last_done(counters_ptr + tl.num_programs(0), tl.num_programs(0) * choosers):
-                _list_blocks(counts_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, COUNT, PADDED, BLOCK)
+                _list_blocks(counts_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, LOCAL, PADDED, BLOCK)
 
 
 @triton.jit
 def _choose(
     logits_ptr, bias, correction, factors_ptr, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
-    first_expert, EXPERTS: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr,
+    first_expert, EXPERTS: tl.constexpr, LOCAL: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr,
     PADDED_K: tl.constexpr, NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, SCALE: tl.constexpr, PARALLEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -347,9 +347,9 @@ def _choose(
     pair = rows[:, None] * TOP_K + choice
     tl.store(weights_ptr + pair, weights, mask=valid)
     is_listed = valid
-    if COUNT < EXPERTS:
+    if LOCAL < EXPERTS:
         experts -= first_expert
-        is_here = (experts >= 0) & (experts < COUNT)
+        is_here = (experts >= 0) & (experts < LOCAL)
         experts = tl.where(is_here, experts, -1)
         is_listed = valid & is_here
     tl.store(experts_ptr + pair, experts, mask=valid)
