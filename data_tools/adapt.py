@@ -98,6 +98,8 @@ def prepare_logs(config: AdaptConfig, path: Path) -> str:
     for is_heldout, conversation in divided(logged(tokenizer, tally)):
         parts[is_heldout].append(conversation)
     tally.check()
+    if not parts[True]:
+        raise ValueError("from_log has one row of each category, and the second is held out; log more answers")
     report = partial(describe, tokenizer, tally)
     write_dataset(parts[False], path, heldout=0.0, seed=0, describe=report, heldout_conversations=parts[True])
     return tokenizer.target.hash

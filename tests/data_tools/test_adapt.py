@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,13 @@ def test_nothing_is_written_where_old_text_is_forgotten(
     assert ended.value.code == adapt_module.WORSE
     assert not output.exists()
     assert "old data: more than" in capsys.readouterr().out
+
+
+def test_a_log_of_one_row_is_refused(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "short.jsonl"
+    log.write_text((folder / "math.jsonl").read_text().partition("\n")[0] + "\n")
+    with pytest.raises(ValueError, match="from_log has one row of each category"):
+        adapt(replace(config(folder, tmp_path / "adapted"), from_log=(str(log),)))
 
 
 def test_every_eighth_row_of_a_category_is_held_out_and_copies_are_dropped() -> None:
