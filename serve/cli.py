@@ -52,10 +52,11 @@ def run(config: ServeConfig, engine: EngineClient) -> int:
             check_files(config)
             return 0
         configure(config.log_format)
-        listener = bind(config.host, config.port)
-        from slipstream.serve.http.launch import serve
+        with config.lock_output():
+            listener = bind(config.host, config.port)
+            from slipstream.serve.http.launch import serve
 
-        return asyncio.run(serve(config, listener, engine))
+            return asyncio.run(serve(config, listener, engine))
     except KeyboardInterrupt:
         return 0
     except (ValueError, OSError, EngineError) as error:

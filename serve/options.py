@@ -5,6 +5,7 @@ Imports neither torch nor an HTTP package, so that `serve --help` is instant.
 
 import math
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date
 from slipstream.models.drafts.source import DraftSource, source_of
+from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file
 from slipstream.models.files.outputs import CHECKPOINT, begins_with, check_output_file, check_output_folder
@@ -318,6 +320,11 @@ class ServeConfig(EngineConfig):
                 f"learn.output {folder} was learnt from draft {origin}, and draft is {self.draft}; name another folder"
             )
         return replace(self, draft=str(folder))
+
+    def lock_output(self) -> AbstractContextManager[object]:
+        """Keeps other servers from learning into the same folder. Raises InUseError where one does."""
+        folder = self.learn.output
+        return FolderLock(Path(folder), "learn.output", replaced=True) if folder else nullcontext()
 
 
 def check_kinds(config: Any) -> None:

@@ -13,7 +13,7 @@ Invariants:
 3. A staging folder with any other entry is not ours: nothing in it is touched.
 
 The next writer of PATH cleans up after a killed one; `recover` does that without writing. A program that adds files to
-a folder over hours holds a `FolderLock`.
+a folder over hours, or replaces it again and again, holds a `FolderLock`.
 """
 
 import ctypes
@@ -167,15 +167,18 @@ class LineFile:
 
 
 class FolderLock:
-    """Keeps other processes from writing into a folder while a program adds files to it. A context manager.
+    """Keeps other processes from writing a folder, which `option` names, while a program does. A context manager.
 
-    The file `.lock` in the folder is locked and names its holder. Where a file system grants a lock twice, as NFS may,
-    the later holder's name replaces the earlier one's: so call `check` before each write.
+    The file `.lock` in the folder, or `.NAME.lock` beside one that is `replaced`, is locked and names its holder. Where
+    a file system grants a lock twice, as NFS may, the later holder's name replaces the earlier one's: so call `check`
+    before each write.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, option: str = "output", *, replaced: bool = False) -> None:
         self.folder = folder
-        self.path = folder / FOLDER_LOCK
+        self.option = option
+        real = folder.resolve()
+        self.path = real.with_name(f".{real.name}{FOLDER_LOCK}") if replaced else folder / FOLDER_LOCK
         self.holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -223,7 +226,9 @@ class FolderLock:
         name = "another process"
         if holder is not None:
             name = f"process {holder['pid']} on host {holder['host']}, since {holder['since']}"
-        return InUseError(f"{self.folder} is being written by {name}; wait for it, end it, or name another folder")
+        return InUseError(
+            f"{self.option} {self.folder} is being written by {name}; wait for it, end it, or name another folder"
+        )
 
 
 @contextmanager

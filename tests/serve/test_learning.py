@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -15,12 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.learning import Offer, ServedText, Verdict
+from slipstream.models.files.outputs import CHECKPOINT
 from slipstream.models.files.state_store import encode
+from slipstream.serve import cli
 from slipstream.serve.engine import learning
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.learning import Learner, Unsent
 from slipstream.serve.engine.scheduler import Sequence
+from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.options import LearnOptions, ServeConfig
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.serve.engine_runs import build_engine, run
@@ -93,6 +98,24 @@ def test_a_server_goes_on_from_what_an_earlier_one_has_learnt(tmp_path: Path) ->
             ServeConfig(**options, learn=LearnOptions(device="cpu", **wrong)).check_inputs()
         with pytest.raises(ValueError, match="nothing learns"):
             LearnOptions(**wrong)
+
+
+def test_two_servers_do_not_learn_into_one_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not by another name of it either, nor once what was learnt has taken its place."""
+    output = tmp_path / "learnt"
+    options = {"target": str(TINY), "draft": str(DRAFT), "port": 0}
+    (tmp_path / "link").symlink_to(output)
+    first, second = (
+        ServeConfig(**options, learn=LearnOptions(device="cpu", output=str(tmp_path / name)))
+        for name in ("learnt", "link")
+    )
+    with first.lock_output():
+        with atomic_folder(output, CHECKPOINT.check) as new:
+            shutil.copytree(DRAFT, new, dirs_exist_ok=True)
+        (output / "run.json").write_text(json.dumps({"learned_from": str(DRAFT)}))
+        assert cli.run(second, EngineClient()) == 1
+    assert f"learn.output {tmp_path}/link is being written by process {os.getpid()} on host" in capfd.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"learnt", "link"}
 
 
 @pytest.fixture
