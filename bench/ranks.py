@@ -1,10 +1,12 @@
 """Times sums over ranks, one process a GPU, and what the order of their sums costs on one GPU.
 
     python bench/ranks.py sums --world 2
+    python bench/ranks.py ways --world 2 --seconds 300
     python bench/ranks.py order
 
 `sums`: the sum of rows with the residual add and norm behind it, in a graph, against NCCL's all-reduce of bf16 rows and
-our norm, and logits gathered, against NCCL's. `order`: products whose inputs are added along a tree of leaves against
+our norm, and logits gathered, against NCCL's. `ways`: the same sums by each way of adding, for the limits between
+them. `order`: products whose inputs are added along a tree of leaves against
 the usual order, and a rank's part of them.
 """
 
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.kernels.collectives import all_reduce
 from slipstream.kernels.collectives.all_reduce import AllReduce
 from slipstream.kernels.collectives.gather import Gather, gather_columns
 from slipstream.kernels.collectives.ranks import Norm
@@ -29,6 +32,8 @@ from slipstream.tests.kernels.gpu_ranks import EPS, Ranks, parse, random, run_ra
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 SIZE = 4096
+WAY_ROWS = (1, 8, 32, 64, 96, 128, 192, 256)
+WAYS = {"all to all": (256, 256), "by shares": (0, 256), "two kernels": (0, 0)}  # FEW_ROWS and SHARED_ROWS
 SHAPES = ((4096, 4096), (4096, 14336), (5120, 6144), (5120, 17408))  # O, I: o and down of an 8B Llama and a 27B Qwen
 PRODUCT_ROWS = (1, 8, 32, 512, 2048)
 BYTES = 600 << 20  # of weights that launches take in turn, ten times the L2 cache
@@ -63,8 +68,7 @@ def sums(ranks: Ranks) -> str:
     dist.init_process_group("nccl", store=store, rank=ranks.rank, world_size=ranks.world, device_id=ranks.device)
     weight = random(SIZE, seed=1, dtype=torch.bfloat16)
     lines = [
-        f"\nus of a sum of rows of {SIZE} with add and norm: ours, NCCL's of bf16, ratio; "
-        "[ours alone; norm alone; shared out]"
+        f"\nus of a sum of rows of {SIZE} with add and norm: ours, NCCL's of bf16, ratio; [ours alone; norm alone]"
     ]
     for dtype in (torch.float32, torch.bfloat16):
         reduce = AllReduce(ranks.peers, SIZE, ROWS[-1], dtype)
@@ -105,11 +109,31 @@ def sum_line(reduce: AllReduce, rows: int, weight: Tensor) -> str:
         add_rms_norm.triton(residual, delta, weight, EPS)
 
     times = [microseconds(run, 20 if rows <= 512 else 8) for run in (ours, nccl, alone, norm)]
-    if 8 <= rows <= reduce.few_rows:
-        with patch.object(reduce, "few_rows", 0):
-            times.append(microseconds(ours, 20))
     more_times = " ".join(f"{time:7.2f}" for time in times[2:])
     return f"{rows:5} rows {times[0]:7.2f} {times[1]:7.2f} {times[1] / times[0]:5.2f}x {more_times}"
+
+
+def ways(ranks: Ranks) -> str:
+    lines = [f"\nus of a sum with add and norm: {', '.join(WAYS)}"]
+    for size in (4096, 8192):
+        weight = random(size, seed=1, dtype=torch.bfloat16)
+        for dtype in (torch.float32, torch.bfloat16):
+            reduces = []
+            for few_rows, shared_rows in WAYS.values():
+                with patch.multiple(all_reduce, FEW_ROWS=few_rows, SHARED_ROWS=shared_rows):
+                    reduces.append(AllReduce(ranks.peers, size, WAY_ROWS[-1], dtype))
+            for rows in WAY_ROWS:
+                times = [microseconds(sum_of_rows(reduce, rows, weight), 20) for reduce in reduces]
+                lines.append(f"{dtype} {rows:4} x {size} " + " ".join(f"{time:7.2f}" for time in times))
+    return "\n".join(lines)
+
+
+def sum_of_rows(reduce: AllReduce, rows: int, weight: Tensor) -> Callable[[int], object]:
+    part_sum = random(rows, reduce.size, seed=reduce.peers.rank, dtype=reduce.dtype)
+    place = reduce.partial_rows(rows)
+    part_sum = part_sum if place is None else place.copy_(part_sum)
+    norm = Norm(random(rows, reduce.size, seed=3, dtype=torch.bfloat16), weight, EPS)
+    return lambda _: reduce.add_and_norm(part_sum, norm)
 
 
 Multiply = Callable[[Tensor, Tensor], object]
@@ -163,9 +187,10 @@ def leaf_run(fixed: FixedOrder, x: Tensor, weights: list[Tensor], leaves: int, w
 
 
 def main() -> None:
-    options = parse(["sums", "order"])
+    options = parse(["sums", "ways", "order"])
     if options.rank is not None:
-        os._exit(work([sums], options.rank, options.world, options.file))
+        scenario = {"sums": sums, "ways": ways}[options.scenarios[0]]
+        os._exit(work([scenario], options.rank, options.world, options.file))
     failed = 0
     for name in options.scenarios:
         if name == "order":

@@ -1,12 +1,18 @@
 """Sums over ranks, on every rank with the same bits: partial sums, added in fp32 along a balanced tree in the order of
 the ranks (tree.py) and rounded once, as a product on one GPU rounds its own sums. Partial sums of 16 bits travel as
-such, two in a word.
+such.
 
-Few rows take one kernel: each program sends its row to all ranks and waits for theirs, each word with a tag
-(peers.py), so that nothing is signalled apart; behind it the residual is added and normed, as by kernels/norm.py. The
-words lie in two slots in turn: a rank that sends again has received what the others sent before, so they have read the
-slot before that one. Many rows take two kernels: each rank reads its share of all ranks' rows, adds, rounds, and stores
-the sums in all ranks' memory; then all wait until all have.
+Few rows take one kernel, a program for each: it sends its row to all ranks (peers.py), waits for theirs and adds;
+behind it the residual is added and normed, as by kernels/norm.py. With more rows the program sends its row to one rank,
+the row's owner, whose program adds, rounds and sends the sum to all: of four ranks each sends 4.5 bytes for a number of
+fp32, not 12, but sums come a second way. Many rows take two kernels: each rank reads its share of all ranks' rows,
+adds, rounds, and stores the sums in all ranks' memory; then all wait until all have.
+
+One kernel ends however few of its programs run at once. They start in the order of their rows and send before they
+wait, so all ranks have sent the first row that any rank has not ended, and it ends. No cell is written before what was
+in it is read and the cell emptied: a rank that ends a call for a row has heard from all, some through the owner, that
+their kernel before this one has ended. So rows to be added have two slots in turn. Sums need one: the owner sends them
+after it has heard this from their receivers.
 Letters: T rows, H hidden, N ranks.
 """
 
@@ -15,16 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.collectives.peers import Peers, receive_words, send_flag, send_words, start_of, wait_flag
+from slipstream.kernels.collectives.peers import Peers, receive, send, send_flag, start_of, wait_flag
 from slipstream.kernels.collectives.ranks import Norm
 from slipstream.kernels.collectives.tree import add_along_tree
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.launch import pdl_options, wait_for_inputs
-from slipstream.kernels.norm import LANE_ELEMENTS, add_rms_norm, as_rows
+from slipstream.kernels.norm import LANE_ELEMENTS, add_rms_norm, as_rows, load_optional
 from slipstream.kernels.tiles import load_fp32
 
-FEW_ROWS = 64  # of fp32 that one kernel sends, twice as many of 16 bits: programs that wait for others must all run
-WORD = 8  # bytes of a word and its tag
+FEW_ROWS = 64  # of fp32 that all send to all, twice as many of 16 bits
+SHARED_ROWS = 256  # likewise, that one kernel adds
 LANES = tl.constexpr(128)  # of a program that waits for flags: its threads
 
 
@@ -40,36 +46,39 @@ class AllReduce:
     same order."""
 
     def __init__(self, peers: Peers, size: int, max_rows: int, dtype: torch.dtype = torch.float32) -> None:
-        """size: numbers of a row, H, a multiple of 2; max_rows: most rows of a call; `dtype` of partial sums."""
+        """size: numbers of a row, H; max_rows: most rows of a call; `dtype` of partial sums."""
         self.peers = peers
         self.size = size
         self.dtype = dtype
         self.few_rows = FEW_ROWS * 4 // dtype.itemsize
-        self.cells = peers.take(2 * peers.world * FEW_ROWS * size * WORD)
-        self.tags = peers.counters(self.few_rows)
+        self.shared_rows = SHARED_ROWS * 4 // dtype.itemsize
+        self.cells = peers.take(2 * peers.world * FEW_ROWS * size * 4)
+        self.shared_cells = peers.take(2 * peers.world * triton.cdiv(SHARED_ROWS, peers.world) * size * 4)
+        self.shared_sums = peers.take(self.shared_rows * size * 4)
+        self.counts = peers.counters(max(self.few_rows, self.shared_rows))
         self.flags = peers.take(2 * peers.world * 4)
         self.flag_tags = peers.counters(2)
-        self.max_rows = max_rows if max_rows > self.few_rows else 0
+        self.max_rows = max_rows if max_rows > self.shared_rows else 0
         self.partials = peers.take(self.max_rows * size * dtype.itemsize)
         self.sums = peers.take(self.max_rows * size * 4)
 
     @staticmethod
     def num_bytes(world: int, size: int, max_rows: int) -> int:
         """Returns what an object takes of its peers' memory, at most."""
-        many = max_rows * size * 8 if max_rows > FEW_ROWS else 0
-        return 2 * world * (FEW_ROWS * size * WORD + 4) + many + 1024
+        rows = 2 * world * (FEW_ROWS + triton.cdiv(SHARED_ROWS, world)) + 2 * SHARED_ROWS + 2 * max_rows
+        return rows * size * 4 + 8 * world + 2048
 
     def partial_rows(self, num_rows: int) -> Tensor | None:
         """Where a product of many rows (T, H) best stores its partial sums: other ranks read them there. None: they are
         sent, and may lie anywhere."""
-        if num_rows <= self.few_rows:
+        if num_rows <= self.shared_rows:
             return None
         return self.peers.local(self.partials, (num_rows, self.size), self.dtype)
 
     def add(self, partial: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """partial (T, H), this rank's -> the sum of all ranks', and then the bias (H,), which all have: (T, H) in
         `dtype`."""
-        if len(partial) > self.few_rows:
+        if len(partial) > self.shared_rows:
             return self._add_many(partial, dtype, bias).clone()  # the next call's go to the same place
         out = torch.empty(partial.shape, dtype=dtype, device=partial.device)
         if len(partial):
@@ -77,9 +86,9 @@ class AllReduce:
         return out
 
     def add_and_norm(self, partial: Tensor, norm: Norm, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(rms_norm(summed), summed) with summed = residual + add(partial), in one kernel for few rows."""
+        """(rms_norm(summed), summed) with summed = residual + add(partial), in one kernel but for many rows."""
         dtype = norm.residual.dtype
-        if len(partial) > self.few_rows:
+        if len(partial) > self.shared_rows:
             delta = self._add_many(partial, dtype, bias)
             return add_rms_norm.triton(norm.residual, delta, norm.gain, norm.eps, norm.out)
         normed = torch.empty(partial.shape, dtype=dtype, device=partial.device)
@@ -94,13 +103,15 @@ class AllReduce:
         assert partial.dtype == self.dtype
         assert partial.stride(1) == summed.stride(1) == 1
         block = triton.next_power_of_2(self.size)
+        is_shared = len(partial) > self.few_rows
+        rows = triton.cdiv(self.shared_rows, peers.world) if is_shared else self.few_rows
         all_reduce_kernel[(len(partial),)](
-            partial, bias, residual, None if norm is None else norm.gain, out, summed,
-            peers.local(self.cells, (1,), torch.int64), peers.addresses, self.cells, self.tags,
-            peers.watch.words, partial.stride(0), 0 if residual is None else residual.stride(0), summed.stride(0),
+            partial, bias, residual, None if norm is None else norm.gain, out, summed, peers.addresses,
+            self.shared_cells if is_shared else self.cells, self.shared_sums, self.counts, peers.watch.words,
+            partial.stride(0), 0 if residual is None else residual.stride(0), summed.stride(0),
             0.0 if norm is None else norm.eps,
-            SIZE=self.size, BLOCK=block, ROWS=self.few_rows, PACK=4 // self.dtype.itemsize, RANK=peers.rank,
-            WORLD=peers.world, num_warps=min(max(block // (32 * LANE_ELEMENTS), 1), 16), **pdl_options(partial.device),
+            SIZE=self.size, BLOCK=block, ROWS=rows, SHARED=is_shared, RANK=peers.rank, WORLD=peers.world,
+            num_warps=min(max(block // (32 * LANE_ELEMENTS), 1), 16), **pdl_options(partial.device),
         )  # fmt: skip
 
     def _add_many(self, partial: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -130,78 +141,94 @@ class AllReduce:
 
 
 @triton.jit
-def _numbers(words, dtype: tl.constexpr):
-    """words (n,) int32, each of one number of `dtype`, or of two -> (n,) or (2 * n,) fp32."""
-    if dtype == tl.float32:
-        numbers = words.to(tl.float32, bitcast=True)
-    else:
-        low = words.to(tl.int16).to(dtype, bitcast=True)
-        high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
-        numbers = tl.interleave(low, high).to(tl.float32)
-    return numbers
-
-
-@triton.jit
-def _add_words(
-    words, cells, tag, inside, watch_ptr, stride, dtype: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
-    RANK: tl.constexpr,
+def _add_branch(
+    numbers, cells, inside, watch_ptr, stride, FIRST: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr
 ):  # fmt: skip
-    """Adds the rows of COUNT ranks from FIRST on, as `add_along_tree`: this rank's `words`, and what arrives in
+    """Adds the rows of COUNT ranks from FIRST on, as `add_along_tree`: this rank's `numbers`, and what arrives in
     `cells` and, for the next ranks, `stride` further on."""
     if COUNT == 1:
         if FIRST != RANK:
-            words = receive_words(cells + FIRST * stride, tag, inside, watch_ptr, FIRST)
-        total = _numbers(words, dtype)
+            numbers = receive(cells + FIRST * stride, inside, watch_ptr, FIRST)
+        total = numbers.to(tl.float32)
     else:
         HALF: tl.constexpr = 1 if COUNT == 2 else (2 if COUNT <= 4 else 4)
-        left = _add_words(words, cells, tag, inside, watch_ptr, stride, dtype, FIRST, HALF, RANK)
-        right = _add_words(words, cells, tag, inside, watch_ptr, stride, dtype, FIRST + HALF, COUNT - HALF, RANK)
-        total = left + right
+        left = _add_branch(numbers, cells, inside, watch_ptr, stride, FIRST, HALF, RANK)
+        total = left + _add_branch(numbers, cells, inside, watch_ptr, stride, FIRST + HALF, COUNT - HALF, RANK)
     return total
 
 
 @triton.jit
+def _add_sent(
+    numbers, cells, bias, inside, watch_ptr, stride, dtype: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    """All ranks' rows, added, with a bias, if any, and rounded once."""
+    total = _add_branch(numbers, cells, inside, watch_ptr, stride, 0, WORLD, RANK)
+    if bias is not None:
+        total += bias
+    return total.to(dtype)
+
+
+@triton.jit
+def _starts(addresses_ptr, start, dtype: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """`start_of` in the memories of the other ranks, from the next one on."""
+    pointers = ()
+    for offset in tl.static_range(1, WORLD):
+        pointers = pointers + (start_of(addresses_ptr, (RANK + offset) % WORLD, start, dtype),)  # type: ignore[assignment]
+    return pointers
+
+
+@triton.jit
 def all_reduce_kernel(
-    partial_ptr, bias_ptr, residual_ptr, weight_ptr, out_ptr, summed_ptr, cells_ptr, addresses_ptr, start, tags_ptr,
+    partial_ptr, bias_ptr, residual_ptr, weight_ptr, out_ptr, summed_ptr, addresses_ptr, start, sums_start, counts_ptr,
     watch_ptr, partial_stride, residual_stride, summed_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PACK: tl.constexpr, RANK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: sent, PACK numbers in a word, added up and, where there is a weight, normed as by `_add_rms_norm`."""
+    """One row: sent to all ranks or, where rows are SHARED, to its owner and by it; added up and, where there is a
+    weight, normed as by `_add_rms_norm`. ROWS: that a rank has room for from each."""
     row = tl.program_id(0).to(tl.int64)
+    owner = row % WORLD
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    places = tl.arange(0, BLOCK // PACK)
-    is_word = places < SIZE // PACK
-    stride = ROWS * (SIZE // PACK)
-    memories = ()
-    for offset in tl.static_range(1, WORLD):
-        cells = start_of(addresses_ptr, (RANK + offset) % WORLD, start, tl.int64) + RANK * stride
-        memories = memories + (cells,)  # type: ignore[assignment]
-    if bias_ptr is not None:
-        bias = load_fp32(bias_ptr + columns, inside)
-    if weight_ptr is not None:
-        weight = load_fp32(weight_ptr + columns, inside)
+    term: tl.constexpr = partial_ptr.dtype.element_ty
+    dtype: tl.constexpr = summed_ptr.dtype.element_ty
+    received = start_of(addresses_ptr, RANK, start, term)
+    if SHARED:
+        place = row // WORLD * SIZE + columns
+        owner_cells = start_of(addresses_ptr, owner, start, term)
+        sums = start_of(addresses_ptr, RANK, sums_start, dtype)
+        memories = _starts(addresses_ptr, sums_start, dtype, RANK, WORLD)
+    else:
+        place = row * SIZE + columns
+        memories = _starts(addresses_ptr, start, term, RANK, WORLD)
+    bias = load_optional(bias_ptr, columns, inside)
+    weight = load_optional(weight_ptr, columns, inside)
     wait_for_inputs(PDL)
-    tag = tl.load(tags_ptr + row) + 1
-    words_ptr = (partial_ptr + row * partial_stride).to(tl.pointer_type(tl.int32))
-    words = tl.load(words_ptr + places, mask=is_word, other=0)
-    place = (tag & 1).to(tl.int64) * WORLD * stride + row * (SIZE // PACK) + places
-    for index in tl.static_range(WORLD - 1):
-        send_words(memories[index] + place, words, tag, is_word)
+    count = tl.load(counts_ptr + row) + 1
+    numbers = tl.load(partial_ptr + row * partial_stride + columns, mask=inside, other=0.0)
+    place += (count & 1).to(tl.int64) * (WORLD * ROWS * SIZE)
+    if SHARED:
+        if owner != RANK:
+            send(owner_cells + RANK * ROWS * SIZE + place, numbers, inside)
+    else:
+        for index in tl.static_range(WORLD - 1):
+            send(memories[index] + RANK * ROWS * SIZE + place, numbers, inside)
     if weight_ptr is not None:
         residual = load_fp32(residual_ptr + row * residual_stride + columns, inside)
-    total = _add_words(
-        words, cells_ptr + place, tag, is_word, watch_ptr, stride, partial_ptr.dtype.element_ty, 0, WORLD, RANK
-    )
-    tl.store(tags_ptr + row, tag)
-    if bias_ptr is not None:
-        total += bias
-    delta = total.to(summed_ptr.dtype.element_ty)
+    if SHARED:
+        if owner == RANK:
+            delta = _add_sent(numbers, received + place, bias, inside, watch_ptr, ROWS * SIZE, dtype, RANK, WORLD)
+            for index in tl.static_range(WORLD - 1):
+                send(memories[index] + row * SIZE + columns, delta, inside)
+        else:
+            delta = receive(sums + row * SIZE + columns, inside, watch_ptr, owner)
+    else:
+        delta = _add_sent(numbers, received + place, bias, inside, watch_ptr, ROWS * SIZE, dtype, RANK, WORLD)
+    tl.store(counts_ptr + row, count)
     if weight_ptr is None:
         tl.store(out_ptr + row * summed_stride + columns, delta, mask=inside)
     else:
-        summed = (residual + delta.to(tl.float32)).to(summed_ptr.dtype.element_ty)
+        summed = (residual + delta.to(tl.float32)).to(dtype)
         tl.store(summed_ptr + row * summed_stride + columns, summed, mask=inside)
         x = summed.to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)

@@ -1,7 +1,7 @@
 """Brings the vocabulary parts of all ranks' logits together on every rank, in the order of the ranks.
 
-Numbers are only moved, 4 bytes at a time, whatever they are. Few of them are sent with tags, as few rows of a sum are
-(all_reduce.py); more take several calls.
+Floats are only moved, 4 bytes at a time. Few of them are sent as few rows of a sum are (all_reduce.py), in two slots in
+turn; more take several calls.
 Letters: T rows, C columns of a rank, N ranks.
 """
 
@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.collectives.all_reduce import WORD
-from slipstream.kernels.collectives.peers import Peers, receive_words, send_words, start_of
+from slipstream.kernels.collectives.peers import Peers, receive, send, start_of
 from slipstream.kernels.launch import pdl_options, wait_for_inputs
 
 TILE = 2048  # words that a program sends at once
@@ -31,13 +30,13 @@ class Gather:
         """max_words: most words of 4 bytes that a rank sends at once."""
         self.peers = peers
         self.max_tiles = triton.cdiv(max_words, TILE)
-        self.cells = peers.take(2 * peers.world * self.max_tiles * TILE * WORD)
-        self.tags = peers.counters(self.max_tiles)
+        self.cells = peers.take(2 * peers.world * self.max_tiles * TILE * 4)
+        self.counts = peers.counters(self.max_tiles)
 
     @staticmethod
     def num_bytes(world: int, max_words: int) -> int:
         """Returns what an object takes of its peers' memory, at most."""
-        return 2 * world * triton.cdiv(max_words, TILE) * TILE * WORD + 256
+        return 2 * world * triton.cdiv(max_words, TILE) * TILE * 4 + 256
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (T, C), this rank's columns -> (T, N * C). Raises ValueError for rows longer than the shared memory."""
@@ -63,7 +62,7 @@ class Gather:
         out = torch.empty(num_rows, peers.world * num_words, dtype=words.dtype, device=words.device)
         if tiles:
             gather_kernel[(min(tiles, PROGRAMS),)](
-                words, out, peers.addresses, self.cells, self.tags, peers.watch.words, tiles, num_words,
+                words, out, peers.addresses, self.cells, self.counts, peers.watch.words, tiles, num_words,
                 TILE=TILE, TILES=self.max_tiles, RANK=peers.rank, WORLD=peers.world, num_warps=8,
                 **pdl_options(words.device),
             )  # fmt: skip
@@ -72,7 +71,7 @@ class Gather:
 
 @triton.jit(do_not_specialize=["tiles"])
 def gather_kernel(
-    words_ptr, out_ptr, addresses_ptr, start, tags_ptr, watch_ptr, tiles, num_words,
+    words_ptr, out_ptr, addresses_ptr, start, counts_ptr, watch_ptr, tiles, num_words,
     TILE: tl.constexpr, TILES: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Every so many tiles, parts of a row: all are sent before the first is waited for."""
@@ -82,25 +81,25 @@ def gather_kernel(
     stride = TILES * TILE
     slot = WORLD * TILES * TILE
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tag = tl.load(tags_ptr + tile) + 1
+        count = tl.load(counts_ptr + tile) + 1
         columns = tile % blocks * TILE + lanes
         inside = columns < num_words
         row = (tile // blocks).to(tl.int64)
         words = tl.load(words_ptr + row * num_words + columns, mask=inside, other=0)
-        place = (tag & 1).to(tl.int64) * slot + RANK * stride + tile * TILE + lanes
+        place = (count & 1).to(tl.int64) * slot + RANK * stride + tile * TILE + lanes
         for offset in tl.static_range(1, WORLD):
-            cells = start_of(addresses_ptr, (RANK + offset) % WORLD, start, tl.int64)
-            send_words(cells + place, words, tag, inside)
+            cells = start_of(addresses_ptr, (RANK + offset) % WORLD, start, tl.int32)
+            send(cells + place, words, inside)
         tl.store(out_ptr + row * WORLD * num_words + RANK * num_words + columns, words, mask=inside)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tag = tl.load(tags_ptr + tile) + 1
+        count = tl.load(counts_ptr + tile) + 1
         columns = tile % blocks * TILE + lanes
         inside = columns < num_words
         row = (tile // blocks).to(tl.int64)
-        place = (tag & 1).to(tl.int64) * slot + tile * TILE + lanes
+        place = (count & 1).to(tl.int64) * slot + tile * TILE + lanes
         for offset in tl.static_range(1, WORLD):
             peer = (RANK + offset) % WORLD
-            cells = start_of(addresses_ptr, RANK, start, tl.int64) + place + peer * stride
-            words = receive_words(cells, tag, inside, watch_ptr, peer)
+            cells = start_of(addresses_ptr, RANK, start, tl.int32) + place + peer * stride
+            words = receive(cells, inside, watch_ptr, peer)
             tl.store(out_ptr + row * WORLD * num_words + peer * num_words + columns, words, mask=inside)
-        tl.store(tags_ptr + tile, tag)
+        tl.store(counts_ptr + tile, count)

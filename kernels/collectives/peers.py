@@ -1,7 +1,9 @@
 """Memory that the ranks of one machine share: each rank has a part, and kernels of all ranks read and write all parts.
 
-Nothing here is reset between calls. What a kernel sends carries the number of its call (a tag), which it counts in
-memory of its own device, so that a captured graph may be replayed; a receiver waits for the tag of its own call.
+Numbers are sent without flags (Lamport's way): a receiver waits until no cell is empty, and empties it for a later
+call. Each number is stored at once; that 16 bytes are, or arrive in order, no model of memory says (PTX ISA, "Vector
+Data-types"; NCCL's LL counts on 8). Calls are counted in memory of their own device, so that a captured graph may be
+replayed; a flag carries the count of its call, a tag.
 A receiver that waits too long, or is told to stop, says so in memory of the host, and later calls do not wait at all:
 their results are wrong, and whoever reads them asks `Peers.lost` first.
 """
@@ -146,31 +148,34 @@ def _is_over(start_time, lanes, watch_ptr, peer):
 
 
 @triton.jit
-def send_words(cells, words, tag, inside):
-    """Stores words (n,) int32 at `cells`, pointers to int64 in a peer's memory, each with the tag: 8 bytes arrive at
-    once, so a word is there when its tag is."""
-    packed = (words.to(tl.int64) & 0xFFFFFFFF) | (tag.to(tl.int64) << 32)
-    tl.store(cells, packed, mask=inside)
+def send(cells, numbers, inside):
+    """Stores numbers (n,) at `cells`, pointers to their dtype in a peer's memory, inverted: a cell of 0 is empty. So
+    one NaN, all of whose bits are 1, is sent as another one."""
+    INTEGER: tl.constexpr = tl.int32 if cells.dtype.element_ty.primitive_bitwidth == 32 else tl.int16
+    bits = ~numbers.to(INTEGER, bitcast=True)
+    tl.store(cells.to(tl.pointer_type(INTEGER)), tl.where(bits == 0, 1, bits), mask=inside)
 
 
 @triton.jit
-def receive_words(cells, tag, inside, watch_ptr, peer):
-    """Waits until all of `cells` inside, pointers to int64 in this rank's memory, have the tag; words (n,) int32."""
-    missing = tag.to(tl.int64) << 32
+def receive(cells, inside, watch_ptr, peer):
+    """Waits until none of `cells` inside, pointers in this rank's memory, is empty, and empties them; numbers (n,), 0
+    outside."""
+    INTEGER: tl.constexpr = tl.int32 if cells.dtype.element_ty.primitive_bitwidth == 32 else tl.int16
+    places = cells.to(tl.pointer_type(INTEGER))
     failed = tl.load(watch_ptr + FAILED)
-    packed = tl.load(cells, mask=inside, other=missing, volatile=True)
-    is_missing = ((packed >> 32).to(tl.int32) != tag) & (failed == 0)
-    waits = tl.max(is_missing.to(tl.int32), axis=0)
+    bits = tl.load(places, mask=inside, other=-1, volatile=True)
+    waits = tl.max(((bits == 0) & (failed == 0)).to(tl.int32), axis=0)
     polls = waits * 0
-    start_time = tag.to(tl.int64) * 0
+    start_time = failed * 0
     while waits > 0:
-        packed = tl.load(cells, mask=inside, other=missing, volatile=True)
-        waits = tl.max(((packed >> 32).to(tl.int32) != tag).to(tl.int32), axis=0)
+        bits = tl.load(places, mask=inside, other=-1, volatile=True)
+        waits = tl.max((bits == 0).to(tl.int32), axis=0)
         polls += 1
         if polls % POLLS == 0:
-            is_over, start_time = _is_over(start_time, packed.to(tl.int32), watch_ptr, peer)
+            is_over, start_time = _is_over(start_time, bits.to(tl.int32), watch_ptr, peer)
             waits = tl.where(is_over, 0, waits)
-    return packed.to(tl.int32)
+    tl.store(places, tl.zeros_like(bits), mask=inside)
+    return (~bits).to(cells.dtype.element_ty, bitcast=True)
 
 
 @triton.jit

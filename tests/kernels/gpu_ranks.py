@@ -31,7 +31,7 @@ from slipstream.kernels.gemm.int4_weight import Int4Weight, num_pairs, num_words
 from slipstream.kernels.gemm.leaves import LEAVES, leaves_of_rank
 from slipstream.kernels.norm import add_rms_norm
 
-BYTES = 512 << 20
+BYTES = 1 << 30
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 ROWS = (1, 2, 3, 8, 33, 64, 65, 128, 300)
 MOST_ROWS = 512
@@ -168,7 +168,7 @@ def replays(ranks: Ranks) -> str:
     reduce = AllReduce(ranks.peers, size, MOST_ROWS)
     gather = Gather(ranks.peers, 1 << 16)
     weight = random(size, seed=1, dtype=torch.bfloat16)
-    calls = (1, 8, 64, 3, 128, 8, 66, 1)
+    calls = (1, 8, 64, 3, 128, 8, 300, 66, 1)
     partials = [random(ranks.world, rows, size, seed=index) for index, rows in enumerate(calls)]
     residuals = [random(rows, size, seed=50 + rows, dtype=torch.bfloat16) for rows in calls]
 
@@ -216,12 +216,12 @@ def lost(ranks: Ranks) -> str:
     """A rank that stays away is named within the limit, later calls do not wait, and a wait can be stopped."""
     reduce = AllReduce(ranks.peers, 4096, MOST_ROWS)
     gather = Gather(ranks.peers, 1 << 16)
-    partial = random(8, 4096, seed=0)
-    many = random(100, 4096, seed=0)
+    partial, shared, many = (random(rows, 4096, seed=0) for rows in (8, 100, 300))
 
     def run() -> None:
         for _ in range(8):
             reduce.add(partial, torch.bfloat16)
+            reduce.add(shared, torch.bfloat16)
             reduce.add(many, torch.bfloat16)
             gather(partial)
 

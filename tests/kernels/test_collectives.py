@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -70,9 +71,72 @@ def test_all_ranks_get_the_sum_in_tree_order(world: int, dtype: torch.dtype) -> 
 
 
 @NO_INTERPRETER
+@pytest.mark.parametrize(
+    ("world", "dtype"), [*((world, torch.float32) for world in (2, 3, 4, 8)), (2, torch.bfloat16), (3, torch.float16)]
+)
+def test_rows_of_all_numbers_take_turns(world: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows in one kernel that sends all to all, up to five by shares, and more in two kernels; ranks lag in turn,
+    and sums have 16 bits and 32 in the same cells."""
+    monkeypatch.setattr(all_reduce, "FEW_ROWS", dtype.itemsize // 2)
+    monkeypatch.setattr(all_reduce, "SHARED_ROWS", 5 * dtype.itemsize // 4)
+    calls = [3, 5, 1, 4, 4, 2, 3, 8, 5, 5, 1, 3]
+    weight = random(SIZE, seed=1).half()
+
+    def dtype_of(index: int) -> torch.dtype:
+        return torch.float32 if index % 3 else torch.float16
+
+    def run(peers: Peers) -> list[Tensor]:
+        reduce = AllReduce(peers, SIZE, 8, dtype)
+        outputs = []
+        for index, rows in enumerate(calls):
+            if index % world == peers.rank:
+                time.sleep(0.05)
+            partial = random(world, rows, SIZE, seed=index)[peers.rank].to(dtype)
+            residual = random(rows, SIZE, seed=100 + index).to(dtype_of(index))
+            bias = weight if index % 2 else None
+            outputs.append(reduce.add(partial, dtype_of(index), bias))
+            outputs += reduce.add_and_norm(partial, Norm(residual, weight, 1e-5), bias)
+        return outputs
+
+    results = run_ranks(world, AllReduce.num_bytes(world, SIZE, 8), run)
+    for index, rows in enumerate(calls):
+        partials = random(world, rows, SIZE, seed=index).to(dtype)
+        residual = random(rows, SIZE, seed=100 + index).to(dtype_of(index))
+        expected = add_ranks(partials, dtype_of(index), weight if index % 2 else None)
+        normed, summed = add_rms_norm(residual, expected, weight, 1e-5)
+        for outputs in results:
+            total, own_normed, own_summed = outputs[3 * index : 3 * index + 3]
+            assert torch.equal(total, expected)
+            assert torch.equal(own_summed, summed)
+            torch.testing.assert_close(own_normed, normed.to(own_normed.dtype))
+            assert torch.equal(own_normed, results[0][3 * index + 1])
+
+
+@NO_INTERPRETER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_that_are_none_are_sent(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros of both signs, infinities, and NaN of all bits, which is an empty cell inverted."""
+    monkeypatch.setattr(all_reduce, "FEW_ROWS", dtype.itemsize // 4)
+    integer = torch.int32 if dtype == torch.float32 else torch.int16
+    nan = torch.tensor([-1], dtype=integer).view(dtype)
+    special = torch.cat([torch.tensor([0.0, -0.0, torch.inf, -torch.inf], dtype=dtype), nan]).repeat(3, 8)
+
+    def run(peers: Peers) -> list[Tensor]:
+        reduce = AllReduce(peers, 40, 8, dtype)
+        return [reduce.add(special[:rows], dtype) for rows in (1, 3, 2, 1, 3)]
+
+    for outputs in run_ranks(2, AllReduce.num_bytes(2, 40, 8), run):
+        for rows, output in zip((1, 3, 2, 1, 3), outputs, strict=True):
+            expected = add_ranks(torch.stack([special[:rows]] * 2), dtype)
+            torch.testing.assert_close(output, expected, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(output.signbit()[:, :4], expected.signbit()[:, :4])
+
+
+@NO_INTERPRETER
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.float32), (2, torch.bfloat16)])
 def test_many_rows_are_shared_out(world: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduce, "FEW_ROWS", dtype.itemsize // 2)
+    monkeypatch.setattr(all_reduce, "FEW_ROWS", dtype.itemsize // 4)
+    monkeypatch.setattr(all_reduce, "SHARED_ROWS", dtype.itemsize // 2)
     weight = random(SIZE, seed=1).half()
 
     def run(peers: Peers) -> list[Tensor]:
@@ -114,9 +178,10 @@ def reduce_and_norm(reduce: AllReduce, partial: Tensor, residual: Tensor, weight
 
 
 @NO_INTERPRETER
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 5])
 def test_a_peer_that_leaves_is_named(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_reduce, "FEW_ROWS", 2)
+    monkeypatch.setattr(all_reduce, "SHARED_ROWS", 4)
 
     def run(peers: Peers) -> list[Tensor]:
         reduce = AllReduce(peers, SIZE, 8)
