@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from tqdm import tqdm
@@ -27,6 +26,7 @@ from slipstream.data_tools.verb_options import AdaptConfig
 from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.checkpoint import named_target, resolve
 from slipstream.models.files.outputs import CHECKPOINT, check_output_folder
+from slipstream.models.files.scratch import ScratchFolder
 from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import provenance
 from slipstream.train.continuation import LENGTH, LOSS, MOST_PASSES, PAST, Continuation
@@ -81,7 +81,7 @@ def adapt(config: AdaptConfig) -> None:
 
 def load_data(config: AdaptConfig) -> Mixture:
     """The logs, and old data with its share. The logs' rows are not on disk any more, but where memory maps them."""
-    with TemporaryDirectory(prefix="slipstream-adapt-") as folder:
+    with ScratchFolder("adapt") as folder:
         log = Path(folder) / "log"
         digest = prepare_logs(config, log)
         old_tokens = sum(num_tokens(Path(data)) for data in config.old)

@@ -10,7 +10,6 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,6 +18,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from slipstream.models.files.scratch import ScratchFolder
 from slipstream.models.files.text import read_key
 from slipstream.models.states.address import Address
 from slipstream.models.states.client import StateClient, StateFacts, StateRequest
@@ -104,7 +104,7 @@ class Engines:
         if not options.is_used:
             yield None
             return
-        with tempfile.TemporaryDirectory(prefix="slipstream-states-", ignore_cleanup_errors=True) as folder:
+        with ScratchFolder("states") as folder:
             process = None
             if not options.endpoint and accelerator.is_local_main_process:
                 path = str(Path(folder) / "engine")

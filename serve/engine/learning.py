@@ -13,7 +13,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.files.learning import LearnJob, Line, Offer, Outcome, ServedText, Verdict
+from slipstream.models.files.scratch import ScratchFolder
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import read_plan
 from slipstream.serve.engine.scheduler import Sequence
@@ -78,7 +78,7 @@ class Learner:
     def __init__(
         self, engine: Engine, config: EngineConfig, options: LearnOptions, offer: Callable[[Offer], None]
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-learn-", ignore_cleanup_errors=True)
+        self._folder = ScratchFolder("learn")
         _, target = find_target(config)
         folder = self._folder.name
         self._job = LearnJob(

@@ -14,7 +14,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import timeit
@@ -32,6 +31,7 @@ import torch
 from slipstream.kernels.collectives.join import join_ranks
 from slipstream.kernels.collectives.ranks import Norm, Ranks
 from slipstream.models.files.cost_tables import CostTables
+from slipstream.models.files.scratch import ScratchFolder
 from slipstream.models.layers.linear import Head, Linear
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.drafters.base import DraftWeights
@@ -123,7 +123,7 @@ class Team:
         self._is_closed = False
         self._digests: dict[int, int] = {}  # of rank 0's tokens, by number of the step
         self._device = device
-        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True)
+        self._folder = ScratchFolder("ranks")
         self._file = str(Path(self._folder.name) / "ranks")
         if device.type == "cuda":
             torch.cuda.set_device(0)
