@@ -3,18 +3,20 @@
     slipstream adapt --from-log chat.jsonl code.jsonl --old runs/data --draft runs/draft/best --output runs/adapted
 
 A row's `category`, else the name of its file, is its category, of which every HELD_OUT-th row is held out.
-Invariant: a draft that would be accepted more than LOSS shorter in an old category is not written.
+Invariant: a draft that would be accepted more than LOSS shorter in an old category is not written. An interrupted run
+leaves step-N in the output, from which the same command goes on, and which the adapted draft replaces.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from slipstream.config import run
 from slipstream.data_tools.dataset import Conversation, read_report, write_dataset
@@ -23,16 +25,24 @@ from slipstream.data_tools.rows import read_rows
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.data_tools.tokenization import CategoryTokenizer, tokenize_rows
 from slipstream.data_tools.verb_options import AdaptConfig
-from slipstream.models.files.atomic import atomic_folder
-from slipstream.models.files.checkpoint import named_target, resolve
-from slipstream.models.files.outputs import CHECKPOINT, check_output_folder
+from slipstream.models.files.atomic import FolderLock, atomic_folder, remove_folder
+from slipstream.models.files.checkpoint import (
+    checkpoint_fingerprint,
+    named_target,
+    read_json,
+    resolve,
+    weights_fingerprint,
+)
+from slipstream.models.files.outputs import CHECKPOINT, STEP, FolderKind, check_output_folder, step_folders
 from slipstream.models.files.scratch import ScratchFolder
 from slipstream.train.batches import PackedRows
-from slipstream.train.checkpoints import provenance
-from slipstream.train.continuation import LENGTH, LOSS, MOST_PASSES, PAST, Continuation
+from slipstream.train.checkpoints import check_run_folder, provenance
+from slipstream.train.continuation import LENGTH, LOSS, MOST_PASSES, PAST, Continuation, train_steps
 from slipstream.train.mixture import Mixture
 from slipstream.train.options import OptimOptions
 
+INTERRUPTED = FolderKind("a run of adapt that was interrupted", (), STEP.below(r"step-\d+"))
+WRITTEN = replace(CHECKPOINT, patterns=(*CHECKPOINT.patterns, *INTERRUPTED.patterns))
 HELD_OUT = 8
 MOST_HELD_OUT = 100  # rows of a category
 OLD = "old data"
@@ -49,21 +59,42 @@ class Change:
 
 
 def adapt(config: AdaptConfig) -> None:
+    output = Path(config.output)
+    is_written = (output / "run.json").is_file()
+    if is_written and not config.overwrite and read_json(output / "run.json").get("options") == options_of(config):
+        print(f"{output}: written before, by the same options; --overwrite trains again")
+        return
     inputs = {"from_log": config.from_log, "old": config.old, "draft": (config.draft,)}
-    check_output_folder(config.output, CHECKPOINT, inputs, overwrite=config.overwrite)
+    kind = WRITTEN if is_written else INTERRUPTED
+    check_output_folder(config.output, kind, inputs, overwrite=config.overwrite or not is_written)
+    check_run_folder(output)
+    with FolderLock(output, replaced=True) as lock:
+        train(config, kind, lock)
+
+
+def train(config: AdaptConfig, kind: FolderKind, lock: FolderLock) -> None:
+    """`kind`: what the output may hold."""
+    output = Path(config.output)
     target = config.target or named_target(resolve(config.draft))
     mixture = load_data(replace(config, target=target))
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     optim = OptimOptions(epochs=config.epochs)
     trust = config.trust_remote_code
     continuation = Continuation(target, config.draft, device, optim, trust_remote_code=trust, last_layers=None)
+    origin = provenance(mixture.data_hash)
+    identity = {
+        "epochs": config.epochs,
+        "draft": checkpoint_fingerprint(resolve(config.draft)),
+        "target": weights_fingerprint(resolve(target)),
+        "rows of from_log and old": mixture.data_hash,
+    }
+    checkpoints = continuation.resume(output, identity, origin, lock)
     data = continuation.options.data
     heldout = mixture.heldout_rows(data, max(len(mixture.folders[0].splits["heldout"]), MOST_HELD_OUT))
     old = name_categories(heldout)
     loop = continuation.loop_over(mixture.train_rows(data), heldout)
     before = continuation.lengths(loop, continuation.best)
-    for _ in tqdm(range(loop.num_steps), desc="adapt", unit="step"):
-        loop.train_step(False)
+    train_steps(loop, checkpoints)
     weights = continuation.new_weights()
     after = continuation.lengths(loop, weights)
     counts = heldout.category_counts()
@@ -72,11 +103,19 @@ def adapt(config: AdaptConfig) -> None:
     worse = [name for name in old & counts.keys() if after[name] < (1 - LOSS) * before[name]]
     if worse:
         print(f"{', '.join(worse)}: more than {LOSS:.0%} shorter; nothing is written. Lower --epochs, or add old data")
+        for step in step_folders(output):
+            if not STEP.foreign(step):
+                remove_folder(step)
         raise SystemExit(WORSE)
     lengths = {name: [change.before, change.after] for name, change in changes.items()}
-    with atomic_folder(Path(config.output), CHECKPOINT.check) as new:
-        continuation.write(weights, new, {**provenance(mixture.data_hash), "accept_lengths": lengths})
+    with atomic_folder(output, kind.check) as new:
+        continuation.write(weights, new, {**origin, "options": options_of(config), "accept_lengths": lengths})
     print(f"{config.output}: written")
+
+
+def options_of(config: AdaptConfig) -> dict[str, Any]:
+    """The options as they read back from run.json."""
+    return dict(json.loads(json.dumps(asdict(replace(config, overwrite=False)))))
 
 
 def load_data(config: AdaptConfig) -> Mixture:

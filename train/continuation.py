@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from tqdm import tqdm
 
 from slipstream.models.drafts.source import drafter_of
+from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import read_json, resolve
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.train.batches import PackedRows
-from slipstream.train.checkpoints import Progress
+from slipstream.train.checkpoints import Checkpoints, Options, Progress
+from slipstream.train.interrupts import Interrupt
 from slipstream.train.loop import Loop, dtype_of_weights
 from slipstream.train.optim import build_optimizers
 from slipstream.train.options import DataOptions, EvaluationOptions, OptimOptions
@@ -87,6 +90,15 @@ class Continuation:
         self.progress = Progress(first_length=optim.steps or optim.epochs)
         self.best = self.weights()
 
+    def resume(self, output: Path, identity: Options, run: Options, lock: FolderLock) -> Checkpoints:
+        """Goes on from the newest checkpoint in `output`, if there is one; `best` stays. Returns those to come."""
+        write = self.training.write
+        checkpoints = Checkpoints(self.accelerator, self.model, output, 1, identity, {}, run, write, lock)
+        length = self.progress.first_length
+        self.progress = checkpoints.resume()
+        self.progress.first_length = self.progress.first_length or length
+        return checkpoints
+
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in self.training.state_dict().items()}
 
@@ -129,6 +141,21 @@ class Continuation:
     def write(self, weights: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
         """Writes a servable checkpoint, whose run.json says from which draft it goes on, into an existing folder."""
         self.training.write(weights, folder, {**self.lineage, "step": self.progress.step, **run})
+
+
+def train_steps(loop: Loop, checkpoints: Checkpoints) -> None:
+    """Trains to the last step; at SIGINT, SIGTERM or SIGHUP saves after the step at hand and exits with status 130."""
+    progress = loop.progress
+    stopped = False
+    with Interrupt() as interrupt, tqdm(total=loop.num_steps, initial=progress.step, unit="step") as bar:
+        while not loop.is_done and not stopped:
+            _, stopped = loop.train_step(interrupt.received)
+            if loop.is_done or stopped or progress.step % loop.options.checkpoint.every == 0:
+                checkpoints.save_step(progress)
+            bar.update()
+    if not loop.is_done:
+        print(f"stopped; step {progress.step} of {loop.num_steps} is saved, the same command continues")
+        raise SystemExit(130)
 
 
 def origin_of(folder: Path, name: str) -> str:

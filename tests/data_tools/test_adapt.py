@@ -1,6 +1,8 @@
 """Drafts that go on with logged answers: what is held out, what is kept of old text, and when nothing is written."""
 
 import json
+import os
+import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,8 @@ from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.serve.engine_runs import build_engine, run
 from slipstream.tests.sources import ROOT, TINY
 from slipstream.train import continuation
+from slipstream.train.continuation import Continuation
+from slipstream.train.loop import Loop
 
 DRAFT = ROOT / "tests" / "assets" / "eagle3"
 
@@ -74,6 +78,52 @@ def test_a_draft_goes_on_with_logged_answers(
         assert before == pytest.approx(lengths[name][1], abs=0.05), "weights are rounded to 16 bits"
 
 
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM ends it in its second step, and Ctrl-C once it is trained: what is written is the same, bit for bit.
+    Other options are refused, and a written draft is left alone by the command that wrote it."""
+    monkeypatch.setattr(adapt_module, "LOSS", 1.0)
+    train_step = Loop.train_step
+    lengths = Continuation.lengths
+    adapt(config(folder, tmp_path / "whole", epochs=4))
+    output = tmp_path / "adapted"
+
+    def end_in_second(loop: Loop, interrupted: bool) -> Any:
+        if loop.progress.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(loop, interrupted)
+
+    def end_last(self: Continuation, loop: Loop, weights: Any) -> Any:
+        if loop.is_done:
+            raise KeyboardInterrupt
+        return lengths(self, loop, weights)
+
+    monkeypatch.setattr(Loop, "train_step", end_in_second)
+    with pytest.raises(SystemExit) as ended:
+        adapt(config(folder, output, epochs=4))
+    monkeypatch.setattr(Loop, "train_step", train_step)
+    assert ended.value.code == 130
+    assert [path.name for path in output.iterdir()] == ["step-3"]
+    with pytest.raises(ValueError, match="epochs is 5, but the run in .*step-3 has 4; pass the saved value"):
+        adapt(config(folder, output, epochs=5))
+    monkeypatch.setattr(Continuation, "lengths", end_last)
+    with pytest.raises(KeyboardInterrupt):
+        adapt(config(folder, output, epochs=4))
+    monkeypatch.setattr(Continuation, "lengths", lengths)
+    adapt(config(folder, output, epochs=4))
+    assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors", "run.json"}
+    for name in ("config.json", "model.safetensors"):
+        assert (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    monkeypatch.setattr(adapt_module, "train", None)
+    capsys.readouterr()
+    adapt(config(folder, output, epochs=4))
+    assert "written before, by the same options" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="exists; name another folder or add --overwrite"):
+        adapt(config(folder, output, epochs=5))
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_nothing_is_written_where_old_text_is_forgotten(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,7 +132,7 @@ def test_nothing_is_written_where_old_text_is_forgotten(
     with pytest.raises(SystemExit) as ended:
         adapt(config(folder, output, epochs=1))
     assert ended.value.code == adapt_module.WORSE
-    assert not output.exists()
+    assert not list(tmp_path.iterdir())
     assert "old data: more than" in capsys.readouterr().out
 
 
