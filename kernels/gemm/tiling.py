@@ -55,7 +55,8 @@ def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_ro
     """
     if gated:
         if num_rows > 64:
-            return Tiling(outputs=128, depth=64, split=1, warps=8)
+            outputs, stages = (64, 6) if triton.cdiv(num_outputs, 64) <= PROGRAMS else (128, 4)
+            return Tiling(outputs=outputs, depth=64, split=1, stages=stages, warps=8)
         stages = 4 if num_rows <= 32 else 3
         if triton.cdiv(num_outputs, 64) > 3 * PROGRAMS:
             stages = 5 if num_rows <= 16 else 4

@@ -99,10 +99,11 @@ class Linear(nn.Linear):
         return multiply(input, self.weight, self.bias)
 
     def added(self, x: Tensor) -> Tensor | RankSum:
-        """self(x), of the inputs of all ranks where these share them: of rows (T, I) a sum that is to be added."""
+        """self(x), of the inputs of all ranks where these share them: of rows (T, I), plain or quantised, a sum that is
+        to be added."""
         if self.ranks is None:
             return self(x)
-        if x.dim() == 2:
+        if not isinstance(x, Tensor) or x.dim() == 2:
             return RankSum(self.partial(x), x.dtype, self.ranks)
         return self.ranks.add(self.partial(x), x.dtype)
 

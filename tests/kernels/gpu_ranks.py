@@ -163,7 +163,7 @@ def quantised(ranks: Ranks) -> str:
 
 
 def replays(ranks: Ranks) -> str:
-    """Every one of 1,000 replays of a graph with sums of several sizes gives the reference's bits."""
+    """Every replay of a graph with sums of several sizes gives the reference's bits."""
     size = 4096
     reduce = AllReduce(ranks.peers, size, MOST_ROWS)
     gather = Gather(ranks.peers, 1 << 16)
@@ -201,15 +201,16 @@ def replays(ranks: Ranks) -> str:
             wrong += (output != expected).sum()
         for partial in partials:
             partial.copy_(partial.roll(1, -1) * 1.0001)
-    for number in range(1000):
+    count = 1000 if torch.cuda.device_count() >= ranks.world else 100  # ranks that share a GPU take turns
+    for number in range(count):
         graph.replay()
         if number % 7 == ranks.rank:
             torch.cuda._sleep(200_000)  # ranks take turns in being late
         check_graph.replay()
     torch.cuda.synchronize()
-    expect(wrong.item() == 0, f"{wrong.item()} numbers of 1,000 replays are wrong")
+    expect(wrong.item() == 0, f"{wrong.item()} numbers of {count} replays are wrong")
     expect(ranks.peers.lost == [], f"lost {ranks.peers.lost}")
-    return f"1,000 replays of {len(calls)} sums and gathers: no bit differs"
+    return f"{count} replays of {len(calls)} sums and gathers: no bit differs"
 
 
 def lost(ranks: Ranks) -> str:

@@ -156,8 +156,9 @@ def quantized_experts(kind: str, shape: tuple[int, int, int, int], device: str) 
     down, wide_down = quantized_matrix(kind, size, intermediate, experts, device)
     if kind != "mxfp4":
         return ExpertWeights(gate_up, down), ExpertWeights(wide_gate_up, wide_down)
-    gate_up_bias = torch.randn(experts, 2 * intermediate, device=device)
-    down_bias = torch.randn(experts, size, device=device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    gate_up_bias = torch.randn(experts, 2 * intermediate, device=device).to(dtype)
+    down_bias = torch.randn(experts, size, device=device).to(dtype)
     clamped = Clamped(1.702, 1.5)
     return (
         ExpertWeights(gate_up, down, gate_up_bias, down_bias, clamped),

@@ -15,14 +15,15 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 from slipstream.kernels.collectives.ranks import Ranks, RankSum
 from slipstream.kernels.collectives.tree import add_along_tree
 from slipstream.kernels.gemm.fixed_order import FixedOrder
-from slipstream.kernels.gemm.fp8 import quantize_weight
+from slipstream.kernels.gemm.fp8 import FEW_GATED_ROWS, quantize_weight
 from slipstream.models.files.checkpoint import read_tensors
 from slipstream.models.layers.formats.fp8 import FP8Format, FP8Linear
 from slipstream.models.layers.linear import Head, Linear, cut_sums
+from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.layers.moe import Experts, MixtureOfExperts
 from slipstream.models.layers.norm import RMSNorm, add_delta
 from slipstream.models.targets import decoder
-from slipstream.models.targets.config import DeltaNetSpec, MoESpec, TargetSpec
+from slipstream.models.targets.config import DeltaNetSpec, MLPSpec, MoESpec, TargetSpec
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
@@ -627,6 +628,39 @@ def test_sums_of_ranks_wait_for_the_next_norm() -> None:
     assert torch.equal(add_delta(residual, delta), residual + layer(x))
     assert torch.equal(norm.branch(delta).x, layer(x))
     assert isinstance(layer.added(x[None]), Tensor)
+
+
+@pytest.mark.parametrize("rows", [3, FEW_GATED_ROWS + 1])
+def test_fp8_mlps_of_ranks_add_up_to_one(rows: int) -> None:
+    """Also where the activation's kernel quantises for the projection behind it."""
+    torch.manual_seed(0)
+    weights = [torch.randn(256, 128), torch.randn(256, 128), torch.randn(128, 256)]
+    gates, ups, downs = (quantize_weight(weight)[0] for weight in weights)
+    scales = torch.tensor([[0.5, 2.0]])  # of two blocks of 128 channels
+
+    def mlp(rank: int, world: int) -> nn.Module:
+        part = slice(256 * rank // world, 256 * (rank + 1) // world)
+        network = GatedMLP(128, MLPSpec(intermediate_size=256 // world))
+        for name, codes in (("gate_up_proj", torch.cat([gates[part], ups[part]])), ("down_proj", downs[:, part])):
+            layer = FP8Format("block").layer(cast(Linear, network.get_submodule(name)), [], {})
+            block_scales = scales[:, part.start // 128 : part.stop // 128]
+            if name == "gate_up_proj":
+                block_scales = torch.cat([block_scales, block_scales + 1], 1).t()
+            layer.load_part(None, {"weight": codes, "weight_scale": block_scales})
+            setattr(network, name, layer)
+        cast(Any, network.gate_up_proj).quantize = cast(Any, network.down_proj).input_scaling()
+        return network
+
+    x = torch.randn(rows, 128)
+    partials = []
+    for rank in range(2):
+        half = cast(GatedMLP, mlp(rank, 2))
+        half.join(Pretended(rank, 2))
+        delta = half(x)
+        assert isinstance(delta, RankSum)
+        partials.append(delta.partial)
+    expected = mlp(0, 1)(x)
+    torch.testing.assert_close(partials[0] + partials[1], expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
 def test_fp8_layers_scale_the_leaves_of_shared_inputs() -> None:
