@@ -310,6 +310,10 @@ class Engine:
         if self._record_path is not None:
             load_record(self._record_path, self.planner.alarm)
 
+    def load_grammars(self) -> None:
+        """Loads what the first grammar would hold up other requests with."""
+        self._grammars.load()
+
     def watch(self, report: Callable[[str], None]) -> None:
         """Calls `report` with a sentence, from another thread, if the engine cannot go on, be it idle or in a step."""
         if self.team is not None:

@@ -151,6 +151,7 @@ def build_engine(config: EngineConfig) -> EngineLike:
         config = with_states(config)
     engine = build.build_engine(config)
     engine.keep_record()
+    engine.load_grammars()
     return engine
 
 
@@ -159,6 +160,8 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
     inbox: Inbox = SimpleQueue()
     pipe = Pipe(end)
     if make_engine is build_engine:
+        import xgrammar  # noqa: F401  for `load_grammars`
+
         import slipstream.serve.engine.build  # noqa: F401  which takes seconds, while the server reads its options
     try:
         config = pipe.receive()

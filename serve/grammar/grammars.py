@@ -2,7 +2,7 @@
 
 `translate` reads a grammar once for all. A server does so in a process that it can kill, where it tries to compile each
 grammar (serve/grammar/trials.py). `Grammars` belongs to an engine and compiles on threads of its own, without Python's
-lock. xgrammar is loaded with the first grammar.
+lock. xgrammar is loaded with the first grammar, or by `Grammars.load`.
 Letters: N nodes of a proposal, root included; V vocabulary.
 """
 
@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate, pairwise, takewhile
@@ -42,7 +42,7 @@ MOST_CHANGE = 4.0  # of the time of masks on threads, whose parts are not measur
 # CPU time that a token of an answer may take, and the mask after it: all requests wait for it. Grammars of common use
 # take a tenth. Drafted tokens end no answer, which may go on without a draft: they are only given up.
 MOST_SECONDS = 0.25
-STEP_SECONDS = 0.25  # of the masks of a step, after which further requests wait for the next one
+STEP_SECONDS = 0.05  # that a step waits for masks; requests without one by then resume in a later step
 DRAFT_SECONDS = 0.1  # CPU time after which a step looks at no further drafted token of a request
 CHEAP_SECONDS = 0.002  # mean time of masks up to which drafting pays for all
 MASK_DECAY = 0.9  # weight of the masks before, in that mean, after one more
@@ -168,7 +168,7 @@ class Compiler(NamedTuple):
 
 
 class Grammars:
-    """Compiled grammars of one vocabulary. Calls `load_tokenizer` for the first grammar."""
+    """Compiled grammars of one vocabulary. Calls `load_tokenizer` once, when it loads."""
 
     def __init__(
         self,
@@ -189,18 +189,28 @@ class Grammars:
     def compile(self, grammar: Grammar) -> "Future[Any]":
         """Returns the compiled grammar, at once if it is cached. The future, which the caller holds as long as it needs
         it, raises ValueError, in a sentence, if the grammar cannot be compiled."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar", lower_priority)
-            self._compiler = self._threads.submit(self._make_compiler)
+        threads = self._start()
         name = grammar.digest()
         if name not in self._compiled:
-            self._compiled[name] = self._threads.submit(self._compile, grammar)
+            self._compiled[name] = threads.submit(self._compile, grammar)
         self._compiled.move_to_end(name)
         for other in [key for key, future in self._compiled.items() if future.done()]:
             if len(self._compiled) <= MOST_COMPILED:
                 break
             del self._compiled[other]
         return self._compiled[name]
+
+    def load(self) -> None:
+        """Loads what a first grammar needs, and waits: it would hold Python's lock, and with it all requests."""
+        self._start()
+        assert self._compiler is not None
+        self._compiler.result()
+
+    def _start(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar", lower_priority)
+            self._compiler = self._threads.submit(self._make_compiler)
+        return self._threads
 
     def cancel(self, grammar: Grammar) -> None:
         """Drops a grammar that nobody waits for, unless its compilation has begun."""
@@ -228,8 +238,9 @@ class Grammars:
         return allowed_after(matchers, trees, self._filler)
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._filler.threads):
+            if threads is not None:
+                threads.shutdown(wait=False, cancel_futures=True)
 
     def _make_compiler(self) -> Compiler:
         tokenizer = self._load_tokenizer()
@@ -284,6 +295,8 @@ class Matcher:
         self.mask_seconds = 0.0  # CPU time of a mask, a decayed mean
         self.last_seconds = 0.0  # of the last mask
         self.root_seconds = 0.0  # of the last mask after the answer so far
+        self.mask: Future[tuple[Any, float]] | None = None  # after the answer so far, where a thread fills it
+        self._unread = list[int]()  # tokens of the answer that this thread is to take first
         self._ends = frozenset(ends)
         self._spelling = spelling
         self._size = size
@@ -303,9 +316,35 @@ class Matcher:
         self.last_seconds = seconds
         self.mask_seconds += (1 - MASK_DECAY) * (seconds - self.mask_seconds)
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether a thread should fill the next mask after the answer, or does so already."""
+        return self.mask is not None or self.last_seconds > CHEAP_SECONDS
+
+    def fill(self) -> tuple[Any, float]:
+        """Returns the mask (1, words) after the answer so far, and the CPU time that it took. It allows nothing where
+        the grammar does not take the answer."""
+        import torch
+
+        mask = torch.full((1, self.own_words), -1, dtype=torch.int32)
+        if not self._take(self._unread):
+            return mask.zero_(), 0.0
+        self._unread = []
+        _, seconds = (None, 0.0) if self.is_over else timed(self.library.fill_next_token_bitmask, mask)
+        return mask, seconds
+
     def push(self, tokens: Sequence[int]) -> bool:
-        """Advances by tokens and returns whether the grammar takes them. Tokens after an end are ignored, as are those
-        after a slow one."""
+        """Advances by tokens, or leaves that to `fill`, and returns whether the grammar takes them. Tokens after an end
+        are ignored, as are those after a slow one."""
+        if self.mask is not None and tokens:  # drawn before the mask was asked for
+            self.mask.result()
+            self.mask = None
+        if self.takes_long:
+            self._unread += tokens
+            return True
+        return self._take(tokens)
+
+    def _take(self, tokens: Sequence[int]) -> bool:
         for token in tokens:
             if self.is_over or self.is_slow:
                 return True
@@ -414,6 +453,11 @@ class Walk:
         self._node = 0
         self._seconds = 0.0  # of the present node
         self._total = 0.0  # of drafted nodes
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether a thread fills the mask after the present node."""
+        return self._node == 0 and self.matcher.takes_long
 
     def fill(self, masks: Any, row: int) -> None:
         """Fills a row of masks with the tokens after the present node."""
@@ -524,14 +568,36 @@ class Filler:
     def __init__(self) -> None:
         self._is_certain = True  # how long masks take
         self._seconds = 0.0  # of the step
+        self.threads: ThreadPoolExecutor | None = None
 
     def begin(self) -> None:
         """Begins a step."""
         self._seconds = 0.0
 
+    def fill_apart(self, masks: Any, entries: Sequence[tuple[Walk, int]]) -> None:
+        """Fills masks after answers whose masks take long, on threads of low priority. The step waits STEP_SECONDS for
+        them, less where it has waited before; a request whose mask comes later finds it in a later step."""
+        if not entries:
+            return
+        if self.threads is None:
+            self.threads = ThreadPoolExecutor(NUM_CORES, "masks", lower_priority)
+        is_new = any(walk.matcher.mask is None for walk, _ in entries)
+        futures = [walk.matcher.mask or self.threads.submit(walk.matcher.fill) for walk, _ in entries]
+        wait(futures, STEP_SECONDS if is_new else STEP_SECONDS / 10)
+        for (walk, row), future in zip(entries, futures, strict=True):
+            walk.matcher.mask = None if future.done() else future
+            if not future.done():
+                walk.give_up()
+                continue
+            mask, seconds = future.result()
+            masks[row] = mask[0]
+            walk.count_mask(seconds)
+
     def fill(self, masks: Any, entries: Sequence[tuple[Walk, int]]) -> None:
         """Fills masks (N, words) int32. `entries`: walks and their rows. If several threads take much longer than the
         masks before, the next masks come one after the other, which tells whose are slow."""
+        slow = [entry for entry in entries if entry[0].is_apart]
+        entries = [entry for entry in entries if not entry[0].is_apart]
         shared = [entry for entry in entries if self._is_certain and entry[0].matcher.last_seconds > 0]
         costs = [walk.matcher.last_seconds for walk, _ in shared]
         is_worth = len(shared) > 1 and sum(costs) > WORTH_SHARING_S
@@ -546,6 +612,7 @@ class Filler:
             self._seconds += walk.matcher.last_seconds
         if is_worth:
             self._fill_together(masks, self._within_step(shared))
+        self.fill_apart(masks, slow)
 
     def _within_step(self, entries: Sequence[tuple[Walk, int]]) -> list[tuple[Walk, int]]:
         """Returns the first entries, for which the step has time, and gives up the others."""

@@ -22,6 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from slipstream.serve import logs
+from slipstream.serve.engine import process
 from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.grammar import grammars as grammars_module
 from slipstream.serve.grammar.grammars import Grammars, Matcher, compile_with, parse, translate
@@ -979,6 +981,15 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted(build: Build) -> No
     assert (output.finish_reason, output.tokens) == ("abort", [])
     assert not engine.has_work
     assert engine.abort("0") is None
+
+
+def test_a_server_has_loaded_what_its_first_grammar_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would wait while Python reads it."""
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+    engine: Any = process.build_engine(EngineConfig(target=str(TINY), device="cpu", kv_cache_tokens=512))
+    monkeypatch.setattr(engine._grammars, "_load_tokenizer", None)
+    request = make_request("a", [5, 6], max_tokens=9, temperature=0.0, grammar=Grammar("choice", '["yes"]'))
+    assert run(engine, [request])["a"].finish_reason == "stop"
 
 
 def test_a_grammar_is_compiled_once_for_its_request(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
