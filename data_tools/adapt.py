@@ -80,10 +80,19 @@ def train(config: AdaptConfig, kind: FolderKind, lock: FolderLock) -> None:
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     optim = OptimOptions(epochs=config.epochs)
     trust = config.trust_remote_code
-    continuation = Continuation(target, config.draft, device, optim, trust_remote_code=trust, last_layers=None)
+    continuation = Continuation(
+        target,
+        config.draft,
+        device,
+        optim,
+        trust_remote_code=trust,
+        last_layers=None,
+        lora_rank=config.lora_rank,
+    )
     origin = provenance(mixture.data_hash)
     identity = {
         "epochs": config.epochs,
+        "lora_rank": config.lora_rank,
         "draft": checkpoint_fingerprint(resolve(config.draft)),
         "target": weights_fingerprint(resolve(target)),
         "rows of from_log and old": mixture.data_hash,

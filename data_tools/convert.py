@@ -22,6 +22,7 @@ from slipstream.config import run
 from slipstream.data_tools.convert_mtp import TARGET, Source, extract, provenance, stitch
 from slipstream.data_tools.options import show_table
 from slipstream.data_tools.verb_options import ConvertConfig
+from slipstream.models.drafts.adapters import is_adapter
 from slipstream.models.drafts.base import EMBEDDING, HEAD, Choices, DraftNetwork, load_draft
 from slipstream.models.drafts.block_layouts import (
     ALIASES,
@@ -135,7 +136,7 @@ def convert(config: ConvertConfig) -> None:
     print(f"{config.output}: layout {config.layout}")
     if form.network is DFlash:
         print(f"  {convention_of(from_speculators(values), config.sample_from_anchor)}")
-    tensors = changes(read_draft_tensors(path), converted.tensors)
+    tensors = changes(draft.tensors if is_adapter(path) else read_draft_tensors(path), converted.tensors)
     show_table({"tensors": tensors, "fields": changes(values, converted.values)})
     if max(converted.layers, default=0) >= target.config.num_layers - 1:
         print("  note: it reads the last layer's output, which other servers take after the final norm or not at all")

@@ -198,11 +198,14 @@ class AdaptConfig:
     """Count malformed rows, such as a line that was cut short, instead of stopping at the first."""
     epochs: int = 3
     """Passes over the logged answers."""
+    lora_rank: int = 0
+    """Rank of a LoRA adapter (peft's files) to train and write in place of all weights; 0: none."""
     device: str | None = None
     """cpu, or a GPU such as cuda:1. Default: the first GPU, if there is one."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "epochs")
+        check_at_least(self, 0, "lora_rank")
 
     def check_inputs(self) -> None:
         """Raises ValueError for an input that does not exist."""

@@ -24,6 +24,7 @@ from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import Checkpoints, Options, Progress
 from slipstream.train.interrupts import Interrupt
 from slipstream.train.loop import Loop, dtype_of_weights
+from slipstream.train.low_rank import FIRST
 from slipstream.train.optim import build_optimizers
 from slipstream.train.options import DataOptions, EvaluationOptions, OptimOptions
 from slipstream.train.training import DraftTraining
@@ -49,8 +50,10 @@ class Continuation:
         *,
         trust_remote_code: bool,
         last_layers: int | None,
+        lora_rank: int = 0,
     ) -> None:
-        """`last_layers`: of the target, as load_frozen_target wants them; 0 where rows bring its states."""
+        """`last_layers`: of the target, as load_frozen_target wants them; 0 where rows bring its states. `lora_rank`:
+        of an adapter, which is trained in place of all weights."""
         path = resolve(target)
         self.config = load_config(path, trust_remote_code)
         folder = resolve(draft)
@@ -82,6 +85,8 @@ class Continuation:
         weights = {name: tensor.clone() for name, tensor in training.state_dict().items()}
         training.start(continues=True)  # says what is trained
         training.load_state_dict(weights)
+        if lora_rank:
+            training.adapt(lora_rank, draft)
         rate = RATE * training.peak_lr(optim, length)
         self.options = replace(options, optim=replace(optim, lr=rate))
         optimizers = build_optimizers(training, self.options.optim)
@@ -108,8 +113,9 @@ class Continuation:
     def new_weights(self) -> dict[str, Tensor]:
         """Weights to offer."""
         weights = self.weights()
+        final_names = {name for name, tensor in weights.items() if FIRST in name or not tensor.is_floating_point()}
         return {
-            name: tensor.lerp(weights[name], WAY) if tensor.is_floating_point() else tensor
+            name: weights[name] if name in final_names else tensor.lerp(weights[name], WAY)
             for name, tensor in self.best.items()
         }
 

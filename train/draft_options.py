@@ -20,6 +20,8 @@ class BaseDraftOptions:
     """token map (slipstream frequency-map) of the tokens that the draft can propose; default: all of the target's"""
     intermediate_size: int | None = None
     """width of the draft's MLPs; default: the target's"""
+    lora_rank: int = 0
+    """rank of a LoRA adapter, which is trained in place of all weights of the draft at init_from; 0: none"""
     interchange: Literal["own", "sglang", "vllm"] = "own"
     """sglang, vllm: other options of `draft` default to what this server loads, too, and values that it does not load
     are refused (docs/convert.md); own: all are allowed"""
@@ -28,6 +30,8 @@ class BaseDraftOptions:
         size = self.intermediate_size
         if size is not None and size < 1:
             raise ValueError(f"draft.intermediate_size is {size}; give at least 1, or leave it out for the target's")
+        if self.lora_rank < 0:
+            raise ValueError(f"draft.lora_rank is {self.lora_rank}; give a rank such as 16, or 0 to train all weights")
         if getattr(self, "aux_layers", None) == ():
             raise ValueError("draft.aux_layers is []; name at least one state, or leave it out for the default")
 
@@ -85,6 +89,8 @@ class DraftRunOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_options(self.draft.interchange, self.DRAFTER, vars(self.draft))
+        if self.draft.lora_rank and self.init_from is None:
+            raise ValueError(f"draft.lora_rank is {self.draft.lora_rank}; add init_from, the draft to adapt")
         if self.target_sharding != "none" and self.data.aux_states is not None:
             reason = "processes would run the target unequally often"
             if self.data.aux_states_missing == "error":

@@ -13,7 +13,7 @@ from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.batches import PackedRows
-from slipstream.train.checkpoints import check_run_folder, provenance
+from slipstream.train.checkpoints import SHARDING, check_run_folder, provenance
 from slipstream.train.draft_options import DraftRunOptions
 from slipstream.train.engine_states import Engines
 from slipstream.train.loop import dtype_of_weights, fit, start
@@ -123,13 +123,19 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
     """The draft, started as the options say, and its target."""
     options = files.options
     draft_options = options.draft if files.start is None else inherit(options.draft, files.start.config)
-    draft: Any = kind.new_draft(draft_options, files)
+    rank = options.draft.lora_rank
+    if rank and files.accelerator.distributed_type in SHARDING:
+        raise ValueError(f"draft.lora_rank is {rank}, and adapters are not sharded; use the ddp configuration")
+    draft: Any = files.start if rank else kind.new_draft(draft_options, files)
     check_options(options.draft.interchange, kind.drafter, draft_values(draft.config))
     target = files.freeze(draft.config.aux_layers, kind.starting_layers(draft) if files.start is None else 0)
     num_positions = options.data.max_length + max(options.draft.reach, options.evaluation.depth)
     rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, num_positions).to(files.accelerator.device)
     training = kind(draft, target, rope, options.draft, options.evaluation.depth, options.seed)
     training.configure(options.evaluation)
+    if rank:
+        training.adapt(rank, options.init_from)
+        return training
     difference = training.start(continues=files.start is not None)
     if difference and options.newest_step is None:
         files.accelerator.print(difference)

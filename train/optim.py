@@ -160,7 +160,9 @@ def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.opti
     matrices = [p for name, p in trainable if options.name == "muon" and is_hidden_matrix(name, p)]
     matrix_ids = {id(parameter) for parameter in matrices}
     rest = [parameter for _, parameter in trainable if id(parameter) not in matrix_ids]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=0.0, betas=BETAS, weight_decay=0.0)]
+    optimizers: list[torch.optim.Optimizer] = []
+    if rest:  # an adapter's factors are all matrices
+        optimizers.append(torch.optim.AdamW(rest, lr=0.0, betas=BETAS, weight_decay=0.0))
     if matrices:
         on_slow_cpu = matrices[0].device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
         muon = FullPrecisionMuon if on_slow_cpu else torch.optim.Muon

@@ -20,6 +20,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import get_token
 
+from slipstream.models.drafts.adapters import is_adapter
 from slipstream.models.drafts.speculators_layout import drafter_of_kind, from_speculators, speculators_kind
 from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.checkpoint import INDEX, config_target, read_json, weight_files
@@ -52,6 +53,8 @@ def push(config: PushConfig) -> None:
 def collect(config: PushConfig) -> Files:
     """The files to upload. Raises ValueError for a draft that cannot be published."""
     source = find(Path(config.draft))
+    if is_adapter(source.checkpoint):
+        raise ValueError(f"draft {source.checkpoint} is a LoRA adapter; push what slipstream convert makes of it")
     values = read_json(source.checkpoint / "config.json")
     run = read_json(source.checkpoint / "run.json")
     target = config.target or public_target(values, run)

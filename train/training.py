@@ -8,13 +8,16 @@ from typing import Any, ClassVar
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+from slipstream.models.drafts.adapters import write_adapter
 from slipstream.models.drafts.base import DraftNetwork, write_draft
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import category_metrics, depth_metrics, walk_answers, walk_metrics
 from slipstream.train.batches import Batch
 from slipstream.train.losses import TargetHead
+from slipstream.train.low_rank import adapt_layers, factors_of, place_of
 from slipstream.train.optim import default_lr
 from slipstream.train.options import EvaluationOptions, OptimOptions
 from slipstream.train.row_ranks import RowGroup
@@ -42,6 +45,7 @@ class DraftTraining(nn.Module, ABC):
     categories: Sequence[str] = ()  # by which evaluations log accept lengths, too
     step_times: StepTimes | None = None  # for the expected speed
     row_group: RowGroup | None = None  # of processes that share the rows of a batch
+    base = ""  # the draft that an adapter changes; empty: all weights are trained
     is_new = True  # False while an evaluated batch repeats one (evaluation_batches): nothing of it may be kept
 
     def __init__(
@@ -93,9 +97,10 @@ class DraftTraining(nn.Module, ABC):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """The loss is zero in evaluation mode."""
-        if self.training:
-            return self.loss(batch)
-        return torch.zeros(()), self.evaluate(batch)
+        with parametrize.cached():
+            if self.training:
+                return self.loss(batch)
+            return torch.zeros(()), self.evaluate(batch)
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -116,6 +121,11 @@ class DraftTraining(nn.Module, ABC):
             return {}
         lengths = {depth: metrics[f"accept_length_at_depth_{depth}"] for depth in range(1, self.depth + 1)}
         return self.step_times.metrics(lengths)
+
+    def adapt(self, rank: int, base: str) -> None:
+        """Trains a LoRA adapter of the draft, which is `base`, in place of its weights."""
+        adapt_layers(self.draft, rank, self.seed)
+        self.base = place_of(base)
 
     def fitted_fields(self) -> dict[str, list[float]]:
         """Fields of the draft's config that evaluations have fitted so far."""
@@ -145,7 +155,11 @@ class DraftTraining(nn.Module, ABC):
 
     def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
         """Writes a servable checkpoint of this module's full `state` into an existing folder; `run` is its run.json."""
-        write_draft(self.draft, {name.removeprefix("draft."): tensor for name, tensor in state.items()}, folder, run)
+        tensors = {name.removeprefix("draft."): tensor for name, tensor in state.items()}
+        if self.base:
+            write_adapter(folder, self.base, factors_of(self.draft, tensors), self.draft.config.to_json(), run)
+        else:
+            write_draft(self.draft, tensors, folder, run)
 
 
 def add(totals: Metrics, metrics: Metrics, *, is_new: bool = True) -> None:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.drafts.adapters import is_adapter, read_adapter
 from slipstream.models.drafts.speculators_layout import from_speculators
 from slipstream.models.drafts.token_map import check_t2d, ids_of
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
@@ -362,8 +363,13 @@ def load_draft(
     dtype None keeps the file's. `shared`: the target's EMBEDDING and HEAD (V, H), by which copies of them are known;
     without it, every tensor of these names counts as a copy. Copies are dropped, another embedding becomes the draft's
     own if `network` allows one, and other tensors in their place are refused. `choices` say what the files leave open;
-    those that contradict a file are refused.
+    those that contradict a file are refused. An adapter is merged into the draft that it names.
     """
+    if is_adapter(path):
+        adapter = read_adapter(path)
+        module = load_draft(network, adapter.draft, target, dtype, device, shared, choices)
+        adapter.merge(module)
+        return module
     check_files(network, path)
     files = DraftFiles(read_json(path / "config.json"), read_draft_tensors(path))
     return build_draft(network, files, path, target, dtype, device, shared, choices)
@@ -374,6 +380,8 @@ def read_draft_config(
 ) -> DraftConfig:
     """Returns the config with which `load_draft` builds the network. Where `path` has no weights, which a draft on the
     hub need not have fetched, what they would decide takes its usual meaning."""
+    if is_adapter(path):
+        return read_draft_config(network, read_adapter(path).draft, target, choices)
     check_files(network, path)
     values = read_json(path / "config.json")
     if any(path.glob("*.safetensors")) or (path / "pytorch_model.bin").exists():

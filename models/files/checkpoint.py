@@ -202,6 +202,8 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
 
 def read_draft_tensors(path: Path) -> dict[str, "Tensor"]:
     """As `read_tensors`; without safetensors reads pytorch_model.bin, EAGLE's published format, as plain data."""
+    if (path / "adapter_config.json").exists():
+        raise ValueError(f"{path} holds a LoRA adapter, not a whole draft; merge it with slipstream convert")
     pickled = path / "pytorch_model.bin"
     if not pickled.exists() or weight_files(path):
         return read_tensors(path)

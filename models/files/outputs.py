@@ -62,7 +62,11 @@ class FolderKind:
         return name in self.markers or any(re.fullmatch(pattern, name) for pattern in self.patterns)
 
 
-CHECKPOINT = FolderKind("a draft checkpoint", ("config.json", "run.json"), (r"model\.safetensors",))
+CHECKPOINT = FolderKind(
+    "a draft checkpoint",
+    ("config.json", "run.json"),
+    (r"model\.safetensors", r"adapter_(config\.json|model\.safetensors)"),
+)
 STEP = FolderKind(
     "a training checkpoint", ("state/progress.json", *CHECKPOINT.markers), (*CHECKPOINT.patterns, "state/.+")
 )

@@ -195,7 +195,7 @@ class SelfAttention(nn.Module):
     def write(self, x: Tensor, attention: Attention) -> None:
         """Stores keys and values of rows without computing their attention."""
         assert not self.spec.projection_norm, "rows without queries are those of drafts, which have none"
-        if self.qkv_proj.is_plain:
+        if self.qkv_proj.is_plain and self.qkv_proj.change is None:
             kv = linear(x, *self.kv_projection)
             k, v = kv.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)  # (..., G, D) each
         else:

@@ -84,6 +84,7 @@ class Linear(nn.Linear):
     units = (1, 1)  # of outputs and of inputs, which a slice of the weights does not cut
     sections: Mapping[str | None, Sequence[int]] = {}  # outputs in a part by kind; a rank has a slice of each
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of parameters that are not stored in the network's dtype
+    change: Callable[[Tensor, Tensor], Tensor] | None = None  # adds to outputs what adapters make of inputs
     is_plain: ClassVar[bool] = True  # its weights are stored as one matrix (O, I) of floats
 
     def __init__(self, in_features: int, out_features: int | Mapping[str, int], bias: bool = False) -> None:
@@ -96,7 +97,8 @@ class Linear(nn.Linear):
         if self.leaves and self.order is not None:
             return self.order.leaf_linear(input, self.weight, self.leaves, self.bias)
         multiply = linear if self.order is None else self.order.linear
-        return multiply(input, self.weight, self.bias)
+        out = multiply(input, self.weight, self.bias)
+        return out if self.change is None else self.change(out, input)
 
     def added(self, x: Tensor) -> Tensor | RankSum:
         """self(x), of the inputs of all ranks where these share them: of rows (T, I), plain or quantised, a sum that is
@@ -118,13 +120,15 @@ class Linear(nn.Linear):
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:
         """Projects x (T, I) to q, k and v, rotates, and stores k and v in one kernel; returns q (T, Q * D). None where
         there is no such kernel."""
+        if self.change is not None:
+            return None
         if self.order is None:
             return rotated_linear(x, self.weight, self.bias, rotation)
         return self.order.rotated_linear(x, self.weight, self.bias, rotation, self.leaves)
 
     def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
         """activation(first half of the outputs) * second half: (..., I) -> (..., O / 2)."""
-        if self.bias is not None:
+        if self.bias is not None or self.change is not None:
             return activation_mul(self(x), activation)
         multiply = gated_linear if self.order is None else self.order.gated_linear
         return multiply(x, self.weight, activation)

@@ -15,6 +15,7 @@ from slipstream.data_tools import adapt as adapt_module
 from slipstream.data_tools.adapt import HELD_OUT, MOST_HELD_OUT, adapt, divided
 from slipstream.data_tools.dataset import Conversation, write_dataset
 from slipstream.data_tools.verb_options import AdaptConfig
+from slipstream.models.drafts.adapters import read_adapter
 from slipstream.models.files.checkpoint import read_json, tokenizer_hash
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.request import Request, SamplingParams
@@ -122,6 +123,21 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     with pytest.raises(ValueError, match="exists; name another folder or add --overwrite"):
         adapt(config(folder, output, epochs=5))
     assert not list(tmp_path.glob(".*"))
+
+
+def test_an_adapter_goes_half_of_the_way(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is accepted as the table says, merged into the draft that it names."""
+    monkeypatch.setattr(continuation, "RATE", 1.0)
+    monkeypatch.setattr(adapt_module, "LOSS", 1.0)
+    output = tmp_path / "adapter"
+    adapt(config(folder, output, epochs=4, lora_rank=4))
+    adapter = read_adapter(output)
+    assert adapter.base == str(DRAFT.resolve())
+    lengths = read_json(output / "run.json")["accept_lengths"]
+    assert any(after != before for before, after in lengths.values())
+    adapt(config(folder, tmp_path / "again", epochs=1, draft=str(output)))
+    for name, (before, _) in read_json(tmp_path / "again" / "run.json")["accept_lengths"].items():
+        assert before == pytest.approx(lengths[name][1], abs=0.01)
 
 
 def test_nothing_is_written_where_old_text_is_forgotten(

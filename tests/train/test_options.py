@@ -1,4 +1,4 @@
-"""The options of training programs are frozen here, at most 52 of EAGLE3, 58 of DFLASH, 48 of EAGLE and of MTP heads:
+"""The options of training programs are frozen here, at most 53 of EAGLE3, 59 of DFLASH, 49 of EAGLE and of MTP heads:
 adding one is an edit of this list, and is meant to hurt."""
 
 import importlib.util
@@ -22,7 +22,8 @@ from slipstream.train.options import RunOptions
 
 SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.aux_states data.aux_states_missing data.batch_size data.long_documents
-    data.max_length data.path data.row_ranks draft.interchange draft.intermediate_size draft.vocabulary dry_run
+    data.max_length data.path data.row_ranks draft.interchange draft.intermediate_size draft.lora_rank draft.vocabulary
+    dry_run
     evaluation.costs evaluation.depth evaluation.documents evaluation.every evaluation.patience evaluation.requests
     evaluation.temperature init_from optim.accumulation optim.epochs optim.lr optim.momentum optim.name optim.schedule
     optim.steps output precision revision seed states.api_key_file states.devices states.dtype states.endpoint
