@@ -3,7 +3,7 @@
 import hashlib
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, pairwise, zip_longest
 from numbers import Integral, Real
@@ -17,6 +17,7 @@ INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_log
 OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 MOST_LOGPROBS = 20  # as OpenAI
+NO_ADAPTER = "none"  # the draft as it is
 SEED_BITS = 53  # bits of drawn seeds: JSON readers that parse numbers as doubles keep them exactly
 
 
@@ -71,7 +72,8 @@ class SamplingParams:
     With `logprobs` each token of the answer comes with its log-probability and those of so many likeliest tokens at its
     place, 0 to 20; with `prompt_logprobs` each token of the prompt but the first. They are the target's own, before
     bias, penalties, temperature and filters, unless the engine's `logprobs_mode` is "processed". `max_tokens` may be 0
-    with `prompt_logprobs`. `speculation` may be a mapping of its fields.
+    with `prompt_logprobs`. `speculation` may be a mapping of its fields. `draft_adapter` names the adapter with which
+    the draft drafts, "none" or one of drafter.adapters; tokens do not depend on it.
     """
 
     max_tokens: int
@@ -92,6 +94,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     speculation: Speculation | Mapping[str, bool] = Speculation()  # kept as Speculation
+    draft_adapter: str | None = None
 
     def __post_init__(self) -> None:
         for names, kind, kind_name in ((INTEGERS, Integral, "an integer"), (NUMBERS, Real, "a number")):
@@ -149,6 +152,13 @@ class SamplingParams:
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         check_token_ids("logit_bias", dict(self.logit_bias), vocab_size)
         check_token_ids("bad_words", chain(*self.bad_words), vocab_size)
+
+    def check_adapter(self, names: Sequence[str]) -> None:
+        """Raises ValueError for a `draft_adapter` that is none of `names`."""
+        if self.draft_adapter not in (None, NO_ADAPTER, *names):
+            raise ValueError(
+                f"draft_adapter is {quote(self.draft_adapter)}; give {', '.join((*names, NO_ADAPTER))}, or leave it out"
+            )
 
     @property
     def biases(self) -> dict[int, float]:
@@ -263,6 +273,7 @@ class Request:
     params: SamplingParams
     choice: int = 0  # index among `n`; hashed into the noise key
     namespace: str = ""  # cached prefixes are shared within a namespace only
+    adapter: int = 0  # number of the draft's adapter, which the engine chooses; 0: none
     client: str = ""  # its client; n-grams are shared between requests of one client and namespace, if not with all
     labels: tuple[str, ...] = ()  # the kind of call, by which acceptance is watched: chat, tools, reasoning, completion
     compiled_grammar: Any = field(default=None, repr=False, compare=False)  # the engine's, for as long as it runs
@@ -270,6 +281,11 @@ class Request:
     def __post_init__(self) -> None:
         if self.params.seed is None:
             object.__setattr__(self, "params", replace(self.params, seed=draw_seed()))
+
+    @property
+    def cache_namespace(self) -> str:
+        """The namespace of its pages, whose draft KV its adapter has written."""
+        return f"{self.adapter} {self.namespace}" if self.adapter else self.namespace
 
     @property
     def seed(self) -> int:
@@ -301,6 +317,7 @@ class RequestStats:
     drafted_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
     weight_version: str = ""  # of the draft's weights as it ended; empty where no network drafts
+    draft_adapter: str = ""  # name of its adapter; empty where the draft has none
 
     @property
     def decoded_tokens(self) -> int:
@@ -334,6 +351,7 @@ class RequestStats:
             "num_draft_tokens": drafted,
             "num_spec_tokens": num_spec_tokens,
             "weight_version": self.weight_version,
+            **({"draft_adapter": self.draft_adapter} if self.draft_adapter else {}),
         }
 
     def add(self, other: "RequestStats") -> None:
@@ -343,6 +361,7 @@ class RequestStats:
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "prefills", "rounds", "drafted_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.weight_version = other.weight_version
+        self.draft_adapter = other.draft_adapter
 
 
 class TokenTrace(NamedTuple):
@@ -411,3 +430,4 @@ class EngineInfo:
     fingerprint: str = ""  # hash of everything that answers depend on, with all options where they are inexact
     draft_fingerprint: str = ""  # hash of the draft's checkpoint, or the name of a drafter that has none
     num_spec_tokens: int = 0  # most tokens that a round drafts
+    draft_adapters: tuple[str, ...] = ()  # names of its LoRA adapters

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from slipstream.kernels.gemm.gathered_head import head_topk
 from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place, choose, grow
+from slipstream.models.drafts.adapters import add_adapters, read_adapter
 from slipstream.models.drafts.base import DraftConfig
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.mtp import MTP
+from slipstream.models.files.checkpoint import resolve
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
@@ -46,6 +48,8 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.branches = options.topk > 1
         self.aux_layers = module.config.aux_layers
         self.attends_to_context = len(module.attention_specs) > 1
+        folders = options.adapters.values()
+        self.adapters = add_adapters(module, [read_adapter(resolve(folder)) for folder in folders])
 
     @classmethod
     def plan_network(cls, options: TreeOptions, config: DraftConfig) -> base.DraftPlan:  # noqa: ARG003
@@ -56,6 +60,8 @@ class AutoregressiveDrafter(base.NetworkDrafter):
             scratch=(0, 0, *(options.shape.within(width).expanded for width in range(2, nodes + 1))),
             branches=options.topk > 1,
             lookahead=1,
+            adapters=tuple(options.adapters),
+            shares=tuple(options.ab.get(name, 0.0) for name in options.adapters),
         )
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
@@ -64,6 +70,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.attention = attention
         (self.group,) = set(attention.kv.groups)
         size = self.module.config.hidden_size
+        self.numbers = state.adapters  # (R,)
         self.fused = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
 
     def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002
@@ -71,6 +78,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         return self.embed(tokens.clamp(min=0))
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
+        self.take_adapters(rows.owners)
         if rows.attention is not None:
             self.attention.plan(rows.attention)
         else:
@@ -80,7 +88,13 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.module.write_context(embeds, fused, self.attention)
         self.fused[rows.requests] = fused[rows.last]
 
+    def take_adapters(self, requests: Tensor | None) -> None:
+        """Lets each row, or as many for each, take the adapter of its request (n,)."""
+        if self.numbers is not None and requests is not None:
+            self.adapters.numbers = self.numbers[requests]
+
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
+        self.take_adapters(batch.requests)
         if self.branches and width > 2:  # two nodes are a chain: the best child alone
             return self._propose_tree(batch, width)
         return self._propose_chain(batch, width)

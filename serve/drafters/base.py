@@ -40,6 +40,8 @@ class DraftPlan:
     kv_cache_dtype: str = "auto"  # dtype of their KV: auto (the target's) or fp8
     reads_target: bool = False  # they keep no KV, and read that of the target's layers which their `kv_source` names
     network: DecoderShape | None = None  # its config
+    adapters: tuple[str, ...] = ()  # names of LoRA adapters, from number 1
+    shares: tuple[float, ...] = ()  # of the requests that name none, by adapter
     chooses_window: bool = False  # how much of a text its passes read is chosen while serving
     name: str = "none"  # of the drafter
     source: DraftSource = DrafterName("none")  # where it comes from
@@ -182,6 +184,11 @@ class NetworkDrafter(Drafter):
         """Drops of a network that was read what its own has not kept."""
 
     def read_weights(self, source: DraftSource, options: Any, target: Target) -> DraftWeights:
+        if getattr(options, "adapters", None):
+            raise ValueError(
+                f"draft {source.name} cannot be loaded: drafter.adapters change the weights that serve; start an "
+                "engine with it, or one without adapters"
+            )
         is_shared = target.ranks is not None  # embedding and head, of which a rank has a part
         if is_shared and self.module.embed_tokens is not None:
             raise ValueError(

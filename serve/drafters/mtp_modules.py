@@ -82,6 +82,7 @@ class ModulesDrafter(AutoregressiveDrafter):
         if len(self.in_turn) == 1:
             super().extend(rows, aux_states)
             return
+        self.take_adapters(rows.owners)
         metadata = rows.attention
         assert metadata is not None
         assert metadata.segments is not None

@@ -3,16 +3,19 @@
 Imports no torch, so that `serve --draft DRAFT --help` and a wrong option are answered at once.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, make_dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.kernels.limits import MAX_K, MAX_NODES, MOST_SORTED
 from slipstream.kernels.speculation.tree_shape import TreeShape
 from slipstream.models.drafts.source import DraftSource
+from slipstream.models.files.names import check_checkpoint
 from slipstream.models.files.outputs import begins_with, check_output_file
 from slipstream.serve.options import NoOptions, check_draft_cache
+from slipstream.serve.request import NO_ADAPTER
 
 if TYPE_CHECKING:
     from slipstream.models.drafts.dflash import DFlashConfig
@@ -24,6 +27,7 @@ NGRAM = "ngram"  # no drafter but a host stage (ngram/stage.py), alone or before
 SAVED_MAGIC = b"GMTRIE1"  # csrc/snapshot.cpp
 LONGEST_MATCH = 12  # last tokens that are looked up, unless options say otherwise
 CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "breadth", "queue_tokens")
+ADAPTER_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 AdmitBy = Literal["confidence", "candidates", "position"]
 Window = int | Literal["auto"] | None
 
@@ -101,11 +105,34 @@ class TreeOptions(ShapeOptions):
     the last 2,048 where that turns out to pay."""
     kv_cache_dtype: str = "auto"
     """Numbers in the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """LoRA adapters of the draft (folders or hub ids, in peft's files) by the names that requests give in
+    draft_adapter."""
+    ab: dict[str, float] = field(default_factory=dict)
+    """Share of the requests without a draft_adapter that take an adapter, by its name; the others take none."""
 
     def __post_init__(self) -> None:
+        self._check_adapters()
         check_draft_cache(self.kv_cache_dtype)
         check_window(self.window)
         ShapeOptions.__post_init__(self)
+
+    def _check_adapters(self) -> None:
+        for name, folder in self.adapters.items():
+            if not ADAPTER_NAME.fullmatch(name) or name == NO_ADAPTER:
+                raise ValueError(
+                    f"drafter.adapters has the name {name!r}; give up to 64 letters, digits, _, - or ., and not "
+                    f"{NO_ADAPTER}"
+                )
+            check_checkpoint(f"drafter.adapters.{name}", folder)
+        for name, share in self.ab.items():
+            if name not in self.adapters or not 0 <= share <= 1:
+                raise ValueError(
+                    f"drafter.ab gives {name} the share {share}; give shares from 0 to 1 to names of drafter.adapters: "
+                    f"{', '.join(self.adapters) or 'none are there'}"
+                )
+        if sum(self.ab.values()) > 1 + 1e-9:
+            raise ValueError(f"drafter.ab is {self.ab}, more than 1 together; give shares of at most 1")
 
 
 @dataclass(frozen=True, slots=True)

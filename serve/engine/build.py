@@ -151,6 +151,7 @@ def make_engine(plan: EnginePlan, capture: Capture, find_costs: "FindCosts", tea
         fingerprint=fingerprint(plan, networks),
         draft_fingerprint=plan.draft.source.fingerprint,
         num_spec_tokens=plan.usual_nodes - 1,
+        draft_adapters=plan.draft.adapters,
     )
     planner = make_planner(plan, scheduler, costs, networks, runner)
     return Engine(plan, info, planner, runner, stages, networks.drafter.check, grammars, team)
@@ -274,6 +275,7 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
         plan.spec.vocab_size,
         num_groups,
         has_read_starts=plan.draft.chooses_window,
+        has_adapters=bool(plan.draft.adapters),
     )
     kv = [
         NetworkKV.allocate(network.layers, plan.groups, num_pages, size, plan.dtype, device, scales)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slipstream.serve.engine.acceptance_files import load_record, record_path, save_record
 from slipstream.serve.engine.counts import DraftState, EngineCounts
+from slipstream.serve.engine.draft_adapters import with_adapter
 from slipstream.serve.engine.draft_swaps import DraftSwaps, StagedDraft
 from slipstream.serve.engine.engine_plan import EnginePlan
 from slipstream.serve.engine.host_stages import HostStage
@@ -31,7 +32,15 @@ from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.engine.team import Team
 from slipstream.serve.grammar.grammars import Grammars
 from slipstream.serve.options import TRIAL_ROUNDS, EngineConfig, ServeConfig
-from slipstream.serve.request import EngineInfo, FinishReason, Output, Request, RequestStats, check_token_ids
+from slipstream.serve.request import (
+    NO_ADAPTER,
+    EngineInfo,
+    FinishReason,
+    Output,
+    Request,
+    RequestStats,
+    check_token_ids,
+)
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
 COMPILE_WAIT_S = 0.005  # for a grammar where there is nothing else to do
@@ -114,12 +123,15 @@ class Engine:
         """Raises ValueError for a request that can never be served."""
         check_token_ids("prompt", request.prompt, self.info.vocab_size)
         request.params.check_token_ids(self.info.vocab_size)
+        request.params.check_adapter(self.info.draft_adapters)
         self._check(request)
         self.scheduler.validate(request, self._compiling.keys())
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises ValueError for one that can never be served."""
         self.check(request)
+        if self.info.draft_adapters:
+            request = with_adapter(request, self.info.draft_adapters, self.engine_plan.draft.shares)
         if request.params.grammar is None:
             self.scheduler.add(request)
         else:
@@ -282,6 +294,8 @@ class Engine:
 
     def _release(self, sequence: Sequence) -> None:
         sequence.stats.weight_version = self.draft.version
+        if self.info.draft_adapters:
+            sequence.stats.draft_adapter = (NO_ADAPTER, *self.info.draft_adapters)[sequence.request.adapter]
         store = self.runner.passes.kept_states
         if self.on_states is not None and store is not None and not sequence.resumes:
             num_tokens = min(sequence.num_computed, len(sequence.tokens) - 1)

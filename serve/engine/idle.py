@@ -65,7 +65,13 @@ class IdlePrompts:
         if end <= start or (self._num_unused >= PATIENCE and self._num_ended % RARELY):
             return
         tokens = sequence.tokens[: end + self._num_keyed]
-        prompt = Request(id="idle", prompt=tokens, params=UNSAMPLED, namespace=request.namespace)
+        prompt = Request(
+            id="idle",
+            prompt=tokens,
+            params=UNSAMPLED,
+            namespace=request.namespace,
+            adapter=request.adapter,
+        )
         self._texts.append(Text(prompt, start, end))
         limit = self._cache.total_pages * self._cache.page_size
         while len(self._texts) > MOST_TEXTS or sum(text.end for text in self._texts) > limit:
@@ -80,7 +86,8 @@ class IdlePrompts:
         few pages are free. No request may be running."""
         while self._texts:
             text = self._texts[-1]
-            num_cached, num_hit = self._cache.look_up(text.request.prompt, text.request.namespace, self._lookahead)
+            prompt = text.request.prompt
+            num_cached, num_hit = self._cache.look_up(prompt, text.request.cache_namespace, self._lookahead)
             if num_cached < text.end and num_hit >= text.start:
                 return self._admit(text)
             self._texts.pop()  # the next turn was faster, or there is too little room for states

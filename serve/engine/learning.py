@@ -54,6 +54,8 @@ def with_states(config: EngineConfig) -> EngineConfig:
     if not source.has_network or source.is_in_target:
         raise ValueError(f"learn.device is set, but draft {config.draft} has no checkpoint to go on from; name one")
     plan = read_plan(config)
+    if plan.draft.adapters:
+        raise ValueError("learn.device is set, and a draft with drafter.adapters takes no other weights; leave one out")
     layers: tuple[int, ...] = plan.draft.network.aux_layers  # type: ignore[union-attr]
     last = plan.spec.num_layers
     return replace(config, keep_states=layers if last in layers else (*layers, last))

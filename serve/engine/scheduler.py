@@ -55,7 +55,7 @@ class Sequence:
             request=request,
             tokens=list(request.prompt),
             stop_ids=end_ids.union(params.stop_token_ids),
-            table=PageTable(request.namespace, lookahead, len(request.prompt)),
+            table=PageTable(request.cache_namespace, lookahead, len(request.prompt)),
             stats=RequestStats(prompt_tokens=len(request.prompt)),
             traits=SamplingTraits.of(params),
         )

@@ -84,6 +84,7 @@ class Ingress:
         if state is not None:
             self.api.frontend.draft_fingerprint = state.info.draft_fingerprint
             self.api.frontend.num_spec_tokens = state.info.num_spec_tokens
+            self.api.frontend.draft_adapters = state.info.draft_adapters
 
     async def _watch(self) -> None:
         while True:

@@ -135,6 +135,7 @@ class Frontend:
         self.draft_fingerprint = info.draft_fingerprint
         self.draft_folder = config.draft_folder
         self.num_spec_tokens = info.num_spec_tokens
+        self.draft_adapters = info.draft_adapters
         self.limits = HttpLimits.of(config, info.max_model_len, self.tokenizer)
 
     def check_model(self, name: str | None) -> None:
@@ -345,9 +346,11 @@ class Frontend:
                 bad_words=bad_words,
                 stop_token_ids=(*body.stop_token_ids, *answers.stop_ids),
                 speculation=body.asked_speculation,
+                draft_adapter=body.draft_adapter,
                 **{**self.sampling_defaults, **options},
             )
             params.check_token_ids(self.vocab_size)
+            params.check_adapter(self.draft_adapters)
         except ValueError as error:
             raise ApiError(400, str(error), str(error).split()[0]) from error
         return params

@@ -105,6 +105,10 @@ class Metrics:
             "inter_token_latency_seconds", "Time per further token.", TOKEN_BOUNDS
         )
         self.duration = self._histogram("request_duration_seconds", "From request to last token.", DURATION_BOUNDS)
+        self._by_adapter = {
+            "decoded_tokens": self._counter("adapter_decoded_tokens", "Decoded tokens by LoRA adapter.", "adapter"),
+            "rounds": self._counter("adapter_rounds", "Rounds by LoRA adapter; none: the draft as it is.", "adapter"),
+        }
         self.accept_length = self._histogram("accept_length", "Tokens per round of finished sequences.", ACCEPT_BOUNDS)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -136,6 +140,9 @@ class Metrics:
             self._idle_hits.labels(kind).inc(stats.idle_tokens > 0)
         if stats.miss_reason is not None:
             self._missed_tokens.labels(stats.miss_reason).inc(stats.missed_tokens)
+        if stats.draft_adapter:
+            for name, total in self._by_adapter.items():
+                total.labels(stats.draft_adapter).inc(getattr(stats, name))
         if stats.rounds:
             self.accept_length.observe(stats.decoded_tokens / stats.rounds)
 

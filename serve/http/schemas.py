@@ -260,6 +260,7 @@ class SamplingBody(Fields):
     # Requests share cached prompt prefixes only with requests of the same salt.
     cache_salt: str = ""
     speculation: SpeculationFields | None = None
+    draft_adapter: str | None = None
 
     @property
     def asked_speculation(self) -> Speculation:

@@ -93,6 +93,7 @@ class PassRows(NamedTuple):
     requests: Tensor  # (B,) int64 request slots
     last: Tensor  # (B,) int64 each request's last row whose token belongs to its text
     attention: AttentionMetadata | None = None  # of these rows as chains, for drafters that attend to context
+    owners: Tensor | None = None  # (C,) int64 request slot of each row
     are_first: Tensor | None = None  # (B,) bool whether a request computes its first rows since it got its slot
 
 

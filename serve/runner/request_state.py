@@ -58,6 +58,7 @@ class RequestState:
         num_groups: int = 1,
         *,
         has_read_starts: bool = False,
+        has_adapters: bool = False,
     ) -> None:
         self.page_size = page_size
         self.device = device
@@ -65,11 +66,13 @@ class RequestState:
         num_slots += 1
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)  # (R,) committed KV tokens
         # What the host changes between passes: page tables by group (K, R, P), 0 = dump page, entries behind a window
-        # are stale; before them (R,) first positions of its text that a request's draft reads.
-        room = has_read_starts * (num_slots + num_slots % 2)  # tables begin at 16 bytes, too: see `inputs`
+        # are stale; before them (R,) first positions of its text that a request's draft reads, and its adapter.
+        column = num_slots + num_slots % 2  # tables begin at 16 bytes, too: see `inputs`
+        room = (has_read_starts + has_adapters) * column
         self.entries = torch.zeros(room + num_groups * num_slots * num_pages, dtype=torch.int64, device=device)
         self.pages = self.entries[room:].view(num_groups, num_slots, num_pages)
         self.read_starts = self.entries[:num_slots] if has_read_starts else None
+        self.adapters = self.entries[room - column : room - column + num_slots] if has_adapters else None
         # Stored proposals: tokens, parents, acceptance bins and, in the bits of fp32, probabilities (R, W) each.
         self.proposals = torch.full((4, num_slots, width), -1, dtype=torch.int32, device=device)
         self.proposals[3] = 0
@@ -131,6 +134,9 @@ class RequestState:
         first = int(self.pages.storage_offset())
         entries = [(first + (group * num_slots + slot) * num_pages + index, page) for group, slot, index, page in pages]
         entries += read_starts
+        if self.adapters is not None:
+            column = int(self.adapters.storage_offset())
+            entries += [(column + admission.slot, admission.request.adapter) for admission in admissions]
         admitted = [self._admitted(admission.slot, admission.request) for admission in admissions]
         while admitted or entries:
             self._waiting.append(pack_changes(admitted, entries[:MOST_ENTRIES]))

@@ -424,6 +424,7 @@ class StepPasses:
             requests=layout.segment_slots,
             last=verified.last,
             attention=attention,
+            owners=layout.requests,
             are_first=are_first,
         )
         self.drafter.observe(rows)

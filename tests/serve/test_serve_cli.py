@@ -34,7 +34,16 @@ OPTIONS = (
     "prefill_budget quantization reasoning_parser request_timeout revision served_model_name states target "
     "tool_parser tp tp_exact trust_remote_code"
 )
-TREE = ["drafter", "drafter.depth", "drafter.kv_cache_dtype", "drafter.nodes", "drafter.token_map", "drafter.topk"]
+TREE = [
+    "drafter",
+    "drafter.ab",
+    "drafter.adapters",
+    "drafter.depth",
+    "drafter.kv_cache_dtype",
+    "drafter.nodes",
+    "drafter.token_map",
+    "drafter.topk",
+]
 TREE += ["drafter.window"]
 NGRAM_FIRST = [f"drafter.ngram_{name}" for name in ("breadth", "capacity", "first", "nodes", "share_between_keys")]
 
