@@ -12,7 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -67,16 +67,19 @@ class Capturer:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._has_warned = False
+        self._is_memory_short = False
         # A thread of NCCL asks for events at any time, which a "global" capture would not survive.
         self._error_mode = "global" if target.ranks is None else "thread_local"
 
     def capture_all(self, kind: str, sizes: str, keys: Sequence[Any], capture: Callable[[Any], bool]) -> None:
         """Calls `capture`, which says whether memory sufficed, with each key. Logs what it took; `sizes` names them."""
         gc.collect()
+        torch.cuda.empty_cache()
         start = time.monotonic()
         before = torch.cuda.mem_get_info()[0]
         bar = tqdm(keys, desc=f"capturing {kind}", unit="graph", leave=False)
         count = sum(map(capture, bar))
+        torch.cuda.empty_cache()  # of the warm-ups
         seconds = time.monotonic() - start
         num_bytes = before - torch.cuda.mem_get_info()[0]
         message = "captured %d %s (%s; with and without filters) in %.1f s, %.2f GB"
@@ -97,19 +100,43 @@ class Capturer:
                 self._warm_up(partial(part, value))
             except torch.cuda.OutOfMemoryError as error:
                 raise ValueError(f"{description} does not fit into memory; {remedy}") from error
-            graphs.append(torch.cuda.CUDAGraph())
-            try:
-                with (
-                    _no_collection(),
-                    torch.cuda.graph(graphs[-1], self._pool, self._stream, capture_error_mode=self._error_mode),
-                ):
-                    value = part(value)  # held until the last part is captured: nothing else gets its memory
-            except torch.cuda.OutOfMemoryError as error:
+            captured = self._capture_part(partial(part, value))
+            if captured is None:
                 if self._target.ranks is not None:  # the others have captured it, and would wait
-                    raise ValueError(f"the CUDA graph of {description} does not fit into memory; {remedy}") from error
+                    raise ValueError(f"the CUDA graph of {description} does not fit into memory; {remedy}")
                 self._warn(description, remedy)
                 return []
+            graph, value = captured
+            graphs.append(graph)
         return graphs
+
+    def _capture_part(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | None:
+        """Returns a graph of `run` and what that returns, to be held until the last part is captured: nothing else may
+        get its memory. None if memory does not hold it."""
+        for _ in range(2):
+            graph = torch.cuda.CUDAGraph()
+            with suppress(torch.cuda.OutOfMemoryError), _no_collection():
+                with self._capturing(graph):
+                    value = run()
+                return graph, value
+            self._is_memory_short = True
+        return None
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """`torch.cuda.graph` empties the allocator's cache first, so that every warm-up allocates anew: that takes most
+        of the time of captures. So it comes in once memory was lacking."""
+        if self._is_memory_short:
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=self._error_mode):
+                yield
+            return
+        torch.cuda.synchronize()  # sync
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode=self._error_mode)
+            try:
+                yield
+            finally:
+                graph.capture_end()
 
     def _warm_up(self, run: Callable[[], Any]) -> None:
         """Loads kernels, and gives libraries their workspaces on the stream of the captures."""

@@ -287,10 +287,32 @@ def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(
     assert tokens_of(run(engine, requests)) == on_cpu(target, requests)
 
 
+def test_a_capture_that_lacks_memory_once_is_tried_again(
+    target: Path, draft: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator gives back what warm-ups held first."""
+    end = torch.cuda.CUDAGraph.capture_end
+    count = 0
+
+    def end_without_memory(graph: torch.cuda.CUDAGraph) -> None:
+        nonlocal count
+        end(graph)
+        count += 1
+        if count == 3:
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", end_without_memory)
+    engine = on_gpu(target, draft)
+    assert count > 3
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    requests = requests_of({}, count=4)
+    assert tokens_of(run(engine, requests)) == on_cpu(target, requests)
+
+
 def test_nothing_is_captured_while_serving(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = on_gpu(target, draft)
-    captures: list[torch.cuda.graph] = []
-    monkeypatch.setattr(torch.cuda.graph, "__enter__", captures.append)
+    captures: list[torch.cuda.CUDAGraph] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", captures.append)
     for sampling in SAMPLINGS.values():
         run(engine, requests_of(sampling, count=12))
     assert not captures
