@@ -137,10 +137,11 @@ class Engine:
         else:
             self._compiling[request.id] = request, self._grammars.compile(request.params.grammar)
 
-    def abort(self, request_id: str) -> Output | None:
+    def abort(self, request_id: str, *, is_whole: bool = False) -> Output | None:
+        """Ends a request. `is_whole`: its answer has all that its client wants."""
         if request_id in self._compiling:
             return self._end_early(request_id, "abort")
-        return self.scheduler.abort(request_id)
+        return self.scheduler.abort(request_id, is_whole=is_whole)
 
     def step(self) -> list[Output]:
         """Launches work, and returns new tokens.

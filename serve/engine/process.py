@@ -49,7 +49,7 @@ class EngineLike(Protocol):
     @property
     def has_work(self) -> bool: ...
     def add(self, request: Request) -> None: ...
-    def abort(self, request_id: str) -> Output | None: ...
+    def abort(self, request_id: str, *, is_whole: bool = False) -> Output | None: ...
     def step(self) -> list[Output]: ...
     def work_idle(self) -> bool: ...
     def stage_draft(self, name: str) -> Any: ...
@@ -67,7 +67,10 @@ Inbox = SimpleQueue  # of Message | None
 
 @dataclass(frozen=True, slots=True)
 class Abort:
+    """`is_whole`: the answer has all that its client wants, up to a stop string."""
+
     request_id: str
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +333,7 @@ def handle(message: Request | Abort | Ping | Call, engine: EngineLike, pipe: Pip
         message()
         return []
     if isinstance(message, Abort):
-        output = engine.abort(message.request_id)
+        output = engine.abort(message.request_id, is_whole=message.is_whole)
         return [] if output is None else [output]
     try:
         engine.add(message)

@@ -198,12 +198,13 @@ class Scheduler:
         self._sequences[request.id] = sequence
         self._waiting.append(sequence)
 
-    def abort(self, request_id: str) -> Output | None:
-        """End a request in any state, also with passes in flight. Returns None if it is unknown or ended."""
+    def abort(self, request_id: str, *, is_whole: bool = False) -> Output | None:
+        """Ends a request in any state, also with passes in flight; one whose answer `is_whole` as by an end token.
+        Returns None if it is unknown or ended."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
-        return self._end(sequence, [], "abort")
+        return self._end(sequence, [], "stop" if is_whole else "abort")
 
     def fail(self, sequence: Sequence, error: str) -> Output | None:
         """Ends a running request that cannot go on. An `error` that is a Refusal is the request's own fault (status

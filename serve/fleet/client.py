@@ -152,7 +152,7 @@ class FleetClient:
         self._tickets[request.id] = ticket
         self._start(self._carry(ticket))
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, is_whole: bool = False) -> None:  # noqa: ARG002
         """Asks the replica to end a request; its last Output still comes."""
         ticket = self._tickets.get(request_id)
         if ticket is not None and not ticket.is_aborted:

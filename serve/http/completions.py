@@ -181,7 +181,8 @@ class Choice:
             self._echo = None
         self._ledger.add(output)
         if self._text.stopped and not was_stopped and reason is None:
-            self._completion.engine.abort(self.request.id)  # the reply has the counts and ends the choice
+            # The reply has the counts and ends the choice.
+            self._completion.engine.abort(self.request.id, is_whole=True)
         if reason is not None:
             assert output.stats is not None, "the last Output carries the counts"
             reason = "stop" if self._text.stopped else reason

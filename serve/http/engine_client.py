@@ -77,7 +77,7 @@ class Engine(Protocol):
     @property
     def is_congested(self) -> bool: ...
     def submit(self, request: Request, receiver: Receiver) -> None: ...
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, *, is_whole: bool = False) -> None: ...
     async def swap_draft(self, name: str, trial_rounds: int) -> DraftState: ...
 
 
@@ -174,10 +174,10 @@ class EngineClient:
         self._send(SwapDraft(self._num_swaps, name, trial_rounds))
         return await swap
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, is_whole: bool = False) -> None:
         """Asks the engine to end a request; its last Output still comes."""
         if request_id in self._receivers:
-            self._send(Abort(request_id))
+            self._send(Abort(request_id, is_whole))
 
     async def stop(self, seconds: float = STOP_SECONDS) -> None:
         """Ends open requests, then the process, killing it after `seconds`. Safe to call again."""

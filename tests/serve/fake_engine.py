@@ -10,7 +10,16 @@ from hashlib import blake2b
 
 from slipstream.serve.engine.counts import DraftState, EngineCounts
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import EngineInfo, Logprobs, Output, Request, RequestStats, SamplingParams, TokenTrace
+from slipstream.serve.request import (
+    EngineInfo,
+    FinishReason,
+    Logprobs,
+    Output,
+    Request,
+    RequestStats,
+    SamplingParams,
+    TokenTrace,
+)
 
 ROUND = 3
 CONTEXT = 256
@@ -78,11 +87,12 @@ class FakeEngine:
         self.clients.add(request.client)
         self.stats[request.id] = RequestStats(prompt_tokens=len(request.prompt), prefills=1, cached_tokens=1)
 
-    def abort(self, request_id: str) -> Output | None:
+    def abort(self, request_id: str, *, is_whole: bool = False) -> Output | None:
         if self.running.pop(request_id, None) is None:
             return None
         self.num_aborted += 1
-        return Output(request_id=request_id, tokens=[], finish_reason="abort", stats=self.stats.pop(request_id))
+        reason: FinishReason = "stop" if is_whole else "abort"
+        return Output(request_id=request_id, tokens=[], finish_reason=reason, stats=self.stats.pop(request_id))
 
     def step(self) -> list[Output]:
         self.largest_batch = max(self.largest_batch, len(self.running))

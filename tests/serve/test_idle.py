@@ -215,6 +215,19 @@ def test_nothing_is_given_up_where_no_page_is_free(drafts: Path) -> None:
     assert hit(engine, text) == GRID
 
 
+def test_answers_that_a_stop_string_ends_are_computed(drafts: Path) -> None:
+    """The server sees the string, and ends the request; those of clients that leave are not."""
+    engine = build_drafted(drafts)
+    texts = {is_whole: random_prompt(70, is_whole) for is_whole in (False, True)}
+    for is_whole, text in texts.items():
+        engine.add(turn_of(str(is_whole), [*text]))
+        while len(text) < 70 + 66:
+            text += [token for output in engine.step() for token in output.tokens]
+        engine.abort(str(is_whole), is_whole=is_whole)
+    assert work(engine) == 1
+    assert [hit(engine, text) for text in texts.values()] == [GRID, 2 * GRID]
+
+
 def test_the_newest_texts_come_first_and_the_oldest_are_forgotten(
     drafts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
