@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -292,7 +292,7 @@ class Api:
         answers = [Delta.join(deltas) for deltas in pieces]
 
         def respond() -> Response:
-            return JSONResponse(call.whole(answers, completion))
+            return PiecewiseResponse(call.whole(answers, completion))
 
         if sum(map(num_described, answers)) > LONG_SCORED or call.prompt_logprobs is not None:
             return await asyncio.to_thread(respond)
@@ -358,6 +358,28 @@ class Api:
             "system_fingerprint": self.frontend.fingerprint,
             "draft_fingerprint": self.engine.counts.draft.fingerprint or self.frontend.draft_fingerprint,
         }
+
+
+class PiecewiseResponse(JSONResponse):
+    """JSON that is encoded piece by piece: all streams wait while the library encodes one, since it holds Python's
+    lock."""
+
+    def render(self, content: Any) -> bytes:
+        return b"".join(self._pieces(content, 3))  # a piece is a field of a choice
+
+    def _pieces(self, value: Any, depth: int) -> Iterator[bytes]:
+        if not value or not depth or not isinstance(value, dict | list):
+            yield super().render(value)
+        elif isinstance(value, dict):
+            for index, (name, part) in enumerate(value.items()):
+                yield (b"," if index else b"{") + super().render(name) + b":"
+                yield from self._pieces(part, depth - 1)
+            yield b"}"
+        else:
+            for index, part in enumerate(value):
+                yield b"," if index else b"["
+                yield from self._pieces(part, depth - 1)
+            yield b"]"
 
 
 def num_described(delta: Delta) -> int:

@@ -10,10 +10,12 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.responses import JSONResponse
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.serve.http import connections, limits
+from slipstream.serve.http.app import PiecewiseResponse
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.launch import Server
 from slipstream.serve.http.limits import ApiError, longest_text
@@ -186,3 +188,19 @@ def test_a_long_body_of_json_is_read_as_json_does(client: httpx.Client) -> None:
     text = '[{"\\"\\\\' * 5000
     body = json.dumps({"prompt": "ab", "max_tokens": 4, "user": text, "metadata": {text: [text]}})
     assert client.post(COMPLETIONS, content=body, headers=JSON).json()["choices"][0]["text"] == "abab"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda values: st.lists(values) | st.dictionaries(st.text(), values),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_an_answer_in_pieces_is_the_same_json(value: Any) -> None:
+    """Other streams wait for one piece at most, however many choices an answer has."""
+    assert PiecewiseResponse(value).body == JSONResponse(value).body
+    choice = {"index": 0, "logprobs": {"tokens": [value] * 4}}
+    pieces = [*PiecewiseResponse(None)._pieces({"id": "a", "choices": [choice] * 50}, 3)]
+    assert max(map(len, pieces)) <= len(JSONResponse(choice).body)
