@@ -20,12 +20,12 @@ from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_drafts import load_float64
 from slipstream.tests.random_targets import (
     SHAPE,
+    KnownStates,
     change_json,
     new_config,
     roughen,
     save_random_target,
     shared_weights,
-    target_states,
 )
 from slipstream.tests.serve.engine_runs import Nodes
 from slipstream.tests.tables import table_of
@@ -211,14 +211,14 @@ class Oracle:
     """Computes the proposal that the module should make after any text."""
 
     def __init__(self, target: MTPTarget, options: TreeOptions, hidden: Hidden = "after_norm") -> None:
-        self.model = target.model
+        self.states = KnownStates(target.model)
         self.naive = (NaiveMTP if len(target.module.layers) == 1 else NaiveModules)(target, hidden)
         self.options = options
         self.state = -1 if hidden == "after_norm" else -2
 
     @torch.no_grad()
     def __call__(self, tokens: list[int], request: Request) -> Nodes:
-        states = target_states(self.model, tokens[:-1])[self.state]
+        states = self.states(tokens[:-1])[self.state]
         shape = (self.options.topk, self.options.depth)
         key = noise_key(request.seed, request.choice)
         return self.naive.tree(states, tokens, shape, self.options.verified_nodes, key, request.params.temperature)

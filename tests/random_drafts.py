@@ -2,6 +2,7 @@
 and block drafts are fitted to some of its texts."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ def save_random_eagle(
     write_draft(module, module.state_dict(), folder, {})
 
 
+@cache
 def load_float64(target: Path) -> PreTrainedModel:
     """The grouped products of experts are for narrower numbers."""
     return load_model(target, dtype=torch.float64, experts_implementation="eager")

@@ -121,6 +121,26 @@ def target_aux_states(model: PreTrainedModel, tokens: Sequence[int] | Tensor, la
     return torch.cat([states[layer] for layer in layers], dim=-1)
 
 
+class KnownStates:
+    """`target_states` of a model whose weights stay: computed once for a text and those that begin it, if these are
+    asked for next."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.text: list[int] = []
+
+    def __call__(self, tokens: list[int]) -> list[Tensor]:
+        if not tokens or self.text[: len(tokens)] != tokens:
+            self.states = target_states(self.model, tokens)
+            self.text = tokens
+        return [state[: len(tokens)] for state in self.states]
+
+    def joined(self, tokens: list[int], layers: Sequence[int]) -> Tensor:
+        """(S, K * H): the states that a draft reads."""
+        states = self(tokens)
+        return torch.cat([states[layer] for layer in layers], dim=-1)
+
+
 def change_json(path: Path, **values: Any) -> None:
     """Replaces fields of the object in a file; None deletes."""
     changed = json.loads(path.read_text()) | values

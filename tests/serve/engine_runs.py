@@ -163,17 +163,21 @@ def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]
 
 def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict[str, Answer]:
     """Runs as `run`. After every step each decoding request's stored proposal and its scores must be the oracle's for
-    its text."""
+    its text. It is asked after the run, for a request's longest text first (`KnownStates`)."""
     proposed = record_proposals(engine.runner.drafter)
+    steps: list[tuple[Request, list[int], tuple[Any, ...], list[float]]] = []
 
-    def check(*_: object) -> None:
+    def record(*_: object) -> None:
         for sequence in decoding(engine):
             stored = tuple(engine.runner.state.proposals[:2, sequence.slot].tolist())
-            tokens, parents, expected = oracle(sequence.tokens, sequence.request)
-            assert stored == (tokens, parents), sequence.request.id
-            assert proposed[sequence.slot][1] == pytest.approx(expected, abs=1e-3), sequence.request.id
+            steps.append((sequence.request, [*sequence.tokens], stored, proposed[sequence.slot][1]))
 
-    return run(engine, requests, check)
+    answers = run(engine, requests, record)
+    for request, text, stored, scores in sorted(steps, key=lambda step: (step[0].id, -len(step[1]))):
+        tokens, parents, expected = oracle(text, request)
+        assert stored == (tokens, parents), request.id
+        assert scores == pytest.approx(expected, abs=1e-3), request.id
+    return answers
 
 
 def check_proposals(engine: Engine, oracle: Oracle, target: Path, requests: list[Request]) -> None:

@@ -37,7 +37,7 @@ from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import load_float64, save_random_dflash
-from slipstream.tests.random_targets import RELATIVES, MakeTarget, shared_weights, target_aux_states
+from slipstream.tests.random_targets import RELATIVES, KnownStates, MakeTarget, shared_weights
 from slipstream.tests.serve.engine_runs import (
     Answer,
     Nodes,
@@ -58,7 +58,7 @@ from slipstream.tests.serve.played_graphs import build_played
 from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.serve.test_step_graphs import check_replay, record
 
-requests_of = partial(sized_requests, temperature=0.7)
+requests_of = partial(sized_requests, temperature=0.7, max_tokens=22)
 OURS = "prefill=sdpa,verify=triton,draft=triton"  # on the CPU their kernels' references
 MakeDraft = Callable[[str, str], Path]
 needs_hybrid = pytest.mark.skipif("qwen3-5" not in RELATIVES, reason="this transformers does not know it")
@@ -121,8 +121,9 @@ class Oracle:
     def __init__(
         self, target: Path, draft: Path, width: int, slots: int = 0, topk: int = 1, candidates: int | None = None
     ) -> None:
-        self.model = load_float64(target)
-        self.naive = NaiveDFlash(draft, *shared_weights(self.model), candidates)
+        model = load_float64(target)
+        self.states = KnownStates(model)
+        self.naive = NaiveDFlash(draft, *shared_weights(model), candidates)
         self.layers = self.naive.config["dflash_config"]["target_layer_ids"]
         self.width = width
         self.topk = topk
@@ -131,7 +132,7 @@ class Oracle:
 
     @torch.no_grad()
     def __call__(self, tokens: list[int], request: Request) -> Nodes:
-        aux_states = target_aux_states(self.model, tokens[:-1], self.layers)
+        aux_states = self.states.joined(tokens[:-1], self.layers)
         key = noise_key(request.seed, request.choice)
         if self.topk > 1:
             sizes = self.width, self.depth, self.slots, self.topk

@@ -41,6 +41,7 @@ from slipstream.tests.serve.engine_runs import (
     make_request,
     plain_answers,
     random_prompt,
+    remembered,
     run,
     run_checked,
     sized_requests,
@@ -172,13 +173,13 @@ def test_captured_steps_change_no_token(kind: str, options: dict[str, int], make
 
 def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transformers(make_mtp: MakeMTP) -> None:
     target = make_mtp("glm4-moe")
-    oracle = Oracle(target, TreeOptions())
+    oracle = remembered(Oracle(target, TreeOptions()))
     check_prefix_hits(build_engine(target.folder, "mtp"), oracle, (39, 31, 49))
-    engine = build_engine(target.folder, "mtp", kv_cache_tokens=96, prefill_budget=16)
+    engine = build_engine(target.folder, "mtp", kv_cache_tokens=80, prefill_budget=16)
     run_checked(
         engine,
         oracle,
-        [make_request(str(seed), random_prompt(15, seed), max_tokens=40, seed=seed) for seed in range(3)],
+        [make_request(str(seed), random_prompt(15, seed), seed=seed) for seed in range(3)],
     )
     assert engine.scheduler.num_preemptions > 0
 
@@ -187,8 +188,9 @@ def test_proposals_after_a_hit_of_recurrent_layers_equal_those_of_transformers(m
     target = make_mtp("qwen3-next")
     engine = build_engine(target.folder, "mtp", prefill_budget=64)
     requests = [make_request("long", random_prompt(150, 1))]
+    oracle = remembered(Oracle(target, TreeOptions()))
     for _ in range(2):
-        answers = run_checked(engine, Oracle(target, TreeOptions()), requests)
+        answers = run_checked(engine, oracle, requests)
     assert answers["long"].counts.cached_tokens > 0
 
 

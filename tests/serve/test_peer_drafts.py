@@ -131,7 +131,7 @@ def test_muse_glimmers_own_draft(make_target: Callable[[str], Path], tmp_path: P
     logits = {"output_multiplier": 0.4, "final_logit_softcapping": 3.0}
     oracle = save_dflash(target, tmp_path / "ours", **NON_CAUSAL, **logits)
     save_as_muse_glimmer(tmp_path / "ours", tmp_path / "theirs")
-    oracle.naive = MuseGlimmerDraft(tmp_path / "theirs", target, *shared_weights(oracle.model))
+    oracle.naive = MuseGlimmerDraft(tmp_path / "theirs", target, *shared_weights(oracle.states.model))
     check(build_engine(target, tmp_path / "theirs"), oracle, target)
 
 
@@ -142,7 +142,7 @@ def test_lagunas_own_draft(gating: str, make_target: Callable[[str], Path], tmp_
     windows: dict[str, Any] = {"sliding_window": 6, "windowed_layers": (0, 1)}
     oracle = save_dflash(target, tmp_path / "ours", gate=gate, tap_norms=True, context_norms=True, **windows)
     save_as_laguna(tmp_path / "ours", tmp_path / "theirs", gating, by_kind=gate.by_head)
-    oracle.naive = LagunaDraft(tmp_path / "theirs", *shared_weights(oracle.model))
+    oracle.naive = LagunaDraft(tmp_path / "theirs", *shared_weights(oracle.states.model))
     check(build_engine(target, tmp_path / "theirs"), oracle, target)
 
 
