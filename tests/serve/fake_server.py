@@ -55,7 +55,7 @@ SCRIPT = """
 from slipstream.serve.cli import run
 from slipstream.serve.http.engine_client import EngineClient, EngineFactory
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_engine import FakeEngine, ForgetfulEngine, never_start
+from slipstream.tests.serve.fake_engine import FakeEngine, never_start
 raise SystemExit(run(ServeConfig(target={target!r}, port=0), EngineClient({engine})))
 """
 

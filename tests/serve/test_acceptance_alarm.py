@@ -16,6 +16,7 @@ from slipstream.serve.engine.acceptance_alarm import ALL, FORM_DIGITS, Acceptanc
 from slipstream.serve.engine.control_charts import DAY, THRESHOLD, Chart, Cusum, Level, collapse_evidence
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Request
+from slipstream.tests.pairwise import gate_of
 from slipstream.tests.serve.acceptance_traffic import CHAT, MIXED, Kind, Traffic
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.sources import ROOT, TINY
@@ -81,7 +82,7 @@ def test_a_chart_is_the_sum_of_the_last_evidence_of_each_request_since_it_was_ze
         assert sum(cusum.clients.values()) == pytest.approx(cusum.level)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", gate_of([(0,), (1,), (2,)], [(0,)]))
 def test_an_hour_of_mixed_traffic_whose_shares_drift_raises_nothing(seed: int) -> None:
     traffic = Traffic(MIXED, seed, drift_s=HOUR / 3)
     alarm = alarm_of(traffic, Baseline(0.75, 2.4))
@@ -96,7 +97,10 @@ LONG = (replace(CHAT, answer_len=600),)
 
 @pytest.mark.parametrize(
     ("kinds", "num_slots", "seed"),
-    [(MIXED, 16, 0), (MIXED, 16, 1), (MIXED, 8, 2), ((CHAT,), 1, 3), ((CHAT,), 64, 4), (LONG, 4, 5), (LONG, 64, 6)],
+    gate_of(
+        [(MIXED, 16, 0), (MIXED, 16, 1), (MIXED, 8, 2), ((CHAT,), 1, 3), ((CHAT,), 64, 4), (LONG, 4, 5), (LONG, 64, 6)],
+        [(MIXED, 16, 0), ((CHAT,), 64, 4), (LONG, 4, 5)],
+    ),
 )
 def test_a_useless_draft_is_told_within_a_thousand_tokens_and_a_mended_one_too(
     seed: int, num_slots: int, kinds: tuple[Kind, ...], caplog: pytest.LogCaptureFixture
@@ -173,7 +177,7 @@ def test_after_a_day_the_new_level_is_the_record() -> None:
 TENANTS = tuple(replace(kind, client=client) for kind in MIXED[:3] for client in ("a", "b", "c"))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", gate_of([(0,), (1,)], [(0,)]))
 def test_one_clients_flood_raises_no_alarm_of_others(seed: int) -> None:
     """It may say that one client's requests are accepted less, and must notice others' when their turn comes."""
     traffic = Traffic(TENANTS, seed, num_slots=24)
@@ -315,7 +319,7 @@ def test_rates_are_those_of_first_tokens(draft: Path | str, options: dict[str, A
         record(slots, values)
 
     engine.planner.alarm.record = note  # type: ignore[method-assign]
-    run(engine, questions(0, 8))
+    run(engine, questions(0, 4))
     counts = engine.planner.counts
     accepted = sum(count for (_, place), count in counts.accepted.items() if place == "1")
     assert len(rates) == counts.rounds.total()
@@ -325,7 +329,7 @@ def test_rates_are_those_of_first_tokens(draft: Path | str, options: dict[str, A
     else:
         assert sum(rates) == accepted
     moments = [record.moments for record in engine.planner.alarm.records[""].values()]
-    assert sum(part.ends for part in moments) == pytest.approx(8, abs=0.01)  # the first ones count a little less
+    assert sum(part.ends for part in moments) == pytest.approx(4, abs=0.01)  # the first ones count a little less
 
 
 def noise_weights(engine: Engine) -> None:

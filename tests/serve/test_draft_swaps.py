@@ -138,7 +138,7 @@ def counts_of(answers: dict[str, Answer]) -> dict[str, tuple[int, list[int], str
 @grouped()
 @pytest.mark.parametrize(
     "drafter",
-    some_of([name for name in NETWORKS if name != "ngram first"], ["eagle tree", "eagle3 deep", "dflash2", "dspark"]),
+    some_of([name for name in NETWORKS if name != "ngram first"], ["eagle3 deep", "dspark"]),
 )
 def test_a_swapped_draft_is_accepted_as_in_an_engine_built_with_it(
     drafter: str, make_target: MakeTarget, drafts: Drafts
@@ -201,7 +201,7 @@ def test_a_vocabulary_and_calibration_follow(make_target: MakeTarget, drafts: Dr
 
 
 @grouped()
-@pytest.mark.parametrize("drafter", ["eagle3", "dflash tree", "dspark"])
+@pytest.mark.parametrize("drafter", some_of(["eagle3", "dflash tree", "dspark"], ["eagle3", "dspark"]))
 def test_captured_passes_read_the_new_weights(drafter: str, make_target: MakeTarget, drafts: Drafts) -> None:
     """Their buffers and weights stay where they are."""
     first, second = drafts(drafter)
@@ -293,17 +293,20 @@ def test_noise_is_taken_back(tmp_path: Path) -> None:
     """Weights as good pass."""
     draft = TRAINED / "eagle3"
     engine = build_engine(TINY, draft, device="cpu", width=4)
-    run(engine, questions(0, 24))
+    run(engine, questions(0, 16))
     good = save_changed(draft, tmp_path / "good", 0.001)
     noise = save_changed(draft, tmp_path / "noise", 3.0)
-    version = engine.swap_draft(engine.stage_draft(str(good)), trial_rounds=150).version
+    version = engine.swap_draft(engine.stage_draft(str(good)), trial_rounds=100).version
     with pytest.raises(ValueError, match="on trial themselves"):
         engine.swap_draft(engine.stage_draft(str(noise)))
-    run(engine, questions(100, 24))
+    run(engine, questions(100, 16))
     assert engine.counts().draft.trial == "passed"
     expected = weights_of(engine)
     engine.swap_draft(engine.stage_draft(str(noise)))
-    run(engine, questions(200, 64))
+    for request in questions(200, 64):
+        engine.add(request)
+    while engine.has_work and engine.counts().draft.num_returns == 0:
+        engine.step()
     state = engine.counts().draft
     assert (state.version, state.trial, state.num_swaps, state.num_returns) == (version, "worse", 2, 1)
     after = weights_of(engine)
@@ -398,7 +401,7 @@ def test_a_server_swaps_while_it_answers(tmp_path: Path) -> None:
     options: dict[str, Any] = {"draft": str(TRAINED / "eagle3"), "device": "cpu", "kv_cache_tokens": 4096}
     config = ServeConfig(target=str(TINY), port=0, draft_folder=str(tmp_path), **options)
     with serving(config, build_engine_of_process) as server, httpx.Client(base_url=server.url, timeout=120) as client:
-        body = {"prompt": "Tom has 3 apples.", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": "Tom has 3 apples.", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
         expected = client.post("/v1/completions", json=body).json()
         with ThreadPoolExecutor() as pool:
             futures = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(4)]

@@ -34,7 +34,7 @@ from slipstream.tests.sources import HYBRID, TINY
 GRID = 64
 ALL_DRAFTERS = DRAFTERS | {"mtp": {}}
 LENGTHS = {"short": 20, "block": GRID, "long": 150}  # of first prompts
-MOST_TOKENS = 100  # of an answer
+MOST_TOKENS = 70  # of an answer, more than GRID
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "exact": True}
 
 
@@ -90,7 +90,7 @@ def found(engine: Engine, text: list[int]) -> int:
     ("drafter", "temperature"),
     gate_of(
         product(ALL_DRAFTERS, (0.0, 1.0)),
-        [("eagle3 tree", 1.0), ("mtp", 0.0)],
+        [("eagle3 tree", 1.0)],
     ),
 )
 def test_next_turns_find_answers_and_are_those_of_an_engine_that_never_cached(
@@ -143,7 +143,7 @@ def test_an_answer_that_passes_no_block_is_left_alone(drafts: Path) -> None:
     engine.add(aborted)
     while engine.has_work:
         engine.step()
-        if any(sequence.stats.completion_tokens > 80 for sequence in engine.scheduler.running):
+        if any(sequence.stats.completion_tokens > GRID for sequence in engine.scheduler.running):
             engine.abort(aborted.id)
     assert not engine.work_idle(), "its client is gone"
 
@@ -170,7 +170,7 @@ def test_a_namespace_finds_its_own_answers_only(drafts: Path) -> None:
 @pytest.mark.parametrize("num_chunks", gate_of([(0,), (1,), (3,)], [(1,)]))
 def test_a_request_in_the_middle_goes_first_and_nothing_is_lost(num_chunks: int, drafts: Path) -> None:
     engine = build_drafted(drafts)
-    text = answered(engine, turn_of("first", random_prompt(70, 1), max_tokens=300))
+    text = answered(engine, turn_of("first", random_prompt(70, 1), max_tokens=200))
     for _ in range(num_chunks):
         assert engine.work_idle()
     other = turn_of("other", random_prompt(90, 2))
@@ -288,7 +288,7 @@ def test_chunks_grow_while_they_take_little_longer_than_the_shortest(
 
 def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(drafts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_drafted(drafts)
-    text = answered(engine, turn_of("first", random_prompt(70, 1), max_tokens=200))
+    text = answered(engine, turn_of("first", random_prompt(70, 1), max_tokens=130))
     assert engine.work_idle()
 
     def fail(*_: object) -> None:

@@ -162,11 +162,11 @@ def test_kernels_of_delta_nets_change_no_answer(
 ) -> None:
     """The kernels that a GPU runs, interpreted: chunks, preemption and hits."""
     monkeypatch.setattr(recurrence, "use_triton", lambda _: True)
-    sizes = narrow("delta nets") | {"kv_cache_tokens": 130}
+    sizes = narrow("delta nets") | {"kv_cache_tokens": 118}
     engine = build_drafted(SPECS["delta nets"], folders["delta nets"], drafter, **sizes)
-    requests = requests_of("delta nets", 1.0)
-    answers = run(engine, requests if drafter == "none" else requests[:3])
-    assert tokens_of(answers) == {name: expected["delta nets"][1.0][name] for name in answers}
+    requests = requests_of("delta nets", 1.0, max_tokens=12)
+    answers = tokens_of(run(engine, requests if drafter == "none" else requests[:3]))
+    assert answers == {name: expected["delta nets"][1.0][name][: len(answers[name])] for name in answers}
     assert engine.scheduler.num_preemptions > 0
 
 

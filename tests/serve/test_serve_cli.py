@@ -18,9 +18,10 @@ import pytest
 
 from slipstream.config import build_parser, option_names
 from slipstream.serve.cli import options_class, read_config, run
+from slipstream.serve.engine.process import Pipe, run_engine
 from slipstream.serve.http.engine_client import EngineClient
-from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_engine import FakeEngine, refuse_to_start
+from slipstream.serve.options import EngineConfig, ServeConfig
+from slipstream.tests.serve.fake_engine import FakeEngine, ForgetfulEngine, refuse_to_start
 from slipstream.tests.serve.fake_server import read_banner, start, wait_until, write_target
 from slipstream.tests.sources import ROOT
 from slipstream.tests.tables import each_case
@@ -267,12 +268,13 @@ def test_a_signal_ends_both_processes(byte_target: str, end: signal.Signals) -> 
         ending.result()
 
 
-def test_what_cannot_be_saved_at_the_end_is_one_sentence(byte_target: str) -> None:
-    with start(byte_target, "ForgetfulEngine") as server:
-        read_banner(server)
-        error = ended_by(server, signal.SIGINT)
-    [line] = [line for line in error.splitlines() if "saved" in line]
-    assert "could not be saved: [Errno 28] No space left on device: 'learned.trie'" in line
+def test_what_cannot_be_saved_at_the_end_is_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    server, engine = socket.socketpair()
+    for message in (EngineConfig(target="x"), [None]):
+        Pipe(server).send(message)
+    run_engine(ForgetfulEngine, engine)
+    [line] = [record.getMessage() for record in caplog.records if "saved" in record.getMessage()]
+    assert line.endswith("could not be saved: [Errno 28] No space left on device: 'learned.trie'")
 
 
 @pytest.mark.slow  # tests/serve/test_process.py stops a loading engine within this process
