@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def answers(make_target: Callable[[str], Path]) -> Answers:
 def healthy(answers: Answers, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subject]:
     """A healthy draft of a family, with fields of its config."""
 
+    @cache
     def make(family: str, **fields: Any) -> Subject:
         folder = answers[0]
         path = tmp_path_factory.mktemp("draft") / "draft"

@@ -9,27 +9,11 @@ import pytest
 from slipstream.doctor.cli import main
 from slipstream.doctor.live import LiveReport, live_text, report_of
 from slipstream.doctor.options import DoctorConfig
-from slipstream.serve.engine.counts import AcceptanceView, CategoryState, EngineCounts, RecentAcceptance
+from slipstream.serve.engine.counts import AcceptanceView, EngineCounts
 from slipstream.serve.http.metrics import EngineView, Metrics
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_engine import FakeEngine
+from slipstream.tests.doctor.told_acceptance import FELL, SOUND, FallenEngine, Rates, SoundEngine, view
 from slipstream.tests.serve.fake_server import serving, write_target
-
-FACTS = {
-    **{"draft": "d1", "target": "t1", "trained_target": "same", "trained_length": "4096"},
-    **{"quantization": "none", "kv_cache": "auto", "changed": ""},
-}
-Rates = dict[str, float]  # of late, by category; 0.7 by the record
-
-
-def view(rates: Rates, clients: str = "several", new_prompts: float = 0.0, **facts: str) -> AcceptanceView:
-    """Categories below 0.6 are alarmed."""
-    states = []
-    for name, rate in rates.items():
-        recent = RecentAcceptance(segments=100, rate=rate, length=1 + 2 * rate, record_rate=0.7, record_length=2.4)
-        is_alarmed = rate < 0.6
-        states.append(CategoryState(name, "day", clients if is_alarmed else "", 1.0 if is_alarmed else 0.1, recent))
-    return AcceptanceView(tuple(states), new_prompts, FACTS | facts)
 
 
 def report(acceptance: AcceptanceView) -> LiveReport:
@@ -37,8 +21,6 @@ def report(acceptance: AcceptanceView) -> LiveReport:
     return report_of("http://there", "model", Metrics().render(engine)[0].decode())
 
 
-SOUND: Rates = {"all": 0.7, "chat": 0.7, "greedy": 0.7, "sampled": 0.69, "context <1k": 0.7, "context 1-4k": 0.7}
-FELL: Rates = dict.fromkeys(SOUND, 0.1)
 LONG: Rates = {"all": 0.5, "chat": 0.5, "greedy": 0.5, "context <1k": 0.7, "context 4-16k": 0.3}
 
 
@@ -79,16 +61,6 @@ def test_a_page_without_requests_and_another_server() -> None:
     assert "No request has a record yet" in live_text(report(AcceptanceView()))
     with pytest.raises(ValueError, match="live is http://there, whose /metrics have no acceptance alarm"):
         report_of("http://there", "model", "vllm:num_requests_running 1.0\n")
-
-
-class FallenEngine(FakeEngine):
-    def counts(self) -> EngineCounts:
-        return EngineCounts(acceptance=view(FELL))
-
-
-class SoundEngine(FakeEngine):
-    def counts(self) -> EngineCounts:
-        return EngineCounts(acceptance=view(SOUND))
 
 
 @pytest.mark.parametrize(("make_engine", "status"), [(FallenEngine, 1), (SoundEngine, 0)])
