@@ -94,6 +94,7 @@ def answers(target: Path, draft: Path | str, prompts: list[str], dtype: str = "f
     return llm.generate(prompts, params)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_in_bf16_tokens_differ_at_ties_only(pair: Path, tokens: Tensor) -> None:
     small, big = (transformer(path, torch.bfloat16)(tokens).logits.float() for path in (TINY, pair / "target"))

@@ -61,7 +61,7 @@ def test_a_draft_goes_on_with_logged_answers(
     monkeypatch.setattr(continuation, "RATE", 1.0)
     monkeypatch.setattr(adapt_module, "LOSS", 1.0)
     output = tmp_path / "adapted"
-    adapt(config(folder, output, epochs=4))
+    adapt(config(folder, output, epochs=2))
     run_file = read_json(output / "run.json")
     assert run_file["learned_from"] == str(DRAFT)
     lengths = run_file["accept_lengths"]

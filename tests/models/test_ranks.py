@@ -27,7 +27,7 @@ from slipstream.models.targets.config import DeltaNetSpec, MLPSpec, MoESpec, Tar
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
-from slipstream.tests.pairwise import grouped, some_of
+from slipstream.tests.pairwise import grouped, rotating, some_of
 from slipstream.tests.quantized_targets import (
     FP8,
     LAYOUTS,
@@ -251,8 +251,7 @@ def wide_targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @grouped("kind")
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize(("kind", "name"), rotating(["dense", "experts"], LAYOUTS))
 def test_quantised_ranks_have_slices_of_the_weights(
     kind: str, name: str, wide_targets: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -101,10 +101,8 @@ def training(target_model: PreTrainedModel, token_map: TokenMap) -> Eagle3Traini
 
 @pytest.fixture(
     params=[
-        {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-        {"fc_norm": True, "norm_output": True},
-        {"qk_norm": True},
-        {"num_layers": 2, "norm_output": True},
+        {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "qk_norm": True},
+        {"fc_norm": True, "norm_output": True, "num_layers": 2},
     ],
     ids=" ".join,
 )

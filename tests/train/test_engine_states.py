@@ -134,22 +134,22 @@ def test_a_run_ends_if_no_engine_is_left_and_continues_later(
     thread = threading.Thread(target=die)
     thread.start()
     flags = arguments(tmp_path / "run", states__endpoint=address, states__timeout=0.5, checkpoint__every=1)
-    message = refusal([*flags, "--optim.steps=60"])
+    message = refusal([*flags, "--optim.steps=30"])
     thread.join()
     assert "states.endpoint" in message
     assert "continues from the newest checkpoint" in message
     engine = StateEngine(target_path, address)
-    main(arguments(tmp_path / "whole", states__endpoint=address, optim__steps=60))
-    main([*flags, "--optim.steps=60"])
+    main(arguments(tmp_path / "whole", states__endpoint=address, optim__steps=30))
+    main([*flags, "--optim.steps=30"])
     engine.close()
-    expected = weights(tmp_path / "whole", 60)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path / "run", 60).items())
+    expected = weights(tmp_path / "whole", 30)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path / "run", 30).items())
 
 
 def test_the_run_starts_an_engine_and_ends_it(arguments: Arguments, finished: Path, tmp_path: Path) -> None:
-    flags = arguments(tmp_path / "run")
-    program = start_program(ROOT / "train" / "eagle3.py", *flags, "--states.engine.device", "cpu")
-    end_program(program)
+    before = children(os.getpid())
+    main([*arguments(tmp_path / "run"), "--states.engine.device=cpu"])
+    assert children(os.getpid()) == before
     assert_same_run(tmp_path / "run", finished)
 
 

@@ -343,7 +343,7 @@ def test_rounds_make_held_out_texts_better_and_snapshots_are_drafts(tmp_path: Pa
     assert len(texts) == 12
     loop = trainer.loop(Splits(Split({"": texts}, {}), Split({"": texts[:4]}, {"": texts[4:8]})))
     before = trainer.accept_lengths(loop, trainer.serving)
-    for _ in range(40):
+    for _ in range(20):
         loop.train_step(False)
     trained = trainer.weights()
     weights = trainer.new_weights()

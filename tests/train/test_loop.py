@@ -59,6 +59,7 @@ def test_a_run_leaves_servable_checkpoints_and_a_log(finished: Path, target_path
     assert run["best_accept_length"] == max(line.get("eval_accept_length", 0) for line in lines)
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, arguments: Arguments, finished: Path) -> None:
     program = start_program(ROOT / "train" / "eagle3.py", *arguments(tmp_path))
     deadline = time.monotonic() + 300

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.tests.pairwise import rotating
 from slipstream.tests.sources import ROOT
 from slipstream.tests.train.block_cases import make_training, packed
 from slipstream.tests.train.runs import Arguments, assert_like_run, end_program, refusal, start_program
@@ -64,8 +65,7 @@ def test_parts_hold_each_row_once(size: int, all_run: bool) -> None:
             assert sum(part.num_asking) == len(part.asking)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
-@pytest.mark.parametrize("size", [3, 40])
+@pytest.mark.parametrize(("name", "size"), rotating(DRAFTS, [3, 40]))
 def test_parts_of_blocks_add_up(
     size: int, name: str, target_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

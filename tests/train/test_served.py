@@ -19,6 +19,7 @@ from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
+from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.tests.train.runs import PROMPTS
 from slipstream.train import dflash, eagle, eagle3
@@ -179,8 +180,7 @@ def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> No
     check_served(llm, lambda _batch: outputs.pop(), training, check)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("heads", "temperature"), rotating(HEADS, [1.0, 0.0]))
 def test_chains_of_heads(target_path: Path, tmp_path: Path, heads: str, temperature: float) -> None:
     save_random_dflash(
         target_path, tmp_path / "draft", answers_alone(target_path), block_size=BLOCK_SIZE, **HEADS[heads]
