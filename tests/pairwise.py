@@ -44,7 +44,7 @@ def gate_of(cases: Iterable[Case], gate_cases: Collection[Case]) -> list[Any]:
     return [pytest.param(*case, marks=() if case in gate_cases else pytest.mark.slow) for case in cases]
 
 
-def some_of(values: Iterable[str], gate_values: Collection[str]) -> list[Any]:
+def some_of(values: Iterable[Any], gate_values: Collection[Any]) -> list[Any]:
     """All values of one factor; those that are not in `gate_values` are slow."""
     return gate_of([(value,) for value in values], [(value,) for value in gate_values])
 

@@ -160,6 +160,7 @@ def script(target: str, options: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_lines_of_the_log_and_no_request(byte_target: str) -> None:
     """/dev/full fails every write, as a full disk does."""
     with socket.create_server(("127.0.0.1", 0)) as free:

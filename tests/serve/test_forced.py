@@ -16,6 +16,7 @@ from slipstream.serve.engine.plan import FORCED, NodeMasks, StepPlan
 from slipstream.serve.grammar.grammars import Grammars, tokens_in
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request
+from slipstream.tests.pairwise import rotating
 from slipstream.tests.serve.correctness import TARGET, features
 from slipstream.tests.serve.engine_runs import (
     Tokens,
@@ -172,8 +173,9 @@ def expected(tokenizer: Any) -> dict[float, Tokens]:
     return {heat: plain_answers(TARGET, requests(tokenizer, NAMES, heat), device="cpu") for heat in (0.0, 1.0)}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("options", [{}, {"draft": "ngram", "drafter": {"nodes": 9}}])
+@pytest.mark.parametrize(
+    ("temperature", "options"), rotating([0.0, 1.0], [{}, {"draft": "ngram", "drafter": {"nodes": 9}}])
+)
 def test_answers_are_those_without(
     temperature: float, options: dict[str, Any], tokenizer: Any, expected: dict[float, Tokens]
 ) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from slipstream.serve.grammar.work import Unsupported, Work
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.serve.runner.model_runner import InFlight
-from slipstream.tests.pairwise import rotating, some_of
+from slipstream.tests.pairwise import gate_of, some_of
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import Build, Tokens, engines_of, make_request, plain_answers, run, tokens_of
 from slipstream.tests.serve.played_graphs import ATTENTION, play
@@ -146,11 +147,12 @@ def test_official_schemas_are_served_as_they_are_meant_or_refused_by_name() -> N
     assert served.total() + refused.total() == 383
 
 
-def test_schemas_that_users_send_are_served_and_every_text_under_the_mask_is_valid() -> None:
+@pytest.mark.parametrize("seeds", [range(120), pytest.param(range(120, 600), marks=pytest.mark.slow)])
+def test_schemas_that_users_send_are_served_and_every_text_under_the_mask_is_valid(seeds: range) -> None:
     compiler = Bytes()
     ended = 0
     formats = jsonschema.FormatChecker(["email", "date", "ipv4", "ipv6", "uuid"])
-    for seed in range(300):
+    for seed in seeds:
         rng = random.Random(seed)
         schema = user_schema(rng)
         compiled = compiler.compile(schema)
@@ -159,7 +161,7 @@ def test_schemas_that_users_send_are_served_and_every_text_under_the_mask_is_val
         if text is not None:
             validator.validate(json.loads(text))
             ended += 1
-    assert ended > 280
+    assert ended > 0.93 * len(seeds)
 
 
 NAMES = ["name", "title", "city", "email", "age", "price", "tags", "status", "kind", "note", "id", "url", "when", "é"]
@@ -477,7 +479,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(schema=JSON)
 def test_any_json_is_served_or_refused_with_a_sentence(schema: Any) -> None:
     with contextlib.suppress(ValueError):
@@ -841,7 +843,9 @@ def check_text(name: str, text: str) -> None:
         assert text.count("a") == text.count("b")
 
 
-@pytest.mark.parametrize(("drafter", "temperature"), rotating(["none", "eagle3"], [0.0, 1.0]))
+@pytest.mark.parametrize(
+    ("drafter", "temperature"), gate_of(product(["none", "eagle3"], [0.0, 1.0]), [("eagle3", 1.0)])
+)
 def test_passes_begin_before_their_masks_are_there(
     drafter: str, temperature: float, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -879,7 +883,7 @@ def test_passes_begin_before_their_masks_are_there(
     assert answers["late"].counts.accepted_tokens > 6, "the second text was waited for"
 
 
-@pytest.mark.parametrize("drafter", ["none", "eagle3", "ngram"])
+@pytest.mark.parametrize("drafter", some_of(["none", "eagle3", "ngram"], ["eagle3"]))
 def test_slow_masks_change_no_answer(
     drafter: str, build: Build, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.process import Ping, Step, serve_requests
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import Output, Request, SamplingParams
-from slipstream.tests.pairwise import gate_of
+from slipstream.tests.pairwise import gate_of, some_of
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.engine_runs import (
     DRAFTERS,
@@ -167,7 +167,7 @@ def test_a_namespace_finds_its_own_answers_only(drafts: Path) -> None:
     assert len({tuple(answer.tokens) for answer in answers.values()}) == 1
 
 
-@pytest.mark.parametrize("num_chunks", gate_of([(0,), (1,), (3,)], [(1,)]))
+@pytest.mark.parametrize("num_chunks", some_of([0, 1, 3], [1]))
 def test_a_request_in_the_middle_goes_first_and_nothing_is_lost(num_chunks: int, drafts: Path) -> None:
     engine = build_drafted(drafts)
     text = answered(engine, turn_of("first", random_prompt(70, 1), max_tokens=200))

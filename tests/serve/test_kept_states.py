@@ -12,6 +12,7 @@ from torch import Tensor
 from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.request import Request
+from slipstream.tests.pairwise import gate_of
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve.engine_runs import (
@@ -65,7 +66,10 @@ def kinds() -> dict[str, Request]:
     }
 
 
-@pytest.mark.parametrize(("name", "family"), [*((name, "qwen3") for name in DRAFTS), ("ngram", "gemma3")])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    gate_of([*((name, "qwen3") for name in DRAFTS), ("ngram", "gemma3")], [("eagle3", "qwen3"), ("ngram", "gemma3")]),
+)
 def test_states_are_those_of_the_target(name: str, family: str, make_target: MakeTarget, tmp_path: Path) -> None:
     """In a cache that preempts, with chunks, shared prefixes and aborts; of a target with windows, too."""
     target = make_target(family)

@@ -36,7 +36,6 @@ from slipstream.tests.random_targets import MakeTarget, change_json, load_model,
 from slipstream.tests.serve.engine_runs import (
     acceptance,
     build_engine,
-    check_prefix_hits,
     generated,
     make_request,
     plain_answers,
@@ -169,19 +168,6 @@ def test_captured_steps_change_no_token(kind: str, options: dict[str, int], make
     requests = sized_requests(temperature=0.8)
     plain = build_engine(target.folder, device="cpu")
     assert tokens_of(run(engine, requests)) == tokens_of(run(plain, requests))
-
-
-def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transformers(make_mtp: MakeMTP) -> None:
-    target = make_mtp("glm4-moe")
-    oracle = remembered(Oracle(target, TreeOptions()))
-    check_prefix_hits(build_engine(target.folder, "mtp"), oracle, (39, 31, 49))
-    engine = build_engine(target.folder, "mtp", kv_cache_tokens=80, prefill_budget=16)
-    run_checked(
-        engine,
-        oracle,
-        [make_request(str(seed), random_prompt(15, seed), seed=seed) for seed in range(3)],
-    )
-    assert engine.scheduler.num_preemptions > 0
 
 
 def test_proposals_after_a_hit_of_recurrent_layers_equal_those_of_transformers(make_mtp: MakeMTP) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, HostProposal, StepPlan
 from slipstream.serve.request import Request
-from slipstream.tests.pairwise import rotating
+from slipstream.tests.pairwise import gate_of, pairwise
 from slipstream.tests.serve.engine_runs import build_engine, make_request, plain_answers, random_prompt, run, tokens_of
 from slipstream.tests.serve.test_overlap import build_overlapping
 
@@ -43,10 +44,19 @@ def test_prompts_are_limited_by_the_times_of_the_steps_that_they_share(params: d
 
 @pytest.mark.parametrize(
     ("place", "device", "build"),
-    rotating(
-        [("step", 1), ("step", 2), ("step", 9), ("draft", 1), ("draft", 5)],
-        ["cuda", "cpu"],
-        [build_engine, build_engine, build_overlapping, build_overlapping],
+    gate_of(
+        product(
+            [("step", 1), ("step", 2), ("step", 9), ("draft", 1), ("draft", 5)],
+            ["cuda", "cpu"],
+            [build_engine, build_overlapping],
+        ),
+        [
+            (("step", 1), "cuda", build_engine),
+            (("step", 2), "cpu", build_engine),
+            (("step", 9), "cuda", build_overlapping),
+            (("draft", 1), "cpu", build_overlapping),
+            (("draft", 5), "cuda", build_engine),
+        ],
     ),
 )
 def test_a_pass_without_memory_fails_its_requests_alone(
@@ -111,9 +121,9 @@ class Watching(HostStage):
         return Edits(errors=errors)
 
 
-@pytest.mark.parametrize("build", [build_engine, build_overlapping])
-@pytest.mark.parametrize("name", ["draft", "ngram"])
-@pytest.mark.parametrize("names", ["01234", "3"])
+@pytest.mark.parametrize(
+    ("build", "name", "names"), pairwise([build_engine, build_overlapping], ["draft", "ngram"], ["01234", "3"])
+)
 def test_a_stage_sees_every_proposal_before_it_is_verified(
     build: Any, name: str, names: str, target: Path, draft: Path
 ) -> None:

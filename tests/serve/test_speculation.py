@@ -257,8 +257,9 @@ def check_counts(answer: Answer) -> None:
     assert max(entry.round for entry in answer.trace) == answer.counts.rounds
 
 
-@pytest.mark.parametrize("make", [build_engine, build_overlapping])
-@pytest.mark.parametrize("drafter", ["eagle3 tree", "ngram first"])
+@pytest.mark.parametrize(
+    ("drafter", "make"), rotating(["eagle3 tree", "ngram first"], [build_engine, build_overlapping])
+)
 def test_a_trace_survives_preemption_prefix_hits_and_ends(
     drafter: str, make: Callable[..., Engine], build: Build, expected: dict[str, list[int]]
 ) -> None:

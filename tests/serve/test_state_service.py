@@ -69,14 +69,16 @@ def expected(target: Path, query: StateRequest) -> tuple[Tensor, Tensor]:
 
 def test_states_are_those_of_the_target_in_process(target: Path, engine: StateEngine) -> None:
     client = StateClient("endpoint", [engine.address], "second key", 5.0)
-    requests = [request(seed) for seed in range(7)]
+    check_states(client, target, [request(seed) for seed in range(7)])
+    client.close()
+
+
+def check_states(client: StateClient, target: Path, requests: list[StateRequest]) -> None:
     futures = [client.ask(query) for query in requests]
     for query, future in zip(requests, futures, strict=True):
-        future.result(30)
-        aux_states, final = expected(target, query)
-        assert torch.equal(query.places["aux_states"], aux_states)
-        assert torch.equal(query.places["final"], final)
-    client.close()
+        future.result(60)
+        for name, states in zip(("aux_states", "final"), expected(target, query), strict=True):
+            assert torch.equal(query.places[name], states)
 
 
 def test_a_client_closes_in_the_middle_of_answers(engine: StateEngine, caplog: pytest.LogCaptureFixture) -> None:
@@ -168,11 +170,7 @@ def test_damage_and_cuts_are_noticed_and_asked_again(target: Path, engine: State
     path = str(tmp_path / "proxy")
     Proxy(engine.address, path, ["damage", "cut", "damage"])
     client = StateClient("endpoint", [Address("", path=path)], "first key", 5.0)
-    requests = [request(seed) for seed in range(5)]
-    futures = [client.ask(query) for query in requests]
-    for query, future in zip(requests, futures, strict=True):
-        future.result(60)
-        assert torch.equal(query.places["aux_states"], expected(target, query)[0])
+    check_states(client, target, [request(seed) for seed in range(5)])
     client.close()
 
 
@@ -347,13 +345,7 @@ def shared_files() -> int:
 def test_states_pass_through_memory_that_is_freed_with_the_connection(target: Path, engine: StateEngine) -> None:
     before = shared_files()
     client = StateClient("endpoint", [engine.address], "first key", 30.0, device=CPU)
-    requests = [wide_request(seed) for seed in (0, 1, 6, 2, 9, 4)]  # blocks grow
-    futures = [client.ask(query) for query in requests]
-    for query, future in zip(requests, futures, strict=True):
-        future.result(30)
-        aux_states, final = expected(target, query)
-        assert torch.equal(query.places["aux_states"], aux_states)
-        assert torch.equal(query.places["final"], final)
+    check_states(client, target, [wide_request(seed) for seed in (0, 1, 6, 2, 9, 4)])  # blocks grow
     assert shared_files() > before
     client.close()
     wait_until(lambda: shared_files() == before, "the end of shared memory")

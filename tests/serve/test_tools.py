@@ -214,7 +214,7 @@ def expected(build: Build, mix: tuple[list[Request], dict[str, AnswerFormat]]) -
     return tokens_of(run(build("none", grammar_drafts=False), mix[0]))
 
 
-@pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["ngram", "eagle3 tree"]))
+@pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["eagle3 tree"]))
 def test_answers_are_the_same_with_every_drafter(
     drafter: str,
     build: Build,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.naive_eagle3 import NaiveEagle3
-from slipstream.tests.pairwise import gate_of
+from slipstream.tests.pairwise import some_of
 from slipstream.tests.random_targets import target_aux_states
 from slipstream.tests.train.conftest import Document, documents, make_eagle3
 from slipstream.tests.train.naive_terms import terms_of
@@ -108,7 +108,7 @@ def test_loss_gradient_and_metrics_equal_the_loops(
     check_batch(training, target_model, token_map.ids, FORMULAS[kind])
 
 
-@pytest.mark.parametrize("norm_output", gate_of([(False,), (True,)], [(True,)]))
+@pytest.mark.parametrize("norm_output", some_of([False, True], [True]))
 def test_states_are_taught_too(target_model: PreTrainedModel, token_map: TokenMap, norm_output: bool) -> None:
     """At every counting (row, step), whether or not the draft's vocabulary has the target's best token."""
     training = make_eagle3(target_model, token_map.ids, norm_output=norm_output)

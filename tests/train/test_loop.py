@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.targets.config import TargetSpec
-from slipstream.tests.sources import ROOT
 from slipstream.tests.tables import each_case
 from slipstream.tests.train import recorded_run
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
@@ -30,7 +28,6 @@ from slipstream.tests.train.runs import (
     records,
     refusal,
     run_interrupted,
-    start_program,
     weights,
 )
 from slipstream.train import loop, target_files
@@ -57,20 +54,6 @@ def test_a_run_leaves_servable_checkpoints_and_a_log(finished: Path, target_path
     assert run["data_hash"] == "0123"
     assert run["versions"]["torch"] == torch.__version__
     assert run["best_accept_length"] == max(line.get("eval_accept_length", 0) for line in lines)
-
-
-@pytest.mark.slow
-def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, arguments: Arguments, finished: Path) -> None:
-    program = start_program(ROOT / "train" / "eagle3.py", *arguments(tmp_path))
-    deadline = time.monotonic() + 300
-    while not (tmp_path / "step-2").exists() and program.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    program.kill()
-    program.communicate()
-    assert not (tmp_path / "step-6").exists(), "the kill came too late to prove anything"
-    main(arguments(tmp_path))
-    assert_same_run(tmp_path, finished)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
