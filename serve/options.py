@@ -68,9 +68,6 @@ class EngineConfig:
     tokens per millisecond."""
     objective: str = "throughput"
     """throughput, or itl=20ms: keep 95 % of the latencies between tokens below that where possible."""
-    max_chunk_ms: float | None = None
-    """Longest step in milliseconds that prompts may cause while other requests decode. Default: twice the step without
-    prompts, at least 30."""
     attention: str = "auto"
     """Attention backend NAME[:VARIANT] (a file in serve/attention), or one per phase: prefill=NAME,verify=NAME,
     draft=NAME. auto: sdpa on the CPU; on a GPU flashinfer for prefill and triton for the rest."""
@@ -87,7 +84,8 @@ class EngineConfig:
     """On a GPU, compute each row with the same bits whatever else is in the batch, so that answers depend neither on
     the draft nor on other requests. Default: on where supported; --fast turns it off."""
     cuda_graph: bool = True
-    """On a GPU, replay CUDA graphs captured at start-up. Off: launch kernels one by one."""
+    """On a GPU, replay CUDA graphs captured at start-up. Off, and where a backend plans on the host: launch kernels one
+    by one."""
     prefill_graph_tokens: int | None = None
     """On a GPU, also capture passes with up to this many prompt tokens, with the attention backend of verify. 0: none.
     Default: prefill_budget."""
@@ -138,8 +136,6 @@ class EngineConfig:
             )
         if self.prefill_graph_tokens is not None and self.prefill_graph_tokens < 0:
             raise ValueError(f"prefill_graph_tokens is {self.prefill_graph_tokens}; it must be at least 0 (none)")
-        if self.max_chunk_ms is not None and not 0 < self.max_chunk_ms < math.inf:
-            raise ValueError(f"max_chunk_ms is {self.max_chunk_ms}; it must be a number of milliseconds above 0")
         if self.ep and self.tp == 1:
             raise ValueError("ep is true, but tp is 1, and one device has all experts; give tp, or leave ep out")
         parse_objective(self.objective)
@@ -217,8 +213,9 @@ class ServeConfig(EngineConfig):
     ALIASES = {"--fast": "--no-exact", "--learn": "--learn.device=cpu"}
     # Programs set these: tests, benchmarks (bench/server.py) and `LLM`.
     HIDDEN = frozenset(
-        ("api_key", "grammar_drafts", "health_timeout", "idle_prompts", "keep_states", "overlap", "page_size")
-        + ("prefill_graph_tokens", "simulate_accept_length", "width")
+        ("api_key", "cuda_graph", "device", "grammar_drafts", "health_timeout", "idle_prompts", "json_whitespace")
+        + ("keep_states", "logprobs_mode", "max_body_mb", "overlap", "page_size", "prefill_graph_tokens")
+        + ("simulate_accept_length", "width")
     )
 
     host: str = "127.0.0.1"
@@ -245,8 +242,6 @@ class ServeConfig(EngineConfig):
     """Origins whose pages may call this server from a browser, such as https://example.org; * allows all."""
     max_body_mb: float | None = None
     """Maximum size of a request body in MiB. Default: 16 bytes per token of max_model_len, at least 4 MiB."""
-    request_timeout: float | None = None
-    """Seconds after which an unfinished request fails. Default: no limit."""
     ignore_unknown_fields: bool = False
     """Ignore unknown request fields instead of refusing them."""
     control_tokens_as_text: bool = False
@@ -263,8 +258,6 @@ class ServeConfig(EngineConfig):
     states: str | None = None
     """Give trainers states of the target at this address: HOST:PORT, or the path of a socket (docs/training.md). They
     need one of the API keys, if there are any. Default: nobody gets states."""
-    playground: bool = True
-    """Serve a chat page at / that shows where each token comes from."""
     dry_run: bool = False
     """Print the memory that the server needs and the GPUs that it fits, without loading weights, and exit."""
 
@@ -286,10 +279,8 @@ class ServeConfig(EngineConfig):
             raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be a number of seconds, at least 0")
         if not 0 < self.health_timeout < math.inf:
             raise ValueError(f"health_timeout is {self.health_timeout}; it must be a number of seconds above 0")
-        for name in ("max_body_mb", "request_timeout"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be a number above 0")
+        if self.max_body_mb is not None and not 0 < self.max_body_mb < math.inf:
+            raise ValueError(f"max_body_mb is {self.max_body_mb}; it must be a number above 0")
 
     def check_inputs(self) -> None:
         """Raises ValueError for an input that does not exist, and if none names the target."""

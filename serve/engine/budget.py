@@ -68,8 +68,7 @@ class BudgetPolicy:
     `widths`: numbers of nodes that the draft network may propose, with the root, 1 included. `most_nodes`: limit for a
     request, if the host proposes more; `node_rows`: limit for all requests, if that is less than the rows of the
     largest pass. `fixed`: every request gets that many nodes instead. `itl_ms`: allows only steps that will most likely
-    (95 %) take no longer, if there are any. `max_chunk_ms`: limit for steps with prompts in which requests decode.
-    `num_slots`: of requests.
+    (95 %) take no longer, if there are any. `num_slots`: of requests.
 
     The caller calls `choose` once for each step, in their order, and later, with the results, `record` and
     `costs.observe`.
@@ -84,7 +83,6 @@ class BudgetPolicy:
         node_rows: int | None = None,
         fixed: int | None = None,
         itl_ms: float | None = None,
-        max_chunk_ms: float | None = None,
         num_slots: int = 256,
     ) -> None:
         self.costs = costs
@@ -93,7 +91,6 @@ class BudgetPolicy:
         self.most_nodes = max(most_nodes, self.widths[-1])
         self.node_rows = costs.most_rows if node_rows is None else node_rows
         self.itl_ms = itl_ms
-        self.max_chunk_ms = max_chunk_ms
         self.acceptance = AcceptanceStats()
         self.host_wait = HostWait()
         self.proposals = ProposalStats(max(2, self.widths[-1]))
@@ -214,7 +211,6 @@ class BudgetPolicy:
                 nodes=nodes,
                 step_ms=step_ms,
                 draft_ms=draft_ms,
-                max_chunk_ms=self.max_chunk_ms,
                 max_ms=self._max_ms,
                 filtered=filtered,
             )
@@ -381,14 +377,12 @@ def chunk_rows(
     nodes: int,
     step_ms: float,
     draft_ms: float,
-    max_chunk_ms: float | None,
     max_ms: float,
     filtered: bool,
 ) -> int:
     """Returns the most rows of prompts beside `nodes`, where a step without prompts takes `step_ms`, its draft pass
-    `draft_ms` of it: as many as a step of `max_chunk_ms`, by default twice as long, may have; none takes more than
-    `max_ms`."""
-    limit_ms = min(max(2 * step_ms, LEAST_CHUNK_MS) if max_chunk_ms is None else max_chunk_ms, max_ms)
+    `draft_ms` of it: as many as a step twice as long may have; none takes more than `max_ms`."""
+    limit_ms = min(max(2 * step_ms, LEAST_CHUNK_MS), max_ms)
     rows = costs.passes(nodes, costs.most_rows, stride=STRIDE)
     fitting = rows[costs.targets(rows, filtered=filtered) + draft_ms <= limit_ms]
     min_rows = costs.round_up(nodes + LEAST_CHUNK)

@@ -404,7 +404,6 @@ def make_planner(
         node_rows=plan.node_rows if plan.captures else None,
         fixed=config.width,
         itl_ms=config.itl_ms,
-        max_chunk_ms=config.max_chunk_ms,
         num_slots=config.max_running,
     )
     prefill_backend = runner.passes.attention["prefill"]

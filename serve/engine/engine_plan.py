@@ -4,6 +4,7 @@ An EnginePlan is plain data. `build` makes an engine of it, `serve --dry-run` re
 the same plan makes a runner that executes the same steps.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,8 @@ from slipstream.serve.engine.planner import PassLimits
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.runner.kv import Groups, find_groups, page_bytes
 from slipstream.serve.runner.recurrence import NUM_COLUMNS, record_bytes, state_bytes
+
+logger = logging.getLogger(__name__)
 
 FORCED_NODES = 16  # nodes of a proposal that a grammar forces, root included
 FORCED_ROWS = 64  # rows that captured passes have for these beside roots, if the drafter needs fewer
@@ -298,13 +301,10 @@ def pick_modes(config: EngineConfig, device: DeviceFacts, backends: Mapping[str,
     """Returns whether passes are captured, and whether their tokens are read one step later (overlap)."""
     captures = device.type == "cuda" and config.cuda_graph
     if captures and device.is_present:
-        names = {phase: name for phase, name in backends.items() if phase != "prefill"}
-        planned = [phase for phase, name in names.items() if load_backend(name).needs_host_lengths]
-        if planned:
-            raise ValueError(
-                f"attention is {config.attention!r}: its backend for {planned[0]} plans on the host, which a CUDA "
-                f"graph cannot; choose another for {' and '.join(planned)}, or add --no-cuda-graph"
-            )
+        names = {name for phase, name in backends.items() if phase != "prefill"}
+        if planned := sorted(name for name in names if load_backend(name).needs_host_lengths):
+            logger.warning("no CUDA graphs, since attention by %s plans on the host", " and ".join(planned))
+            captures = False
     return captures, captures and config.overlap  # others wait for the device in each step
 
 

@@ -23,7 +23,7 @@ class DeployConfig(ServeConfig):
     """Serves a target with many replicas behind one address, on a Ray cluster."""
 
     FIRST = "config"
-    HIDDEN = ServeConfig.HIDDEN | {"draft_folder", "dry_run", "learn", "states"}
+    HIDDEN = ServeConfig.HIDDEN - {"device"} | {"draft_folder", "dry_run", "learn", "states"}
 
     replicas: int = 1
     """Number of servers, each on `tp` GPUs, or on a CPU; with max_replicas the fewest."""

@@ -27,7 +27,7 @@ from slipstream.serve.grammar.trial import Unavailable
 from slipstream.serve.grammar.trials import Busy, Trials
 from slipstream.serve.http import playground
 from slipstream.serve.http.answer_log import AnswerLog
-from slipstream.serve.http.completions import Completion, Deadline, Delta, RequestFailed
+from slipstream.serve.http.completions import Completion, Delta, RequestFailed
 from slipstream.serve.http.connections import UnreadBodies
 from slipstream.serve.http.engine_client import Busy as EngineBusy
 from slipstream.serve.http.engine_client import Engine, EngineError, EngineStopped
@@ -84,12 +84,10 @@ class Api:
         self.cors_origins = config.cors_origins
         self.started = int(time.time())
         self.trials = trials
-        self.pages = playground.routes() if config.playground else []
         self.answer_log: AnswerLog | None = None
         if config.answer_log is not None:
             self.answer_log = AnswerLog(Path(config.answer_log), tokenizer_hash(frontend.tokenizer))
         self._health_timeout = config.health_timeout
-        self._request_timeout = config.request_timeout
         self._ignore_unknown = config.ignore_unknown_fields
         self.bodies = BodyReader(frontend.limits.body_bytes)
         num_cores = os.cpu_count() or 1
@@ -104,17 +102,14 @@ class Api:
 
     async def answer(self, kind: Kind, request: Request) -> Response:
         self._check_room(1)  # before the body is read
-        deadline = Deadline.after(self._request_timeout)
         try:
-            async with deadline.watched():
-                call, disconnect = await self._take(partial(self._read_call, kind), request)
-                requests = await self._with_grammar(call, disconnect)
+            call, disconnect = await self._take(partial(self._read_call, kind), request)
+            requests = await self._with_grammar(call, disconnect)
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
         self._check_room(len(call.requests))
         note(answer=call.requests[0].id.rpartition("-")[0], stream=call.stream)
-        log = self.answer_log
-        completion = Completion(self.engine, self.metrics, watched=call.stream, deadline=deadline, answer_log=log)
+        completion = Completion(self.engine, self.metrics, watched=call.stream, answer_log=self.answer_log)
         requests = [replace(choice, client=request.state.client) for choice in requests]
         completion.submit(requests, call.stop, call.answers, call.echoes)
         disconnect.add_done_callback(lambda _: completion.abort())
@@ -394,8 +389,6 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), error.field)
     if isinstance(error, EngineError):
         return ApiError(503, f"no engine: {error}", code="engine_failed")
-    if isinstance(error, TimeoutError):
-        return ApiError(504, str(error), code="request_timeout")
     cause = error.cause if isinstance(error, RequestFailed) else None
     if isinstance(cause, EngineStopped):
         return ApiError(503, str(cause), code="server_shutting_down")
@@ -459,5 +452,5 @@ def create_app(api: Api) -> Starlette:
     )
     middleware = [Middleware(UnreadBodies), Middleware(RequestLog), *([browsers] if api.cors_origins else [])]
     return Starlette(
-        routes=[*routes, *api.pages], middleware=middleware, exception_handlers={HTTPException: on_http_error}
+        routes=[*routes, *playground.routes()], middleware=middleware, exception_handlers={HTTPException: on_http_error}
     )

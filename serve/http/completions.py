@@ -5,7 +5,6 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -237,29 +236,6 @@ class Choice:
         self._has_tokens = True
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """The time limit of a call: `seconds` after its arrival. `at`: by time.monotonic. None: no limit."""
-
-    seconds: float | None = None
-    at: float | None = None
-
-    @classmethod
-    def after(cls, seconds: float | None) -> "Deadline":
-        return cls(seconds, None if seconds is None else time.monotonic() + seconds)
-
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Raises TimeoutError if the block does not end in time."""
-        remaining = None if self.at is None else max(self.at - time.monotonic(), 0)
-        try:
-            async with asyncio.timeout(remaining):
-                yield
-        except TimeoutError as error:
-            message = f"the answer did not end within {self.seconds:g} s (request_timeout); ask for less"
-            raise TimeoutError(message) from error
-
-
 class Completion:
     """The choices of one call. Iterate over `deltas` to the end, or call `abort`."""
 
@@ -269,14 +245,12 @@ class Completion:
         metrics: Metrics,
         *,
         watched: bool,
-        deadline: Deadline = Deadline(),
         answer_log: AnswerLog | None = None,
     ) -> None:
         """`watched`: the client wants text as it comes (streaming), not at the end."""
         self.engine = engine
         self.metrics = metrics
         self.answer_log = answer_log
-        self._deadline = deadline
         self.choices: list[Choice] = []
         self._watched = watched
         self._news: deque[Delta | Exception] = deque()
@@ -303,8 +277,7 @@ class Completion:
         self._has_news.set()
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yields until every choice has ended. If one fails, aborts the others and raises RequestFailed; TimeoutError
-        when the time is up.
+        """Yields until every choice has ended. If one fails, aborts the others and raises RequestFailed.
 
         Joins text that arrived since the last one was taken: a slow client gets fewer and longer pieces, not a growing
         queue.
@@ -313,7 +286,7 @@ class Completion:
         while num_open:
             if not self._news:
                 self._has_news.clear()
-                await self._wait()
+                await self._has_news.wait()
             news = self._news.popleft()
             if isinstance(news, Exception):
                 self.abort()
@@ -325,17 +298,6 @@ class Completion:
             delta = waited[0] if len(waited) == 1 else Delta.join(waited)
             num_open -= delta.finish_reason is not None
             yield delta
-
-    async def _wait(self) -> None:
-        if self._deadline.at is None:
-            await self._has_news.wait()
-            return
-        try:
-            async with self._deadline.watched():
-                await self._has_news.wait()
-        except TimeoutError:
-            self.abort()
-            raise
 
     def abort(self) -> None:
         """Aborts the choices that have not ended."""

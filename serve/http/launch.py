@@ -166,5 +166,5 @@ def banner(config: ServeConfig, frontend: Frontend, url: str, *, needs_key: bool
     return (
         f"model {frontend.model_name}, draft {config.draft}, at {url} (Ctrl-C ends it)\n{date}"
         f"curl {url}/v1/{path} {key}-H 'Content-Type: application/json' -d '{body}'"
-        + (f"\nplayground: {url}/" if config.playground else "")
+        f"\nplayground: {url}/"
     )

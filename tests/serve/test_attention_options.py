@@ -10,6 +10,8 @@ import torch
 from slipstream.serve.attention.base import PHASES, KVFormat
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
+from slipstream.serve.engine.engine_plan import DeviceFacts, pick_modes
+from slipstream.serve.options import EngineConfig
 from slipstream.tests.attention_layers import asking_layer, find_backends
 from slipstream.tests.serve import fake_flashinfer
 from slipstream.tests.tables import each_case
@@ -200,3 +202,14 @@ def test_auto_warns_where_flashinfer_is_missing(caplog: pytest.LogCaptureFixture
     assert names("auto", formats()) == ["sdpa Backend", "triton Backend", "triton Backend"]
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
     assert "pip install flashinfer-python" in warning
+
+
+@pytest.mark.parametrize(
+    ("backends", "is_captured"),
+    [
+        ({"prefill": "sdpa", "verify": "triton"}, True),
+        ({"prefill": "triton", "verify": "triton", "draft": "sdpa"}, False),
+    ],
+)
+def test_backends_that_plan_on_the_host_are_not_captured(backends: dict[str, str], is_captured: bool) -> None:
+    assert pick_modes(EngineConfig(), DeviceFacts("cuda"), backends) == (is_captured, is_captured)

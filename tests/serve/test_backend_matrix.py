@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from slipstream.serve.attention.base import PHASES
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.request import Request
-from slipstream.tests.attention_layers import find_backends
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import SHAPE, save_random_target
@@ -76,14 +75,12 @@ def requests() -> list[list[Request]]:
 
 def answers(target: Path, draft: Path | str, mix: dict[str, str], dtype: str, **options: int) -> dict[str, Answer]:
     option = ",".join(f"{phase}={name}" for phase, name in mix.items())
-    needs_host = [backend.needs_host_lengths for phase, backend in find_backends(option).items() if phase != "prefill"]
     engine = build_engine(
         target,
         draft,
         device="cuda",
         dtype=dtype,
         attention=option,
-        cuda_graph=not any(needs_host),
         prefill_graph_tokens=0,  # captured prompts take verify's backend
         width=None if draft == "none" else 4,
         **options,

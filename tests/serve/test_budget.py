@@ -500,10 +500,10 @@ def test_chunks_keep_streams_flowing() -> None:
     assert nodes + rows in SIZES
     assert steps.target(nodes + rows, filtered=False) <= 30.0
     assert policy.chunk_rows(0) == SIZES[-1]
-    tight = BudgetPolicy(costs(filtered=1.4), WIDTHS, fixed=1, max_chunk_ms=6.0)
+    tight = BudgetPolicy(costs(filtered=1.4), WIDTHS, fixed=1, itl_ms=6.0)
     assert 64 <= tight.chunk_rows(32) <= 192 - 32
     assert tight.chunk_rows(32, filtered=True) < tight.chunk_rows(32)
-    assert BudgetPolicy(costs(), WIDTHS, fixed=1, max_chunk_ms=0.1).chunk_rows(32) == 96 - 32, "the least"
+    assert BudgetPolicy(costs(), WIDTHS, fixed=1, itl_ms=0.1).chunk_rows(32) == 96 - 32, "the least"
     fixed = BudgetPolicy(costs(), WIDTHS, fixed=8)
     assert 0 < fixed.chunk_rows(127) <= SIZES[-1] - 127 * 7
     fitted = BudgetPolicy(FittedCosts(512), WIDTHS, fixed=1)
@@ -512,7 +512,7 @@ def test_chunks_keep_streams_flowing() -> None:
 
 @pytest.mark.parametrize(("fixed", "num_drafted"), [(None, 8), (None, 0), (4, 8), (4, 0)])
 def test_chunks_follow_the_times_of_steps(fixed: int | None, num_drafted: int) -> None:
-    policy = BudgetPolicy(costs(), WIDTHS, fixed=fixed, max_chunk_ms=15.0)
+    policy = BudgetPolicy(costs(), WIDTHS, fixed=fixed, itl_ms=15.0)
     before = policy.chunk_rows(8)
     for _ in range(100):
         nodes, width = policy.choose(8, num_drafted=num_drafted)[:2]

@@ -87,7 +87,7 @@ def test_a_client_that_never_reads_is_disconnected(
 
 def test_a_clock_that_jumps_ends_nothing(byte_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
-    config = ServeConfig(target=byte_target, port=0, request_timeout=30.0, health_timeout=30.0)
+    config = ServeConfig(target=byte_target, port=0, health_timeout=30.0)
     with (
         serving(config) as server,
         httpx.Client(base_url=server.url, timeout=120) as client,

@@ -46,13 +46,6 @@ def test_the_api_behind_it_does(guarded: Server) -> None:
     assert httpx.post(f"{guarded.url}/", json={}, timeout=120).status_code == 401
 
 
-def test_it_can_be_left_out(byte_target: str) -> None:
-    with serving(ServeConfig(target=byte_target, port=0, playground=False)) as server:
-        for path in ("/", "/playground/page.js"):
-            assert httpx.get(server.url + path, timeout=120).status_code == 404
-        assert "playground" not in server.banner
-
-
 def test_a_server_says_where_it_is(guarded: Server) -> None:
     assert guarded.banner.splitlines()[-1] == f"playground: {guarded.url}/"
 

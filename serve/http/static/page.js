@@ -241,8 +241,6 @@ function explained(error) {
       return ["The server is shutting down.", "It takes no more requests. Start it again, and try again."];
     case "server_overloaded":
       return ["The server is full.", `${said} Wait a moment, and try again.`];
-    case "request_timeout":
-      return ["The answer took too long.", `${said} Ask for a shorter answer in the settings.`];
   }
   if (error.status === 429) return ["The server is full.", `${said} Wait a moment, and try again.`];
   if (error.status >= 500) return ["The server cannot answer now.", `${said} Look into its log, start it again if it has ended, and try again.`];
