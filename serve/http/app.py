@@ -102,11 +102,8 @@ class Api:
 
     async def answer(self, kind: Kind, request: Request) -> Response:
         self._check_room(1)  # before the body is read
-        try:
-            call, disconnect = await self._take(partial(self._read_call, kind), request)
-            requests = await self._with_grammar(call, disconnect)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_LEFT)
+        call, disconnect = await self._take(partial(self._read_call, kind), request)
+        requests = await self._with_grammar(call, disconnect)
         self._check_room(len(call.requests))
         note(answer=call.requests[0].id.rpartition("-")[0], stream=call.stream)
         completion = Completion(self.engine, self.metrics, watched=call.stream, answer_log=self.answer_log)
@@ -127,10 +124,7 @@ class Api:
         return JSONResponse(self.frontend.tokenizer_info())
 
     async def _convert(self, read: Callable[[Fields], dict[str, Any]], request: Request) -> Response:
-        try:
-            answer, disconnect = await self._take(read, request)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_LEFT)
+        answer, disconnect = await self._take(read, request)
         disconnect.cancel()
         return JSONResponse(answer)
 
@@ -138,10 +132,7 @@ class Api:
         def read(fields: Fields) -> tuple[str, DraftBody]:
             return self._read(DraftBody, lambda body: (self.frontend.draft_path(body), body), fields)
 
-        try:
-            (path, body), disconnect = await self._take(read, request)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_LEFT)
+        (path, body), disconnect = await self._take(read, request)
         disconnect.cancel()
         try:
             draft = await self.engine.swap_draft(path, body.trial_rounds)
@@ -412,6 +403,8 @@ def create_app(api: Api) -> Starlette:
                     header = request.headers.get("authorization")
                     request.state.client = api.guard.check(request.scope["path"], header)
                 return await endpoint(request)
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_LEFT)
             except Exception as error:
                 return api.error_response(api_error(error))
 
@@ -445,12 +438,14 @@ def create_app(api: Api) -> Starlette:
             message = f"{request_line} is not supported; this server has {paths}"
         return api.error_response(ApiError(error.status_code, message), dict(error.headers or {}))
 
-    origins = api.cors_origins
-    every = ["*"]
-    browsers = Middleware(
-        CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every, expose_headers=[HEADER]
-    )
-    middleware = [Middleware(UnreadBodies), Middleware(RequestLog), *([browsers] if api.cors_origins else [])]
+    middleware = [Middleware(UnreadBodies), Middleware(RequestLog)]
+    if origins := api.cors_origins:
+        every = ["*"]
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every, expose_headers=[HEADER]
+            )
+        )
     return Starlette(
         routes=[*routes, *playground.routes()], middleware=middleware, exception_handlers={HTTPException: on_http_error}
     )

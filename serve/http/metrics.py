@@ -7,7 +7,7 @@ The server counts what requests see; the engine counts what its steps do and sen
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from operator import attrgetter
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
@@ -195,7 +195,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
-        counts = self._engine.counts
+        counts = engine.counts
         yield gauge("open_requests", "Sequences that have not ended.", engine.num_open)
         yield gauge("engine_up", "1 while the engine's process answers.", float(engine.is_up))
         yield gauge("ready", "1 while new requests are taken, as /ready says.", float(engine.is_ready))
@@ -203,11 +203,13 @@ class EngineCollector(Collector):
             yield gauge(f"engine_{name}", help_of(name), value)
         for name, attribute, text in ENGINE_TOTALS:
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=attrgetter(attribute)(counts))
-        rows = labelled("rows", "Rows of passes: nodes of proposals, roots included, and prompt tokens.", "kind")
-        rows.add_metric(["node"], counts.node_rows)
-        rows.add_metric(["prompt"], counts.prompt_rows)
-        yield rows
-        yield from self._drafts()
+        text = "Rows of passes: nodes of proposals, roots included, and prompt tokens."
+        yield total("rows", text, ["kind"], {("node",): counts.node_rows, ("prompt",): counts.prompt_rows})
+        text = "Proposals of which a pass verified tokens."
+        yield total("draft_rounds", text, ["source"], {(source,): count for source, count in counts.rounds.items()})
+        places = ["source", "position"]
+        yield total("drafted_tokens", "Drafted tokens that passes verified.", places, counts.drafted)
+        yield total("accepted_tokens", "Drafted tokens that became part of an answer.", places, counts.accepted)
         for name, attribute, text in ENGINE_HISTOGRAMS:
             yield histogram(name, text, getattr(counts, attribute))
         pages = GaugeMetricFamily(
@@ -225,21 +227,6 @@ class EngineCollector(Collector):
                 ranks.add_metric([str(rank)], value)
             yield ranks
         yield from acceptance_metrics(counts.acceptance)
-
-    def _drafts(self) -> Iterator[Metric]:
-        counts = self._engine.counts
-        rounds = labelled("draft_rounds", "Proposals of which a pass verified tokens.", "source")
-        for source, count in counts.rounds.items():
-            rounds.add_metric([source], count)
-        yield rounds
-        for name, text, values in (
-            ("drafted_tokens", "Drafted tokens that passes verified.", counts.drafted),
-            ("accepted_tokens", "Drafted tokens that became part of an answer.", counts.accepted),
-        ):
-            family = labelled(name, text, "source", "position")
-            for labels, count in values.items():
-                family.add_metric(labels, count)
-            yield family
 
 
 def acceptance_metrics(acceptance: AcceptanceView) -> Iterator[Metric]:
@@ -275,8 +262,12 @@ def help_of(name: str) -> str:
     return next(text for beginning, text in ENGINE_GAUGES if name.startswith(beginning))
 
 
-def labelled(name: str, text: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
+def total(name: str, text: str, labels: list[str], values: Mapping[Any, float]) -> CounterMetricFamily:
+    """`values`: by labels."""
+    family = CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
+    for place, value in values.items():
+        family.add_metric(place, value)
+    return family
 
 
 def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
