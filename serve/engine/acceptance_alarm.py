@@ -77,24 +77,12 @@ class Moments:
     collapses: float = 0.0
 
     def add(self, other: "Moments") -> None:
-        self.segments += other.segments
-        self.rates += other.rates
-        self.squares += other.squares
-        self.requests += other.requests
-        self.rounds += other.rounds
-        self.tokens += other.tokens
-        self.ends += other.ends
-        self.collapses += other.collapses
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def scale(self, factor: float) -> None:
-        self.segments *= factor
-        self.rates *= factor
-        self.squares *= factor
-        self.requests *= factor
-        self.rounds *= factor
-        self.tokens *= factor
-        self.ends *= factor
-        self.collapses *= factor
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) * factor)
 
     @property
     def collapse_share(self) -> float:
