@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
-from slipstream.data_tools.state_shards import Capturer, Document, keep, passes
+from slipstream.data_tools.state_shards import Capturer, Document, empty_shard, keep, passes
 from slipstream.models.files.state_store import (
     INDEX,
     ShardRange,
@@ -26,8 +26,6 @@ from slipstream.models.files.state_store import (
     StateIndex,
     checksum,
     encode,
-    needed_tokens,
-    new_shard,
     open_shard,
     write_shard,
 )
@@ -73,7 +71,7 @@ class AnswerStates:
         self.form = identity.form
         self.shard_bytes = shard_bytes
         self._turns: dict[str, list[Turn]] = {}  # of dialogues that have not ended
-        self._documents: list[tuple[Turn, Tensor]] = []  # to write, with their supervised tokens
+        self._documents: list[tuple[Turn, list[int]]] = []  # to write, with their loss masks
         self._bytes = 0
 
     @property
@@ -94,7 +92,7 @@ class AnswerStates:
         for entry in row.get("token_rows", [row]):
             turn = turns.get(tuple(entry["input_ids"])) if "input_ids" in entry else None
             if turn is not None and len(turn.values) >= len(turn.tokens) - 1:
-                self._documents.append((turn, torch.tensor(entry["loss_mask"], dtype=torch.bool)))
+                self._documents.append((turn, entry["loss_mask"]))
                 self._bytes += turn.values.nbytes
         if self._bytes > self.shard_bytes:
             self.write()
@@ -104,19 +102,13 @@ class AnswerStates:
         if not self._documents:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        documents = []
-        for slot, (turn, mask) in enumerate(self._documents):
-            supervised = mask.clone()
-            supervised[:1] = False
-            length = needed_tokens(supervised)
-            documents.append(Document(slot, torch.tensor(turn.tokens[:length]), supervised[:length]))
+        documents = [Document.of(slot, turn.tokens, mask) for slot, (turn, mask) in enumerate(self._documents)]
         number = len(self.index.shards)
         first = sum(shard.count for shard in self.index.shards)
-        lengths = torch.tensor([len(document.tokens) for document in documents])
-        supervised = torch.cat([document.supervised for document in documents])
-        span = ShardRange(SPLIT, first, len(documents), int(lengths.sum()), int(supervised.sum()))
-        shard = new_shard(span, lengths, supervised, self.form, pinned=False)
-        shard.tensors["tokens"].copy_(torch.cat([document.tokens for document in documents]))
+        num_tokens = sum(len(document.tokens) for document in documents)
+        num_supervised = sum(int(document.supervised.sum()) for document in documents)
+        span = ShardRange(SPLIT, first, len(documents), num_tokens, num_supervised)
+        shard = empty_shard(span, documents, self.form, pinned=False)
         for document, (turn, _) in zip(documents, self._documents, strict=True):
             self._copy(shard.document(document.slot), document, turn)
         write_shard(self.folder, number, shard, replace(self.index, shards=()).digest)

@@ -5,7 +5,7 @@ Letters: B documents of a pass, L tokens of its longest, K captured layers, Ht t
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -69,15 +69,28 @@ class Document:
     tokens: Tensor  # (S,) int64
     supervised: Tensor  # (S,) bool
 
-
-def read_documents(dataset: Dataset, span: ShardRange, max_length: int, is_whole: bool = False) -> list[Document]:
-    documents = []
-    for slot, row in enumerate(dataset.select(range(span.first, span.first + span.count))):
-        supervised = torch.tensor(row["loss_mask"][:max_length], dtype=torch.bool)
+    @classmethod
+    def of(cls, slot: int, ids: Sequence[int], mask: Sequence[int], is_whole: bool = False) -> "Document":
+        """The tokens of a document that training reads, or all."""
+        supervised = torch.tensor(mask, dtype=torch.bool)
         supervised[:1] = False  # nothing predicts the first token
         length = len(supervised) if is_whole else needed_tokens(supervised)
-        documents.append(Document(slot, torch.tensor(row["input_ids"][:length]).long(), supervised[:length]))
-    return documents
+        return cls(slot, torch.tensor(ids[:length]).long(), supervised[:length])
+
+
+def read_documents(dataset: Dataset, span: ShardRange, max_length: int, is_whole: bool = False) -> list[Document]:
+    rows = dataset.select(range(span.first, span.first + span.count))
+    return [
+        Document.of(slot, row["input_ids"], row["loss_mask"][:max_length], is_whole) for slot, row in enumerate(rows)
+    ]
+
+
+def empty_shard(span: ShardRange, documents: Sequence[Document], form: StateFormat, pinned: bool) -> ShardTensors:
+    """A shard with the tokens of `documents`, without states yet."""
+    lengths = torch.tensor([len(document.tokens) for document in documents])
+    shard = new_shard(span, lengths, torch.cat([document.supervised for document in documents]), form, pinned)
+    shard.tensors["tokens"].copy_(torch.cat([document.tokens for document in documents]))
+    return shard
 
 
 def passes(documents: list[Document], batch_tokens: int) -> Iterator[list[Document]]:
@@ -124,11 +137,7 @@ class Capturer:
         return sum(counts) / (time.perf_counter() - began)
 
     def _begin(self, span: ShardRange, documents: list[Document]) -> ShardTensors:
-        lengths = torch.tensor([len(document.tokens) for document in documents])
-        supervised = torch.cat([document.supervised for document in documents])
-        shard = new_shard(span, lengths, supervised, self.form, pinned=self.device.type == "cuda")
-        shard.tensors["tokens"].copy_(torch.cat([document.tokens for document in documents]))
-        return shard
+        return empty_shard(span, documents, self.form, pinned=self.device.type == "cuda")
 
     def run(self, batches: Iterable[list[Document]], shard: ShardTensors, advance: Callable[[int], object]) -> None:
         """Computes passes, and returns once `shard` has their states."""
