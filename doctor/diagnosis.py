@@ -84,7 +84,15 @@ def diagnose(subject: Subject, replay: Replay, path: Path) -> Diagnosis:
         subject = reading.subject
         score = best_score
     if score is None:
-        causes.append(_refused(refusal))
+        causes.append(
+            Finding(
+                kind="cause",
+                stage="files",
+                name="files that cannot be read",
+                cause=refusal,
+                remedy="do as this says; none of the other readings known here can be loaded either",
+            )
+        )
         return Diagnosis(findings=tuple(causes), tried=tuple(tried), refusal=refusal, subject=subject)
     risks = [*inherited(subject, score), *find_risks(subject, score, replay)]
     return Diagnosis(
@@ -94,16 +102,6 @@ def diagnose(subject: Subject, replay: Replay, path: Path) -> Diagnosis:
         as_read=as_read,
         mended=score,
         subject=subject,
-    )
-
-
-def _refused(refusal: str) -> Finding:
-    return Finding(
-        kind="cause",
-        stage="files",
-        name="files that cannot be read",
-        cause=refusal,
-        remedy="do as this says; none of the other readings known here can be loaded either",
     )
 
 
