@@ -186,8 +186,11 @@ class LearnOptions:
     """Training of the draft on what is served."""
 
     device: str = ""
-    """Device of a process that trains the draft on what is served: cpu, or a GPU that the engine does not use, such as
-    cuda:1. Default: none does. --learn is short for --learn.device cpu."""
+    """Device of a process that trains the draft on what is served: cpu, or a GPU, such as cuda:1. Default: none does.
+    --learn is short for --learn.device cpu."""
+    share: float | None = None
+    """Most of the time that it trains while requests run; else it does freely. Default: 0.1 on a GPU that the engine
+    uses, otherwise 1."""
     memory_gb: float = 1.0
     """Memory of that process for served texts and their states, in GB."""
     data: str | None = None
@@ -199,6 +202,8 @@ class LearnOptions:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"learn.device is {self.device!r}; give cpu, or a GPU such as cuda:1")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ValueError(f"learn.share is {self.share}; it must be above 0 and at most 1")
         if not 0 < self.memory_gb < math.inf:
             raise ValueError(f"learn.memory_gb is {self.memory_gb}; it must be a number above 0")
         if not self.device and (self.data or self.output):

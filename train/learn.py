@@ -6,6 +6,9 @@ ends. A round trains the draft by its family's objective on the texts that are t
 held-out ones with the weights that serve and with new ones, which lie between the trained and the first. It offers them
 if recent texts are accepted longer by GAIN and past ones as long as ever but for LOSS. Then it waits: the engine lets
 them serve on trial. If they are taken back, training goes on from those that serve.
+
+While the engine has work, training keeps to a share of the time (pace.py). Of a GPU it takes all memory that it will
+need before the engine sizes its cache.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -19,26 +22,29 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.checkpoint import tokenizer_hash
-from slipstream.models.files.learning import LearnJob, Line, Offer, Outcome, ServedText, Verdict
+from slipstream.models.files.learning import LearnJob, Line, Load, Offer, Outcome, Ready, ServedText, Verdict
 from slipstream.models.files.outputs import CHECKPOINT
 from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.train.batches import PackedRows, Share, load_prepared
+from slipstream.train.checkpoints import Progress
 from slipstream.train.continuation import LOSS, MOST_PASSES, PAST, Continuation
 from slipstream.train.loop import Loop
 from slipstream.train.options import OptimOptions
+from slipstream.train.pace import Pace
 from slipstream.train.state_source import StateSource
-from slipstream.train.text_ring import MemoryStates, ServedTexts, Split, Splits, dataset_of
+from slipstream.train.text_ring import MemoryStates, ServedTexts, Split, Splits, dataset_of, in_fp8
 
 STEPS = 25  # of a round
 LEAST_TEXTS = 16  # of the train split, from which on it trains
@@ -49,26 +55,33 @@ WAIT_SECONDS = 0.5
 
 
 class Channel:
-    """The trainer's end of the socket: a thread puts texts into memory."""
+    """The trainer's end of the socket: a thread puts texts into memory. `saving`: held while weights are being saved,
+    which the engine's end does not break off."""
 
     def __init__(self, line: Line, texts: ServedTexts, folder: Path) -> None:
-        self.line = line
         self.texts = texts
+        self.saving = threading.Lock()
+        self._line = line
         self.verdicts: SimpleQueue[Outcome] = SimpleQueue()
         self._folder = folder
         threading.Thread(target=self._listen, name="slipstream-learn", daemon=True).start()
 
+    def send(self, message: Ready | Offer) -> None:
+        with suppress(OSError):  # the engine is gone: so will this process be, at once
+            self._line.send(message)
+
     def _listen(self) -> None:
         try:
             while True:
-                message = self.line.receive()
+                message = self._line.receive()
                 if isinstance(message, Verdict):
                     self.verdicts.put(message.outcome)
                 else:
                     self.texts.add(message)
         except (EOFError, OSError):
-            shutil.rmtree(self._folder, ignore_errors=True)
-            os._exit(0)  # the engine is gone, and with this process all texts
+            with self.saving:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                os._exit(0)  # the engine is gone, and with this process all texts
 
 
 class Lengths(NamedTuple):
@@ -89,6 +102,35 @@ class Trainer(Continuation):
         super().__init__(job.target, job.draft, device, optim, trust_remote_code=trust, last_layers=0)
         self.job = job
         self.serving = self.best
+        self.pace = Pace(job.share, Load(job.folder).is_busy)
+        self.training.register_forward_pre_hook(lambda *_: self.pace.begin())
+        self.training.register_forward_hook(self._end_evaluation)
+
+    def _end_evaluation(self, training: nn.Module, *_: object) -> None:
+        if not training.training:
+            self.rest()
+
+    def train_step(self, loop: Loop) -> None:
+        loop.train_step(False)
+        self.rest()
+
+    def rest(self) -> None:
+        if self.job.device != "cpu":
+            torch.cuda.synchronize()  # sync
+        self.pace.end()
+
+    def take_memory(self) -> None:
+        """Takes what a step and an evaluation of the longest row need; torch keeps it. Changes nothing else."""
+        length = self.options.data.max_length
+        states = torch.zeros(length - 1, len(self.job.layers), self.config.hidden_size)
+        split = Split({"": [in_fp8(ServedText("", [0] * length, 1, states))]}, {})
+        loop = self.loop(Splits(split, split))
+        loop.train_step(False)
+        self.lengths(loop, self.best)
+        self.load(self.best)
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        self.progress = Progress(first_length=self.progress.first_length)
 
     def loop(self, splits: Splits) -> Loop:
         return self.loop_over(self.rows(splits.train, shares_of(splits.train)), self.rows(splits.heldout))
@@ -176,16 +218,16 @@ def learn(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
             continue
         loop = trainer.loop(splits)
         for _ in range(STEPS):
-            loop.train_step(False)
+            trainer.train_step(loop)
         weights = trainer.new_weights()
         before, after, best = (trainer.accept_lengths(loop, x) for x in (trainer.serving, weights, trainer.best))
         if not is_better(before, after, best):
             continue
         folder = Path(tempfile.mkdtemp(prefix="step-", dir=job.folder))  # one that died may have left its own there
         trainer.write(weights, folder, {"metrics": after._asdict()})
-        channel.line.send(Offer(str(folder), before.recent, after.recent))
+        channel.send(Offer(str(folder), before.recent, after.recent))
         if channel.verdicts.get() == "passed":
-            with atomic_folder(Path(job.output), CHECKPOINT.check) as new:
+            with channel.saving, atomic_folder(Path(job.output), CHECKPOINT.check) as new:
                 shutil.copytree(folder, new, dirs_exist_ok=True)
             trainer.serving = weights
             trainer.best = weights if after.past > best.past else trainer.best
@@ -198,9 +240,16 @@ def main() -> None:
     number, text = sys.argv[1:]
     job = LearnJob(**json.loads(text))
     os.nice(NICE)
+    device = torch.device(job.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # accelerate's, too
     trainer = Trainer(job)
+    if device.type == "cuda":
+        trainer.take_memory()
     texts = ServedTexts(job.memory, trainer.options.data.max_length)
-    learn(job, trainer, Channel(Line(socket.socket(fileno=int(number))), texts, Path(job.folder)))
+    channel = Channel(Line(socket.socket(fileno=int(number))), texts, Path(job.folder))
+    channel.send(Ready())
+    learn(job, trainer, channel)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Messages between an engine and the process that trains its draft on what it serves: pickles on a socket.
 
-The engine (serve/engine/learning.py) sends ServedText and Verdict, the trainer (train/learn.py) Offer.
+The engine (serve/engine/learning.py) sends ServedText and Verdict, the trainer (train/learn.py) Ready, then Offers.
+Whether the engine has work stands in memory of both.
 """
 
+import mmap
 import pickle
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -22,6 +25,7 @@ class LearnJob:
     trust_remote_code: bool
     layers: list[int]  # whose states texts have
     device: str
+    share: float  # of the time while the engine has work
     memory: int  # bytes of texts
     folder: str  # for the checkpoints that it offers
     output: str  # folder that the last one becomes whose trial it passed
@@ -52,12 +56,32 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Ready:
+    """The trainer has all the memory that it takes of a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """Weights that the trainer holds for better: a checkpoint's folder, and accept lengths of held-out texts."""
 
     folder: str
     before: float
     after: float
+
+
+class Load:
+    """Whether the engine has work: a byte of a file in the job's folder."""
+
+    def __init__(self, folder: str) -> None:
+        with Path(folder, "load").open("a+b") as file:
+            file.truncate(1)
+            self._byte = mmap.mmap(file.fileno(), 1)
+
+    def is_busy(self) -> bool:
+        return self._byte[0] == 1
+
+    def set(self, is_busy: bool) -> None:
+        self._byte[0] = is_busy
 
 
 class Line:

@@ -73,6 +73,7 @@ class Engine:
     `trace`, if set, is called with a plan when it is "planned", "ready" (its edits are there), "launched", "read",
     "drafted" (host stages have seen its output) and "committed". `on_states`, if set and the config has `keep_states`,
     is called with a request that ends and a copy of its states (N, K, H) on the device, of all its tokens but the last.
+    `on_load` is called with True when a request comes, and with False once there is neither one nor idle work.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Engine:
             self.scheduler.on_finish = self.idle.note
         self.trace: Trace | None = None
         self.on_states: OnStates | None = None
+        self.on_load: Callable[[bool], None] = lambda _: None
         self.team = team
         self.draft = DraftSwaps(plan, runner, self.scheduler, planner.alarm)
         self._record_path: Path | None = None  # of the acceptance
@@ -130,6 +132,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queues a request. Raises ValueError for one that can never be served."""
         self.check(request)
+        self.on_load(True)
         if self.info.draft_adapters:
             request = with_adapter(request, self.info.draft_adapters, self.engine_plan.draft.shares)
         if request.params.grammar is None:
@@ -160,16 +163,21 @@ class Engine:
     def work_idle(self) -> bool:
         """Computes a chunk of an ended conversation (serve/engine/idle.py), if no request is open, and waits for it.
         Returns whether there was one."""
-        if self.idle is None or self.has_work:
+        if self.has_work:
             return False
+        has_worked = self.idle is not None and self._work_idle(self.idle)
+        self.on_load(has_worked)
+        return has_worked
+
+    def _work_idle(self, idle: IdlePrompts) -> bool:
         self.drain()  # a step that was launched before the last request's end was known
         started = time.perf_counter()
-        chunk = self.idle.begin()
+        chunk = idle.begin()
         if chunk is None:
             return False
         flight = self.runner.launch(self.planner.plan_idle(chunk))
         flight.read()
-        self.idle.end(chunk, 1000 * (time.perf_counter() - started), has_failed=bool(flight.failure))
+        idle.end(chunk, 1000 * (time.perf_counter() - started), has_failed=bool(flight.failure))
         return True
 
     def _add_compiled(self) -> list[Output]:

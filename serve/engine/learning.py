@@ -5,6 +5,7 @@ them: a text for which the trainer has no time is dropped. Texts of requests wit
 the trainer offers is a checkpoint, which comes in as any other weights do, on trial (draft_swaps.py).
 The trainer ends with the engine. If it ends by itself, the engine goes on, and another trainer goes on from the last
 weights that passed their trial, unless it lived shorter than LEAST_SECONDS.
+On a GPU of the engine it starts first, so that the cache is sized by the memory that it leaves.
 """
 
 import json
@@ -26,10 +27,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.models.files.learning import LearnJob, Line, Offer, Outcome, ServedText, Verdict
+from slipstream.models.files.learning import LearnJob, Line, Load, Offer, Outcome, Ready, ServedText, Verdict
 from slipstream.models.files.scratch import ScratchFolder
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.engine_plan import read_plan
+from slipstream.serve.engine.engine_plan import EnginePlan, read_plan
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.options import EngineConfig, LearnOptions, find_target
 
@@ -37,6 +38,7 @@ MODULE = "slipstream.train.learn"
 MOST_UNSENT = 64  # texts
 EXIT_SECONDS = 2.0
 LEAST_SECONDS = 60.0
+SHARE = 0.1  # of a GPU that the engine uses
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +76,24 @@ def text_of(sequence: Sequence, states: Tensor) -> ServedText | None:
     return ServedText(request.client, [*sequence.tokens], len(request.prompt), on_host)
 
 
-class Learner:
-    """The engine's end. `offer` is called with each Offer, from another thread."""
+def is_shared(device: str, plan: EnginePlan) -> bool:
+    """Whether the engine uses the trainer's GPU."""
+    place = torch.device(device)
+    return place.type == plan.device.type == "cuda" and (place.index or 0) < plan.config.tp
 
-    def __init__(
-        self, engine: Engine, config: EngineConfig, options: LearnOptions, offer: Callable[[Offer], None]
-    ) -> None:
+
+class Learner:
+    """The engine's end. The trainer starts with it, `attach` follows."""
+
+    def __init__(self, config: EngineConfig, options: LearnOptions) -> None:
+        """`config`: the engine's. Raises ValueError where the engine's GPU has no place for the trainer."""
+        shared = is_shared(options.device, read_plan(config))
+        if shared and options.data is not None:
+            raise ValueError(
+                f"learn.data is {options.data}, whose states the target would compute once more on {options.device}, "
+                "which serves; leave it out, or give learn.device another device"
+            )
+        self.config = config
         self._folder = ScratchFolder("learn")
         _, target = find_target(config)
         folder = self._folder.name
@@ -89,6 +103,7 @@ class Learner:
             trust_remote_code=config.trust_remote_code,
             layers=list(config.keep_states),
             device=options.device,
+            share=options.share or (SHARE if shared else 1.0),
             memory=int(options.memory_gb * 1e9),
             folder=folder,
             output=options.output or f"{folder}/passed",
@@ -96,10 +111,27 @@ class Learner:
         )
         self.num_dropped = 0  # texts
         self._has_offer = False  # of this process, without a verdict
-        self._start()
         self._unsent: Queue[Unsent] = Queue(MOST_UNSENT)
-        self._offer = offer
         self._is_closed = False
+        self._start()
+        if shared:
+            self._await_memory()
+
+    def _await_memory(self) -> None:
+        with suppress(EOFError, OSError, UnpicklingError):
+            self._line.receive()
+            return
+        status = self.process.wait()
+        self._folder.cleanup()
+        raise ValueError(
+            f"learn.device is {self._job.device}, where training does not start (status {status}, see the log above); "
+            "free memory of that GPU, or give another device"
+        )
+
+    def attach(self, engine: Engine, offer: Callable[[Offer], None]) -> None:
+        """Begins to learn. `offer` is called with each Offer, from another thread."""
+        self._offer = offer
+        engine.on_load = Load(self._job.folder).set
         engine.on_states = self.note
         engine.draft.on_verdict = self.judge
         for work in (self._send, self._receive):
@@ -180,9 +212,10 @@ class Learner:
             began = time.monotonic()
             with suppress(EOFError, OSError, UnpicklingError):
                 while True:
-                    offer = self._line.receive()
-                    self._has_offer = True
-                    self._offer(offer)
+                    message = self._line.receive()
+                    if not isinstance(message, Ready):
+                        self._has_offer = True
+                        self._offer(message)
             if self._is_closed:
                 return
             status = self.process.wait()

@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -148,10 +148,6 @@ def build_engine(config: EngineConfig) -> EngineLike:
 
     # INFO: the chosen backends and captured passes. A ServeConfig names the format, `LLM` has none.
     logs.configure(getattr(config, "log_format", "text"), level=logging.INFO)
-    if learns(config):
-        from slipstream.serve.engine.learning import with_states
-
-        config = with_states(config)
     engine = build.build_engine(config)
     engine.keep_record()
     engine.load_grammars()
@@ -171,8 +167,9 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
     except EOFError:
         return  # the options were wrong
     threading.Thread(target=listen, args=(pipe, inbox), daemon=True).start()
-    engine = start_engine(make_engine, config, pipe, inbox)
-    learner = start_learner(engine, config, inbox) if learns(config) else None
+    engine, learner = start_engine(make_engine, config, pipe, inbox)
+    if learner is not None:
+        attach(learner, engine, inbox)
     try:
         serve_requests(engine, inbox, pipe)
     except ConnectionError:
@@ -195,9 +192,14 @@ def learns(config: EngineConfig) -> bool:
     return isinstance(config, ServeConfig) and config.learn.device != ""
 
 
-def start_learner(engine: Any, config: Any, inbox: Inbox) -> "Learner":
-    """Starts the process that trains the draft, and lets weights that it offers serve on trial."""
-    from slipstream.serve.engine.learning import Learner
+def start_learner(config: Any) -> "Learner":
+    from slipstream.serve.engine.learning import Learner, with_states
+
+    return Learner(with_states(config), config.learn)
+
+
+def attach(learner: "Learner", engine: Any, inbox: Inbox) -> None:
+    """Lets weights that the trainer offers serve on trial."""
 
     def offer(weights: "Offer") -> None:
         logger.info(
@@ -211,15 +213,19 @@ def start_learner(engine: Any, config: Any, inbox: Inbox) -> "Learner":
             logger.warning("learn: %s", swapped.error)
             learner.judge("refused")
 
-    learner = Learner(engine, engine.config, config.learn, offer)
-    return learner
+    learner.attach(engine, offer)
 
 
-def start_engine(make_engine: EngineFactory, config: EngineConfig, pipe: Pipe, inbox: Inbox) -> EngineLike:
+def start_engine(
+    make_engine: EngineFactory, config: EngineConfig, pipe: Pipe, inbox: Inbox
+) -> "tuple[EngineLike, Learner | None]":
     try:
-        engine = make_engine(config)
-        if getattr(config, "states", None) is not None:
-            engine.open_states(config, inbox.put)
+        with ExitStack() as failure:
+            learner = failure.enter_context(closing(start_learner(config))) if learns(config) else None
+            engine = make_engine(config if learner is None else learner.config)
+            if getattr(config, "states", None) is not None:
+                engine.open_states(config, inbox.put)
+            failure.pop_all()
     except (ValueError, OSError) as error:  # the user's to fix; the message suffices
         pipe.send(Failed(one_line(error)))
         raise SystemExit(1) from error
@@ -230,7 +236,7 @@ def start_engine(make_engine: EngineFactory, config: EngineConfig, pipe: Pipe, i
     pipe.send(engine.info)
     pipe.send(Step([], engine.metrics(), engine.counts()))
     engine.watch(partial(end_at_once, pipe))
-    return engine
+    return engine, learner
 
 
 def end_at_once(pipe: Pipe, reason: str) -> NoReturn:

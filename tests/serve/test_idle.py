@@ -156,6 +156,17 @@ def test_some_engines_compute_nothing_in_idle_time(target: Path, options: dict[s
     assert not engine.work_idle()
 
 
+def test_an_engine_tells_whether_it_has_work(drafts: Path) -> None:
+    engine = build_drafted(drafts)
+    loads = list[bool]()
+    engine.on_load = loads.append
+    run(engine, [turn_of("first", random_prompt(70, 1), max_tokens=200)])
+    assert loads == [True]
+    chunks = work(engine)
+    assert chunks > 0
+    assert loads == [True] * (1 + chunks) + [False]
+
+
 def test_a_namespace_finds_its_own_answers_only(drafts: Path) -> None:
     engine = build_drafted(drafts)
     first = replace(turn_of("first", random_prompt(70, 1)), namespace="tenant")

@@ -1,6 +1,7 @@
 """The engine's end of learning: texts that opted out never reach the trainer, and a trainer that dies is replaced."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -8,8 +9,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.files.atomic import atomic_folder
-from slipstream.models.files.learning import Offer, ServedText, Verdict
+from slipstream.models.files.learning import LearnJob, Load, Offer, ServedText, Verdict
 from slipstream.models.files.outputs import CHECKPOINT
 from slipstream.models.files.state_store import encode
 from slipstream.serve import cli
@@ -28,7 +32,7 @@ from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.options import LearnOptions, ServeConfig
 from slipstream.serve.request import Request, SamplingParams
-from slipstream.tests.serve.engine_runs import build_engine, run
+from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.serve.fake_server import wait_until
 from slipstream.tests.sources import ROOT, TINY
 
@@ -118,6 +122,37 @@ def test_two_servers_do_not_learn_into_one_folder(tmp_path: Path, capfd: pytest.
     assert {path.name for path in tmp_path.iterdir()} == {"learnt", "link"}
 
 
+@pytest.mark.parametrize(
+    ("device", "engine_device", "tp", "shared"),
+    [
+        ("cuda", "cuda", 1, True),
+        ("cuda:0", "cuda", 1, True),
+        ("cuda:1", "cuda", 1, False),
+        ("cuda:1", "cuda", 2, True),
+        ("cuda:0", "cpu", 1, False),
+        ("cpu", "cuda", 1, False),
+        ("cpu", "cpu", 1, False),
+    ],
+)
+def test_a_gpu_of_the_engine_is_known(device: str, engine_device: str, tp: int, shared: bool) -> None:
+    plan: Any = SimpleNamespace(device=SimpleNamespace(type=engine_device), config=SimpleNamespace(tp=tp))
+    assert learning.is_shared(device, plan) == shared
+
+
+def test_a_gpu_of_the_engine_without_room_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Before the engine loads anything."""
+    monkeypatch.setattr(learning, "is_shared", lambda *_: True)
+    config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
+    with pytest.raises(ValueError, match=r"learn\.data is x, whose states .* on cuda:0, which serves; leave it out"):
+        Learner(config, LearnOptions(device="cuda:0", data="x"))
+    monkeypatch.setattr(learning, "MODULE", "slipstream.no_such_module")
+    with pytest.raises(ValueError, match=r"learn\.device is cuda:0, where training does not start \(status 1, "):
+        Learner(config, LearnOptions(device="cuda:0"))
+    assert "no_such_module" in capfd.readouterr().err
+    with pytest.raises(ValueError, match=r"learn\.share is 1\.5"):
+        LearnOptions(share=1.5)
+
+
 @pytest.fixture
 def make_learner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[LearnOptions], tuple[Engine, Learner]]]:
     monkeypatch.setattr(learning, "LEAST_SECONDS", 0.0)
@@ -126,7 +161,8 @@ def make_learner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[LearnOpt
     def make(options: LearnOptions) -> tuple[Engine, Learner]:
         config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
         engine = build_engine(TINY, DRAFT, device="cpu", keep_states=config.keep_states)
-        learners.append(Learner(engine, engine.config, options, lambda offer: offers.append(offer)))
+        learners.append(Learner(engine.config, options))
+        learners[-1].attach(engine, offers.append)
         return engine, learners[-1]
 
     offers: list[Offer] = []
@@ -154,6 +190,70 @@ def test_nothing_of_a_tenant_that_opted_out_is_in_the_trainers_memory(
     assert {name for name in names if "raw" not in name} == {name for name in shared if "raw" not in name}
     assert names <= shared.keys(), "what came may still lie in memory that was freed"
     assert learner.num_dropped == 0
+
+
+@pytest.mark.slow
+def test_a_trainer_beside_the_engine_is_told_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts with a tenth of the time, and is ready before the engine takes memory."""
+    monkeypatch.setattr(learning, "is_shared", lambda *_: True)
+    config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
+    with closing(Learner(config, LearnOptions(device="cpu"))) as learner:
+        job = LearnJob(**json.loads(psutil.Process(learner.process.pid).cmdline()[-1]))
+        assert job.share == 0.1
+        load = Load(job.folder)
+        engine = build_engine(TINY, DRAFT, device="cpu", keep_states=config.keep_states)
+        learner.attach(engine, lambda _: None)
+        engine.add(make_request("a", [1, 2, 3]))
+        assert load.is_busy()
+        while engine.has_work:
+            engine.step()
+        assert load.is_busy(), "another request may follow"
+        assert not engine.work_idle()
+        assert not load.is_busy()
+
+
+def serve_and_learn(output: str, end: Connection) -> None:
+    """A server whose trials all pass. Never ends."""
+    config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
+    learner = Learner(config, LearnOptions(device="cpu", output=output))
+    end.send((learner.process.pid, learner._folder.name))
+    engine = build_engine(TINY, DRAFT, device="cpu", keep_states=config.keep_states)
+    learner.attach(engine, lambda _: learner.judge("passed"))
+    for first in range(0, 64, 8):
+        ask(engine, "", first)
+    threading.Event().wait()
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["starts", "learns"])
+def test_a_killed_server_leaves_what_passed_and_nothing_else(tmp_path: Path, moment: str) -> None:
+    """Neither process nor file, while the trainer loads or trains; another server goes on."""
+    output = tmp_path / "learnt"
+    config = ServeConfig(target=str(TINY), draft=str(DRAFT), learn=LearnOptions(device="cpu", output=str(output)))
+    context = multiprocessing.get_context("spawn")
+    end, other = context.Pipe()
+    server = context.Process(target=serve_and_learn, args=(str(output), other))
+    server.start()
+    trainer, folder = end.recv()
+    assert is_alive(trainer)
+    assert Path(folder).is_dir()
+    if moment == "learns":
+        wait_until(output.is_dir, "weights pass")
+    server.kill()
+    server.join()
+    wait_until(lambda: not is_alive(trainer), "the trainer ends")
+    assert not Path(folder).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["learnt"] * (moment == "learns")
+    with config.lock_output():
+        draft = config.go_on().draft
+    assert draft == str(output if moment == "learns" else DRAFT)
+    engine = build_engine(TINY, draft, device="cpu")
+    (answer,) = run(engine, [make_request("a", [1, 301, 17, 25], max_tokens=12)]).values()
+    assert len(answer.tokens) == 12
 
 
 @pytest.mark.slow

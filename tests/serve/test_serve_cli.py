@@ -30,8 +30,8 @@ from slipstream.tests.tables import each_case
 OPTIONS = (
     "answer_log api_key_file attention chat_template control_tokens_as_text cors_origins date draft draft_folder "
     "drain_timeout dry_run dtype ep exact host ignore_unknown_fields kv_cache_dtype kv_cache_tokens learn learn.data "
-    "learn.device learn.memory_gb learn.output log_format max_model_len max_running max_waiting mem_fraction "
-    "objective port prefill_budget quantization reasoning_parser revision served_model_name states target "
+    "learn.device learn.memory_gb learn.output learn.share log_format max_model_len max_running max_waiting "
+    "mem_fraction objective port prefill_budget quantization reasoning_parser revision served_model_name states target "
     "tool_parser tp tp_exact trust_remote_code"
 )
 TREE = [

@@ -5,6 +5,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -31,6 +32,7 @@ from slipstream.train import learn as learn_module
 from slipstream.train.batches import PackedRows
 from slipstream.train.continuation import MOST_PASSES
 from slipstream.train.learn import Lengths, Trainer, add_data, is_better, learn, shares_of
+from slipstream.train.pace import Pace
 from slipstream.train.text_ring import HELD_OUT, ServedTexts, Split, Splits, TextRing, dataset_of, in_fp8
 
 CPU = torch.device("cpu")
@@ -173,6 +175,7 @@ def test_states_are_kept_in_fp8(draft: str, tmp_path: Path) -> None:
 def make_trainer(draft: Path, folder: Path) -> Trainer:
     layers = {"eagle3": (3, 6), "eagle": (6,), "dflash": (5, 6)}[draft.name]
     job: dict[str, Any] = {"target": str(TINY), "draft": str(draft), "trust_remote_code": False, "device": "cpu"}
+    job["share"] = 1.0
     job |= {"memory": 10**9, "folder": str(folder), "output": str(folder / "passed"), "data": None}
     return Trainer(LearnJob(**job, layers=list(layers)))
 
@@ -263,7 +266,8 @@ class FakeChannel:
 
     def __init__(self, texts: ServedTexts, outcomes: list[Outcome], judge: Callable[[Path], None]) -> None:
         self.texts = texts
-        self.line = self.verdicts = self
+        self.verdicts = self
+        self.saving = nullcontext()
         self._outcomes = outcomes
         self._judge = judge
 
@@ -305,6 +309,41 @@ def test_what_passed_is_kept_and_what_did_not_is_dropped(tmp_path: Path, monkeyp
     assert later.lineage["learned_from"] == str(draft)
     for name, x in later.serving.items():
         torch.testing.assert_close(x, trainer.serving[name], rtol=2**-8, atol=0)
+
+
+def test_a_trainer_rests_after_each_piece_of_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and evaluations, three seconds for each that a forward pass takes, by a clock of its own."""
+    monkeypatch.setattr(learn_module, "STEPS", 4)
+    monkeypatch.setattr(learn_module, "GAIN", 0.0)
+    draft = ROOT / "tests" / "assets" / "eagle3"
+    trainer = make_trainer(draft, tmp_path)
+    seconds = Counter[str]()
+    trainer.training.register_forward_pre_hook(lambda *_: seconds.update(work=1))
+    trainer.pace = Pace(0.25, lambda: True, lambda: seconds.total(), lambda rest: seconds.update(rest=rest))  # type: ignore[arg-type,call-arg]
+    texts = ServedTexts(10**9, 2048)
+    for entry in answers_of(draft, tuple(trainer.job.layers)) * 3:
+        texts.add(entry)
+    with pytest.raises(Verdicts):
+        learn(trainer.job, trainer, FakeChannel(texts, [], lambda _: None))  # type: ignore[arg-type]
+    assert seconds["work"] >= 4 + 3
+    assert seconds["rest"] == pytest.approx(3 * seconds["work"])
+
+
+@pytest.mark.parametrize("draft", ["eagle3", "eagle", "dflash"])
+def test_memory_is_taken_without_a_trace(draft: str, tmp_path: Path) -> None:
+    """The step is as long as any, and the trainer is as it was."""
+    trainer = make_trainer(ROOT / "tests" / "assets" / draft, tmp_path)
+    first = trainer.weights()
+    passes = []
+    trainer.training.register_forward_hook(lambda module, batch, _: passes.append((module.training, batch[0])))
+    trainer.take_memory()
+    assert [is_step for is_step, _ in passes] == [True, False]
+    for _, batch in passes:
+        assert batch.tokens.shape == (1, trainer.options.data.max_length)
+        assert batch.num_supervised == trainer.options.data.max_length - 1
+    assert all(torch.equal(x, first[name]) for name, x in trainer.weights().items())
+    assert not any(optimizer.state for optimizer in trainer.optimizers)
+    assert trainer.progress == make_trainer(ROOT / "tests" / "assets" / draft, tmp_path).progress
 
 
 def test_texts_of_training_are_the_past(tmp_path: Path) -> None:
