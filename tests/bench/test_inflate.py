@@ -1,6 +1,7 @@
 """The inflated pair against the small one: states, logits, tokens and accept counts, here and in transformers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,7 +196,8 @@ def test_the_pair_emits_the_small_pairs_tokens_and_accepts_as_many(
     small = answers(TINY, draft, prompts)
     big = answers(pair / "target", pair / "draft", prompts)
     assert [answer.tokens for answer in big] == [answer.tokens for answer in small]
-    assert [answer.stats for answer in big] == [answer.stats for answer in small]
+    stats = [[replace(answer.stats, weight_version="") for answer in pair_answers] for pair_answers in (big, small)]
+    assert stats[0] == stats[1]
     half = len(small) // 2
     for part in (small[:half], small[half:]):  # the drafts are right now and then, greedy or not
         assert sum(answer.stats.accepted_tokens for answer in part) >= min_accepted
