@@ -4,8 +4,9 @@ python -m slipstream.train.learn FD JOB, which the engine's process starts. Text
 socket and wait in memory (text_ring.py); nothing of them is written to disk, and all of it is gone when the process
 ends. A round trains the draft by its family's objective on the texts that are there, old ones among them, and walks
 held-out ones with the weights that serve and with new ones, which lie between the trained and the first. It offers them
-if recent texts are accepted longer by GAIN and past ones as long as ever but for LOSS. Then it waits: the engine lets
-them serve on trial. If they are taken back, training goes on from those that serve.
+if recent texts are accepted longer by GAIN, past ones as long as ever but for LOSS, and no client's shorter by
+CLIENT_LOSS. Then it waits: the engine lets them serve on trial. If they are taken back, training goes on from those
+that serve.
 
 While the engine has work, training keeps to a share of the time (pace.py). Of a GPU it takes all memory that it will
 need before the engine sizes its cache.
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
@@ -49,6 +51,7 @@ from slipstream.train.text_ring import MemoryStates, ServedTexts, Split, Splits,
 STEPS = 25  # of a round
 LEAST_TEXTS = 16  # of the train split, from which on it trains
 LEAST_HELD_OUT = 4
+CLIENT_LOSS = 0.05  # of a client's accept length
 GAIN = 0.05  # of (accept length - 1) of recent texts, from which on weights are offered
 NICE = 10
 WAIT_SECONDS = 0.5
@@ -85,10 +88,12 @@ class Channel:
 
 
 class Lengths(NamedTuple):
-    """Simulated accept lengths of held-out texts, means over clients; 0 without texts."""
+    """Simulated accept lengths of held-out texts, means over clients; 0 without texts. `clients`: of recent texts of
+    those with LEAST_HELD_OUT."""
 
     recent: float
     past: float
+    clients: Mapping[str, float]
 
 
 class Trainer(Continuation):
@@ -149,7 +154,13 @@ class Trainer(Continuation):
 
     def accept_lengths(self, loop: Loop, weights: Mapping[str, Tensor]) -> Lengths:
         lengths = self.lengths(loop, weights)
-        return Lengths(*(mean_of(lengths, part) for part in Lengths._fields))
+        counts = Counter(loop.heldout.categories)
+        clients = {name for name in lengths if name.startswith("recent ") and counts[name] >= LEAST_HELD_OUT}
+        return Lengths(
+            recent=mean_of(lengths, "recent"),
+            past=mean_of(lengths, "past"),
+            clients={name: lengths[name] for name in clients},
+        )
 
 
 def groups_of(split: Split) -> dict[tuple[str, str], list[ServedText]]:
@@ -204,7 +215,12 @@ def mean_of(lengths: Mapping[str, float], part: str) -> float:
 def is_better(before: Lengths, after: Lengths, best: Lengths) -> bool:
     """Whether weights are worth a trial. `before`: of those that serve; `best`: of those with the longest past."""
     gain = after.recent - before.recent
-    return gain > GAIN * max(before.recent - 1, GAIN) and after.past >= (1 - LOSS) * best.past
+    is_fair = all(
+        after.clients[name] >= (1 - CLIENT_LOSS) * length
+        for lengths in (before, best)
+        for name, length in lengths.clients.items()
+    )
+    return is_fair and gain > GAIN * max(before.recent - 1, GAIN) and after.past >= (1 - LOSS) * best.past
 
 
 def learn(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
@@ -224,7 +240,7 @@ def learn(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
         if not is_better(before, after, best):
             continue
         folder = Path(tempfile.mkdtemp(prefix="step-", dir=job.folder))  # one that died may have left its own there
-        trainer.write(weights, folder, {"metrics": after._asdict()})
+        trainer.write(weights, folder, {"metrics": {"recent": after.recent, "past": after.past}})
         channel.send(Offer(str(folder), before.recent, after.recent))
         if channel.verdicts.get() == "passed":
             with channel.saving, atomic_folder(Path(job.output), CHECKPOINT.check) as new:

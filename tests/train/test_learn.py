@@ -220,7 +220,16 @@ def test_clients_and_the_past_have_their_share_of_an_epoch(tmp_path: Path) -> No
 def test_weights_are_offered_that_gain_and_do_not_forget(
     before: tuple[float, float], after: tuple[float, float], best: tuple[float, float], is_offered: bool
 ) -> None:
-    assert is_better(Lengths(*before), Lengths(*after), Lengths(*best)) == is_offered
+    assert is_better(Lengths(*before, {}), Lengths(*after, {}), Lengths(*best, {})) == is_offered
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "best", "is_offered"),
+    [(2.0, 1.91, 2.0, True), (2.0, 1.89, 1.8, False), (1.9, 1.89, 2.0, False)],
+)
+def test_nobody_pays_for_the_gain_of_others(before: float, after: float, best: float, is_offered: bool) -> None:
+    lengths = [Lengths(recent, 0.0, {"b": client}) for recent, client in ((2.0, before), (3.0, after), (2.0, best))]
+    assert is_better(*lengths) == is_offered
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 100), marks=pytest.mark.slow)])
@@ -254,7 +263,8 @@ def test_evaluations_walk_each_held_out_text_once(tmp_path: Path) -> None:
     for length in (trainer.options.data.max_length, 48):  # one row, several
         trainer.options = replace(trainer.options, data=replace(trainer.options.data, max_length=length))
         together = lengths({"a": parts["a"], "b": parts["b"]}, {"": parts["past"]})
-        assert together == pytest.approx(((alone["a"] + alone["b"]) / 2, alone["past"]))
+        assert together[:2] == pytest.approx(((alone["a"] + alone["b"]) / 2, alone["past"]))
+        assert together.clients == pytest.approx({"recent a": alone["a"]})
 
 
 class Verdicts(Exception):
