@@ -1,7 +1,7 @@
 """Decides what the engine computes next: admission, chunked prefill, decoding, preemption, the end of requests.
 
-Imports no torch. Invariant: every running sequence arrived before every waiting one, and the running ones are in order
-of arrival; one that restarts arrives anew. A step is
+Imports no torch. Invariant: of each tenant every running sequence arrived before every waiting one, and the running
+ones are in order of admission; one that restarts arrives anew. A step is
     sequences = scheduler.next_decodes(reserve)
     chunks = scheduler.next_chunks(num_tokens, admission_limit)
     ... launch ...                                scheduler.mark_launched(chunks)
@@ -14,7 +14,7 @@ Prefilling sequences compute chunks of their prompt; decoding ones verify a prop
 token and all of its nodes. "Tokens" are those of a text, "KV tokens" places in the KV cache: nodes take some, too.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -166,8 +166,8 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free_slots = list(reversed(range(max_running)))
-        # The head of the queue, if it found too few free pages, and no sequence has left since.
-        self._stalled_head: Sequence | None = None
+        # The next in the queue, if it found too few free pages, and no sequence has left since.
+        self._stalled: Sequence | None = None
 
     @property
     def has_work(self) -> bool:
@@ -225,8 +225,8 @@ class Scheduler:
         self.cache.change_draft(version, [sequence.table for sequence in self._running])
 
     def next_chunks(self, num_tokens: int, admission_limit: int | None = None) -> list[Chunk]:
-        """Returns the next prompt tokens to compute, first come first served, at most `num_tokens` in all. After
-        `admission_limit` tokens no further prompt joins the step."""
+        """Returns the next prompt tokens to compute, at most `num_tokens` in all. After `admission_limit` tokens no
+        further prompt joins the step."""
         chunks: list[Chunk] = []
         if num_tokens < 1:
             return chunks
@@ -365,12 +365,22 @@ class Scheduler:
         """Yields running sequences with tokens to compute, then waiting ones. Admits each only when the caller asks for
         it."""
         yield from [sequence for sequence in self._running if not sequence.decoding]
-        while self._waiting and self._admit(self._waiting[0]):
-            yield self._waiting.popleft()
+        while self._waiting and self._free_slots and self._admit(sequence := self._next_waiting()):
+            self._waiting.remove(sequence)
+            yield sequence
+
+    def _next_waiting(self) -> Sequence:
+        """Returns the first of those that were preempted, else of the tenants with the fewest running sequences: none
+        of them holds up the others, and each has its turn once its own have ended."""
+        head = self._waiting[0]
+        if head.num_preemptions:
+            return head
+        counts = Counter(sequence.request.tenant for sequence in self._running)
+        return min(self._waiting, key=lambda sequence: counts[sequence.request.tenant])
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence a request slot and pages. Returns False if one of them is lacking."""
-        if not self._free_slots or sequence is self._stalled_head:
+        """Gives a waiting sequence a free request slot, and pages. Returns False if these are lacking."""
+        if sequence is self._stalled:
             return False
         num_tokens = len(sequence.tokens) + self.max_reserve
         headroom = len(self._running)  # a page for each, or the next step would preempt the new one
@@ -378,7 +388,7 @@ class Scheduler:
         shares = not sequence.scores_prompt  # cached pages hold no log-probabilities
         if not self.cache.admit(sequence.table, sequence.tokens, num_tokens, headroom, limit, shares=shares):
             assert self._running, "an empty cache is too small for a request that add() accepted"
-            self._stalled_head = sequence
+            self._stalled = sequence
             return False
         sequence.slot = self._free_slots.pop()
         sequence.num_computed = len(sequence.table.nodes) * self.cache.page_size
@@ -437,7 +447,7 @@ class Scheduler:
         self.cache.release(sequence.table, sequence.tokens, sequence.num_computed)
         self._running.remove(sequence)
         self._free_slots.append(sequence.slot)
-        self._stalled_head = None
+        self._stalled = None
         sequence.slot = -1
         sequence.num_computed = 0
         sequence.decoding = False

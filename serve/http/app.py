@@ -107,7 +107,9 @@ class Api:
         self._check_room(len(call.requests))
         note(answer=call.requests[0].id.rpartition("-")[0], stream=call.stream)
         completion = Completion(self.engine, self.metrics, watched=call.stream, answer_log=self.answer_log)
-        requests = [replace(choice, client=request.state.client) for choice in requests]
+        client = request.state.client
+        address = request.client.host if request.client else ""
+        requests = [replace(choice, client=client, tenant=client or choice.namespace or address) for choice in requests]
         completion.submit(requests, call.stop, call.answers, call.echoes)
         disconnect.add_done_callback(lambda _: completion.abort())
         if call.stream:

@@ -72,6 +72,7 @@ class FakeEngine:
         self.stats: dict[str, RequestStats] = {}
         self.num_aborted = 0
         self.clients = set[str]()
+        self.tenants = set[str]()
         self.largest_batch = 0
 
     @property
@@ -85,6 +86,7 @@ class FakeEngine:
             raise TypeError("a number is no text")
         self.running[request.id] = request
         self.clients.add(request.client)
+        self.tenants.add(request.tenant)
         self.stats[request.id] = RequestStats(prompt_tokens=len(request.prompt), prefills=1, cached_tokens=1)
 
     def abort(self, request_id: str, *, is_whole: bool = False) -> Output | None:
@@ -172,6 +174,7 @@ class FakeEngine:
             "aborted": self.num_aborted,
             "largest_batch": self.largest_batch,
             "clients": len(self.clients),
+            "tenants": len(self.tenants),
         }
 
     def counts(self) -> EngineCounts:

@@ -121,6 +121,19 @@ def test_each_key_is_a_client_of_its_own(client: httpx.Client) -> None:
             assert client.post(path, json=body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
     client.headers["Authorization"] = f"Bearer {KEYS[0]}"
     wait_until(lambda: gauge(client, "engine_clients") == len(KEYS), "the engine tells of both")
+    assert gauge(client, "engine_tenants") == len(KEYS)
+
+
+def test_a_salt_or_an_address_stands_for_a_client_without_a_key(byte_target: str) -> None:
+    with (
+        serving(ServeConfig(target=byte_target, port=0)) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
+        for salt in ("", "a", "b", "a", ""):
+            body = {"prompt": "a", "cache_salt": salt}
+            assert client.post(COMPLETIONS, json=body).status_code == 200
+        wait_until(lambda: gauge(client, "engine_tenants") == 3, "the engine tells of salts and the address")
+        assert gauge(client, "engine_clients") == 1
 
 
 def test_clients_without_two_keys_are_one() -> None:

@@ -1,5 +1,6 @@
 """Each rule of the scheduler by itself; tests/serve/test_scheduler_simulation.py tries them all together."""
 
+import random
 from typing import Any
 
 import pytest
@@ -199,6 +200,32 @@ def test_a_large_prompt_is_not_overtaken() -> None:
         recorder.decode([7])
     recorder.decode([7])  # the end of a
     assert [name for name, _, _ in recorder.prefill()] == ["large", "small"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tenants_share_slots_and_keep_their_order(seed: int) -> None:
+    rng = random.Random(seed)
+    recorder = Recorder(num_pages=200, max_running=6)
+    scheduler = recorder.scheduler
+    waiting = list[tuple[str, str]]()  # (request, tenant), in order of arrival
+    running = list[tuple[str, str]]()
+    for number in range(150):
+        if rng.random() < 0.6:
+            waiting.append((str(number), rng.choice("aaaaabc")))
+            params = SamplingParams(max_tokens=50)
+            scheduler.add(Request(id=str(number), prompt=[5, 6], params=params, tenant=waiting[-1][1]))
+        elif running:
+            scheduler.abort(running.pop(rng.randrange(len(running)))[0])
+        recorder.calls.clear()
+        recorder.prefill()
+        for name, request_id, _ in recorder.calls:
+            assert name == "admit"
+            tenants = [tenant for _, tenant in running]
+            expected = min(waiting, key=lambda entry: tenants.count(entry[1]))  # noqa: B023
+            assert request_id == expected[0]
+            waiting.remove(expected)
+            running.append(expected)
+        assert not waiting or len(running) == 6, "a slot is free"
 
 
 def test_slots_are_unique_and_reused_after_release() -> None:
