@@ -353,10 +353,11 @@ class PiecewiseResponse(JSONResponse):
     lock."""
 
     def render(self, content: Any) -> bytes:
-        return b"".join(self._pieces(content, 3))  # a piece is a field of a choice
+        return b"".join(self._pieces(content, 3))  # a piece is a token's log-probabilities
 
     def _pieces(self, value: Any, depth: int) -> Iterator[bytes]:
-        if not value or not depth or not isinstance(value, dict | list):
+        """Yields the JSON of a value, the entries of lists and `depth` levels of objects for themselves."""
+        if not value or not isinstance(value, dict | list if depth else list):
             yield super().render(value)
         elif isinstance(value, dict):
             for index, (name, part) in enumerate(value.items()):
@@ -366,7 +367,7 @@ class PiecewiseResponse(JSONResponse):
         else:
             for index, part in enumerate(value):
                 yield b"," if index else b"["
-                yield from self._pieces(part, depth - 1)
+                yield from self._pieces(part, depth)
             yield b"]"
 
 

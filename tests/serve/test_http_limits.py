@@ -199,8 +199,21 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_an_answer_in_pieces_is_the_same_json(value: Any) -> None:
-    """Other streams wait for one piece at most, however many choices an answer has."""
     assert PiecewiseResponse(value).body == JSONResponse(value).body
-    choice = {"index": 0, "logprobs": {"tokens": [value] * 4}}
-    pieces = [*PiecewiseResponse(None)._pieces({"id": "a", "choices": [choice] * 50}, 3)]
-    assert max(map(len, pieces)) <= len(JSONResponse(choice).body)
+
+
+ENTRY = {"token": "a", "logprob": -0.5, "top_logprobs": [{"token": "a", "logprob": -0.5}] * 20}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"choices": [{"index": 0, "logprobs": {"content": [ENTRY] * 50}}] * 50},
+        {"choices": [{"index": 0, "prompt_logprobs": [None, *[ENTRY] * 50]}]},
+        {"output": [{"type": "message", "content": [{"text": "a", "logprobs": [ENTRY] * 50}]}]},
+    ],
+)
+def test_a_piece_of_an_answer_has_a_token(answer: dict[str, Any]) -> None:
+    """Other streams wait for one piece at most."""
+    pieces = [*PiecewiseResponse(None)._pieces(answer, 3)]
+    assert max(map(len, pieces)) <= len(JSONResponse(ENTRY).body)
