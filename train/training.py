@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from slipstream.models.drafts.adapters import write_adapter
 from slipstream.models.drafts.base import DraftNetwork, write_draft
+from slipstream.models.files.checkpoint import resolve, weights_fingerprint
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import category_metrics, depth_metrics, walk_answers, walk_metrics
@@ -46,6 +47,7 @@ class DraftTraining(nn.Module, ABC):
     step_times: StepTimes | None = None  # for the expected speed
     row_group: RowGroup | None = None  # of processes that share the rows of a batch
     base = ""  # the draft that an adapter changes; empty: all weights are trained
+    base_fingerprint = ""  # of its weights
     is_new = True  # False while an evaluated batch repeats one (evaluation_batches): nothing of it may be kept
 
     def __init__(
@@ -126,6 +128,7 @@ class DraftTraining(nn.Module, ABC):
         """Trains a LoRA adapter of the draft, which is `base`, in place of its weights."""
         adapt_layers(self.draft, rank, self.seed)
         self.base = place_of(base)
+        self.base_fingerprint = weights_fingerprint(resolve(base))
 
     def fitted_fields(self) -> dict[str, list[float]]:
         """Fields of the draft's config that evaluations have fitted so far."""
@@ -157,7 +160,8 @@ class DraftTraining(nn.Module, ABC):
         """Writes a servable checkpoint of this module's full `state` into an existing folder; `run` is its run.json."""
         tensors = {name.removeprefix("draft."): tensor for name, tensor in state.items()}
         if self.base:
-            write_adapter(folder, self.base, factors_of(self.draft, tensors), self.draft.config.to_json(), run)
+            factors = factors_of(self.draft, tensors)
+            write_adapter(folder, self.base, factors, self.draft.config.to_json(), run, self.base_fingerprint)
         else:
             write_draft(self.draft, tensors, folder, run)
 

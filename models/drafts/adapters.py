@@ -1,13 +1,15 @@
 """LoRA adapters of drafts (Hu et al. 2021, arXiv 2106.09685): low-rank changes of linear layers, in peft's files.
 
 adapter_config.json         base_model_name_or_path, the draft that it changes; r, lora_alpha
-adapter_model.safetensors   base_model.model.MODULE.lora_A.weight (r, I) and .lora_B.weight (O, r)
+adapter_model.safetensors   base_model.model.MODULE.lora_A.weight (r, I) and .lora_B.weight (O, r); metadata of ours:
+                            draft_fingerprint, of the weights that it was trained on
 
 The weight of MODULE, a linear layer as the draft's files name it, becomes W + lora_alpha / r * B A. Our folders have
 the draft's config.json, too: they can be named in its place, and the weights are merged as they are read.
 """
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,22 +18,33 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from slipstream.kernels.gemm.low_rank import LowRankFactors, add_low_rank
-from slipstream.models.files.checkpoint import disk_errors, read_json, read_tensors, resolve
+from slipstream.models.files.checkpoint import (
+    disk_errors,
+    read_json,
+    read_tensors,
+    resolve,
+    weight_files,
+    weights_fingerprint,
+)
 from slipstream.models.files.weights import Place, places_of, public_tensors
 from slipstream.models.layers.linear import Head, Linear, remake_derived
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+FINGERPRINT = "draft_fingerprint"
 ALPHA = 2  # lora_alpha / r of adapters that are trained here
 # Fields of peft that change more than low-rank factors can say; those that are absent or off change nothing.
 UNSUPPORTED = (
     *("use_dora", "lora_bias", "modules_to_save", "alpha_pattern", "fan_in_fan_out", "layer_replication"),
     *("trainable_token_indices", "use_qalora", "target_parameters"),
 )
+
+logger = logging.getLogger(__name__)
 
 
 class Factors(NamedTuple):
@@ -46,6 +59,7 @@ class Adapter:
     folder: Path
     base: str  # the draft that it changes
     factors: Mapping[str, Factors]  # by module, in fp32, with the scale in b
+    draft_fingerprint: str | None = None  # of the weights that it was trained on
 
     @property
     def draft(self) -> Path:
@@ -55,6 +69,16 @@ class Adapter:
                 f"adapter {self.folder}: base_model_name_or_path is empty in {CONFIG}; name its draft there"
             )
         return resolve(self.base)
+
+    def warn_if_changed(self, draft: Path) -> None:
+        """Output stays right with another draft than the adapter was trained on, but fewer tokens are accepted."""
+        if self.draft_fingerprint not in (None, weights_fingerprint(draft)):
+            logger.warning(
+                "adapter %s was trained on other weights than draft %s holds: expect fewer accepted tokens, or name "
+                "the draft that it was trained on",
+                self.folder,
+                draft,
+            )
 
     def places(self, network: nn.Module) -> Iterator[tuple[Place, Factors]]:
         """Yields where the factors belong in `network`. Raises ValueError for a module that it lacks or that has
@@ -123,6 +147,18 @@ def is_adapter(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def read_chain(path: Path) -> tuple[Path, list[Adapter]]:
+    """Returns the draft at the root of `path`, and the adapters from it to `path`, each trained on what comes before;
+    none where `path` is a draft itself."""
+    adapters: list[Adapter] = []
+    while is_adapter(path):
+        adapters.insert(0, read_adapter(path))
+        path = adapters[0].draft
+        if path.resolve() in [adapter.folder.resolve() for adapter in adapters]:
+            raise ValueError(f"adapter {path}: base_model_name_or_path leads back to it; name its draft in {CONFIG}")
+    return path, adapters
+
+
 def read_adapter(path: Path) -> Adapter:
     """Reads an adapter in peft's files. Raises ValueError for one that is damaged, or of a kind that is not served."""
     values = read_json(path / CONFIG)
@@ -152,13 +188,21 @@ def read_adapter(path: Path) -> Adapter:
             raise ValueError(f"adapter {path}: lora_A of {name} is {list(a.shape)} and lora_B {list(b.shape)}")
         rank = math.sqrt(len(a)) if values.get("use_rslora") else len(a)
         factors[name] = Factors(a, b * (alpha / rank))
-    return Adapter(path, str(values.get("base_model_name_or_path") or ""), factors)
+    with safe_open(weight_files(path)[0], "pt") as file:
+        fingerprint = (file.metadata() or {}).get(FINGERPRINT)
+    return Adapter(path, str(values.get("base_model_name_or_path") or ""), factors, fingerprint)
 
 
 def write_adapter(
-    folder: Path, base: str, factors: Mapping[str, Factors], config: Mapping[str, Any], run: Mapping[str, Any]
+    folder: Path,
+    base: str,
+    factors: Mapping[str, Factors],
+    config: Mapping[str, Any],
+    run: Mapping[str, Any],
+    fingerprint: str,
 ) -> None:
-    """Writes factors without their scale, ALPHA, into an existing folder; `config`: the draft's config.json."""
+    """Writes factors without their scale, ALPHA, into an existing folder; `config`: the draft's config.json,
+    `fingerprint`: of its weights."""
     from safetensors.torch import save_file
 
     rank = len(next(iter(factors.values())).a)
@@ -178,7 +222,7 @@ def write_adapter(
         for letter, tensor in zip("AB", pair, strict=True)
     }
     with disk_errors(folder):
-        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+        save_file(tensors, folder / WEIGHTS, {"format": "pt", FINGERPRINT: fingerprint})
     (folder / WEIGHTS).chmod(0o644)
     for name, content in ((CONFIG, values), ("config.json", config), ("run.json", run)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")

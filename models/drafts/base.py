@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.drafts.adapters import is_adapter, read_adapter
+from slipstream.models.drafts.adapters import read_chain
 from slipstream.models.drafts.speculators_layout import from_speculators
 from slipstream.models.drafts.token_map import check_t2d, ids_of
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
@@ -365,14 +365,14 @@ def load_draft(
     own if `network` allows one, and other tensors in their place are refused. `choices` say what the files leave open;
     those that contradict a file are refused. An adapter is merged into the draft that it names.
     """
-    if is_adapter(path):
-        adapter = read_adapter(path)
-        module = load_draft(network, adapter.draft, target, dtype, device, shared, choices)
-        adapter.merge(module)
-        return module
+    path, adapters = read_chain(path)
     check_files(network, path)
     files = DraftFiles(read_json(path / "config.json"), read_draft_tensors(path))
-    return build_draft(network, files, path, target, dtype, device, shared, choices)
+    module = build_draft(network, files, path, target, dtype, device, shared, choices)
+    for adapter in adapters:
+        adapter.warn_if_changed(adapter.draft)
+        adapter.merge(module)
+    return module
 
 
 def read_draft_config(
@@ -380,8 +380,7 @@ def read_draft_config(
 ) -> DraftConfig:
     """Returns the config with which `load_draft` builds the network. Where `path` has no weights, which a draft on the
     hub need not have fetched, what they would decide takes its usual meaning."""
-    if is_adapter(path):
-        return read_draft_config(network, read_adapter(path).draft, target, choices)
+    path, _ = read_chain(path)
     check_files(network, path)
     values = read_json(path / "config.json")
     if any(path.glob("*.safetensors")) or (path / "pytorch_model.bin").exists():

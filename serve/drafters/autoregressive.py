@@ -9,17 +9,19 @@ Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, 
 
 import logging
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm.gathered_head import head_topk
 from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place, choose, grow
-from slipstream.models.drafts.adapters import add_adapters, read_adapter
+from slipstream.models.drafts.adapters import RowAdapters, add_adapters, read_adapter
 from slipstream.models.drafts.base import DraftConfig
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.mtp import MTP
+from slipstream.models.drafts.source import DraftSource
 from slipstream.models.files.checkpoint import resolve
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class AutoregressiveDrafter(base.NetworkDrafter):
+    adapters: RowAdapters
+
     def __init__(self, module: Eagle | Eagle3 | MTP, vocabulary: DraftVocabulary, options: TreeOptions) -> None:
         if options.topk > vocabulary.num_tokens:
             raise ValueError(
@@ -48,8 +52,15 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.branches = options.topk > 1
         self.aux_layers = module.config.aux_layers
         self.attends_to_context = len(module.attention_specs) > 1
-        folders = options.adapters.values()
-        self.adapters = add_adapters(module, [read_adapter(resolve(folder)) for folder in folders])
+
+    @classmethod
+    def load(cls, source: DraftSource, options: TreeOptions, target: Target) -> Self:
+        drafter = super().load(source, options, target)
+        adapters = [read_adapter(resolve(folder)) for folder in options.adapters.values()]
+        for adapter in adapters if not source.is_in_target else ():
+            adapter.warn_if_changed(source.folder())
+        drafter.adapters = add_adapters(drafter.module, adapters)
+        return drafter
 
     @classmethod
     def plan_network(cls, options: TreeOptions, config: DraftConfig) -> base.DraftPlan:  # noqa: ARG003

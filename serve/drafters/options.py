@@ -112,6 +112,8 @@ class TreeOptions(ShapeOptions):
     """Share of the requests without a draft_adapter that take an adapter, by its name; the others take none."""
 
     def __post_init__(self) -> None:
+        for name in ("adapters", "ab"):  # YAML reads a name such as 1 as a number
+            object.__setattr__(self, name, {str(key): value for key, value in getattr(self, name).items()})
         self._check_adapters()
         check_draft_cache(self.kv_cache_dtype)
         check_window(self.window)

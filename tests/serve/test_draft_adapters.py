@@ -1,7 +1,9 @@
 """LoRA adapters of drafts, by request: no token changes, rows are drafted as by a draft with the adapter merged, and
 shares of requests."""
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -10,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from slipstream.models.drafts.adapters import write_adapter
+from slipstream.models.drafts.adapters import read_adapter, write_adapter
 from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.source import source_of
+from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.targets.decoder import load_config
 from slipstream.serve.drafters.registry import find_drafter
 from slipstream.serve.engine.build import build
@@ -57,7 +61,8 @@ def save_adapter(target: Path, draft: Path, folder: Path, rank: int, seed: int) 
         if parameter.requires_grad:
             parameter.data = torch.randn(parameter.shape, generator=generator) / 12
     folder.mkdir()
-    write_adapter(folder, str(draft), factors_of(module, module.state_dict()), module.config.to_json(), {})
+    factors = factors_of(module, module.state_dict())
+    write_adapter(folder, str(draft), factors, module.config.to_json(), {}, weights_fingerprint(draft))
     return folder
 
 
@@ -223,6 +228,7 @@ def test_unknown_names_and_other_weights_are_refused(engine: Engine, make_target
         ({"adapters": {"none": str(folders["x"])}}, "drafter.adapters has the name 'none'"),
         ({"adapters": {"a b": str(folders["x"])}}, "drafter.adapters has the name 'a b'"),
         ({"adapters": {"x": "/gone"}}, "drafter.adapters.x /gone does not exist"),
+        ({"adapters": {1: "/gone"}}, "drafter.adapters.1 /gone does not exist"),
         ({"ab": {"z": 0.5}}, "drafter.ab gives z the share 0.5"),
         ({"ab": {"x": 0.5, "y": 0.6}}, "more than 1 together"),
         ({"adapters": {"x": str(drafts("eagle")["x"])}}, "changes fc of shape [32, 64]; this draft's is [32, 96]"),
@@ -231,6 +237,47 @@ def test_unknown_names_and_other_weights_are_refused(engine: Engine, make_target
             build_engine(
                 make_target("qwen3"), folders["none"], device="cpu", **options_of("eagle3", folders, **options)
             )
+
+
+def test_an_adapter_of_another_draft_is_served_with_a_warning(
+    make_target: MakeTarget, drafts: Drafts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folders = drafts("eagle3")
+    target = make_target("qwen3")
+    draft = tmp_path / "draft"
+    shutil.copytree(folders["none"], draft)
+    tensors = load_file(draft / "model.safetensors")
+    tensors["fc.weight"] *= 2
+    options = options_of("eagle3", folders)
+    build_engine(target, draft, device="cpu", **options)
+    assert not caplog.records
+    save_file(tensors, draft / "model.safetensors")
+    build_engine(target, draft, device="cpu", **options)
+    messages = [record.message for record in caplog.records]
+    assert messages == [
+        f"adapter {folders[name]} was trained on other weights than draft {draft} holds: expect fewer accepted tokens, "
+        "or name the draft that it was trained on"
+        for name in "xy"
+    ]
+
+
+def test_a_chain_of_adapters_is_merged_unless_it_has_no_end(
+    make_target: MakeTarget, drafts: Drafts, tmp_path: Path
+) -> None:
+    folders = drafts("eagle3")
+    target = make_target("qwen3")
+    second = save_adapter(target, folders["x"], tmp_path / "second", 3, 5)
+    network: Any = find_drafter(source_of(str(second)))
+    once, twice = (
+        load_draft(network.Network, folder, load_config(target), torch.float32, torch.device("cpu"))
+        for folder in (folders["x"], second)
+    )
+    factors = read_adapter(second).factors["fc"]
+    assert torch.equal(twice.fc.weight, once.fc.weight + factors.b @ factors.a)
+    config = json.loads((second / "adapter_config.json").read_text())
+    (second / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(second)}))
+    with pytest.raises(ValueError, match="base_model_name_or_path leads back to it; name its draft"):
+        build_engine(target, second, device="cpu")
 
 
 def test_a_swap_merges_an_adapter(make_target: MakeTarget, drafts: Drafts) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from slipstream.models.drafts.adapters import CONFIG, PREFIX, WEIGHTS, add_adapters, read_adapter, write_adapter
 from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config
@@ -49,7 +50,8 @@ def adapter(tmp_path: Path, tiny: TargetSpec) -> Path:
             parameter.data = torch.randn(parameter.shape, generator=generator) / 20
     folder = tmp_path / "adapter"
     folder.mkdir()
-    write_adapter(folder, str(DRAFT), factors_of(draft, draft.state_dict()), draft.config.to_json(), {})
+    factors = factors_of(draft, draft.state_dict())
+    write_adapter(folder, str(DRAFT), factors, draft.config.to_json(), {}, weights_fingerprint(DRAFT))
     torch.testing.assert_close(
         draft.midlayer.self_attn.qkv_proj.weight,
         load_draft(Eagle3, folder, tiny, torch.float32, CPU).midlayer.self_attn.qkv_proj.weight,
