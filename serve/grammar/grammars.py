@@ -385,7 +385,7 @@ class Matcher:
         library's own search for forced text does not end if the text has no end.
         """
         longest = self._longest(limit + LOOKAHEAD) if self.root_seconds <= CHEAP_SECONDS else []
-        if not longest or self._spelling is None:
+        if not longest or self._spelling is None or self.takes_long:  # a thread would have to fill the first mask
             return [], np.empty((0, self._num_words), np.uint32)
         spelled = self._spelling.respell(last, longest)[:limit]
         masks = self.allowed([last, *spelled], range(-1, len(spelled)))

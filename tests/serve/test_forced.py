@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from slipstream.serve.engine.acceptance import KINDS, host_bins, is_forced
 from slipstream.serve.engine.constraints import allowed_depth, goes_beyond
 from slipstream.serve.engine.plan import FORCED, NodeMasks, StepPlan
-from slipstream.serve.grammar.grammars import Grammars, tokens_in
+from slipstream.serve.grammar import grammars as grammars_module
+from slipstream.serve.grammar.grammars import Grammars, Matcher, tokens_in
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request
 from slipstream.tests.pairwise import rotating
@@ -121,6 +122,18 @@ def test_control_tokens_are_forced_and_text_that_spells_them_is_text(tokenizer: 
     assert matcher.forced(0, 64)[0] == expected
     spelled = grammars.matcher(grammars.compile(choice(f"a{name}b")).result(), [end]).forced(0, 64)[0]
     assert start not in spelled
+
+
+def test_no_text_is_forced_whose_masks_take_threads(
+    tokenizer: Any, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread would fill the mask before it, for which the step, and then the next tokens, would wait."""
+    matcher = grammars.matcher(grammars.compile(choice(TEXTS[0])).result(), [tokenizer.eos_token_id])
+    assert matcher.forced(0, 8)[0]
+    monkeypatch.setattr(grammars_module, "timed", lambda work, *arguments: (work(*arguments), 2.5e-3))
+    monkeypatch.setattr(Matcher, "fill", None)
+    assert matcher.forced(0, 8)[0] == []
+    assert matcher.mask is None
 
 
 def test_a_text_without_end_is_cut(tokenizer: Any, grammars: Grammars) -> None:
