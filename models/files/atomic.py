@@ -187,10 +187,10 @@ class FolderLock:
 
     def __enter__(self) -> Self:
         """Raises InUseError if another process holds the lock, ValueError if a foreign file has its name."""
+        if self.path.exists() and (not self.path.is_file() or self.path.stat().st_size and self._read() is None):
+            raise ValueError(f"{self.path} is in the way of the lock of {self.folder}; move it away")
         self._makes_folder = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and self.path.stat().st_size and self._read() is None:
-            raise ValueError(f"{self.path} is in the way of the lock of {self.folder}; move it away")
         try:
             self._file = open_locked(self.path)
         except InUseError as error:

@@ -249,6 +249,18 @@ def test_the_earlier_of_two_holders_is_told(tmp_path: Path, monkeypatch: pytest.
             earlier.check()
 
 
+def test_what_is_in_the_way_of_a_lock_stays_and_no_folder_is_made(tmp_path: Path) -> None:
+    (tmp_path / ".a.lock").write_text("mine")
+    (tmp_path / ".b.lock").mkdir()
+    for name in "ab":
+        with (
+            pytest.raises(ValueError, match=rf"\.{name}\.lock is in the way of the lock .* move it away"),
+            FolderLock(tmp_path / name, replaced=True),
+        ):
+            pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.lock", ".b.lock"]
+
+
 def test_a_file_of_a_user_is_no_lock(tmp_path: Path) -> None:
     (tmp_path / FOLDER_LOCK).write_text("mine")
     with pytest.raises(ValueError, match="in the way of the lock .* move it away"), FolderLock(tmp_path):
