@@ -318,7 +318,7 @@ class RequestStats:
     drafted_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
     weight_version: str = ""  # of the draft's weights as it ended; empty where no network drafts
-    draft_adapter: str = ""  # name of its adapter; empty where the draft has none
+    draft_adapter: str = ""  # name of its adapter, or names of several choices; empty where the draft has none
 
     @property
     def decoded_tokens(self) -> int:
@@ -362,7 +362,8 @@ class RequestStats:
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "prefills", "rounds", "drafted_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.weight_version = other.weight_version
-        self.draft_adapter = other.draft_adapter
+        names = {*self.draft_adapter.split("+"), other.draft_adapter} - {""}
+        self.draft_adapter = "+".join(sorted(names))
 
 
 class TokenTrace(NamedTuple):

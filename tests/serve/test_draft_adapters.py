@@ -28,7 +28,7 @@ from slipstream.serve.engine.learning import with_states
 from slipstream.serve.engine.team import Team
 from slipstream.serve.http.metrics import Metrics
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import Request
+from slipstream.serve.request import Request, RequestStats
 from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve.engine_runs import (
@@ -208,6 +208,16 @@ def test_shares_are_those_of_requests_that_name_none(make_target: MakeTarget, dr
         assert bool(rounds) == (number in numbers[:12])
     request = make_request("0", [5, 9], draft_adapter="none")
     assert with_adapter(request, plan.adapters, plan.shares).adapter == 0
+
+
+def test_counts_of_several_choices_name_all_adapters() -> None:
+    total = RequestStats()
+    for name, expected in (("x", "x"), ("x", "x"), ("none", "none+x"), ("x", "none+x"), ("", "none+x")):
+        total.add(RequestStats(draft_adapter=name))
+        assert total.draft_adapter == expected
+    total = RequestStats()
+    total.add(RequestStats())
+    assert total.draft_adapter == ""
 
 
 @pytest.fixture
