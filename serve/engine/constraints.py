@@ -30,8 +30,8 @@ WORD_BITS = 32
 MAX_FORCED_WORDS = 32
 NO_TOKEN_ALLOWED = Refusal("the grammar allows no token here, not even an end; correct it")
 TOO_SLOW = Refusal(
-    f"the grammar takes more than {MOST_SECONDS:g} s of CPU time for a token of this answer, for which all requests "
-    "wait: repeat nothing that repeats itself, and leave fewer readings of a text"
+    f"the grammar takes more than {MOST_SECONDS:g} s of CPU time for a token of this answer: repeat nothing that "
+    "repeats itself, and leave fewer readings of a text"
 )
 MOST_PREEMPTED = 256  # requests whose states are kept; some may be aborted before they resume
 GIVEN_UP = Restart("the masks of its drafted tokens take too long")
@@ -274,8 +274,8 @@ class Constraints(HostStage):
 
     def _masks(self, indices: dict[int, int], proposed: Proposed, *, late: bool) -> dict[int, NodeMasks]:
         """Returns the masks of slots for which tokens are forbidden. `indices`: their places in `proposed`. One call
-        fills the masks of all grammars, those that take long in turn: they share the time of a step. Of nodes whose
-        masks take too long there are none. `late`: a pass verifies the nodes already."""
+        fills the masks of all grammars, which share the time of a step; threads fill slow ones. Of nodes whose masks
+        take too long there are none. `late`: a pass verifies the nodes already."""
         self._num_runs += 1
         masks = dict[int, NodeMasks]()
         slots = list[int]()

@@ -39,7 +39,7 @@ NICENESS = 10  # of threads and processes that compile
 WORTH_SHARING_S = 5e-4  # work that pays for threads, which take about .1 ms to start
 NUM_CORES = min(8, os.cpu_count() or 1)  # that compile a grammar
 MOST_CHANGE = 4.0  # of the time of masks on threads, whose parts are not measured
-# CPU time that a token of an answer may take, and the mask after it: all requests wait for it. Grammars of common use
+# CPU time that a token of an answer may take, and the mask after it: other requests may wait. Grammars of common use
 # take a tenth. Drafted tokens end no answer, which may go on without a draft: they are only given up.
 MOST_SECONDS = 0.25
 STEP_SECONDS = 0.05  # that a step waits for masks; requests without one by then resume in a later step

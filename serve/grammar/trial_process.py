@@ -128,7 +128,7 @@ def check_speed(compiled: Any, vocabulary: Any) -> None:
             seconds += time.thread_time() - start
         if seconds > MOST_TOKEN_SECONDS:
             raise TooSlow(
-                f"takes {1000 * seconds:.0f} ms for a token of the answer, for which all requests wait; the limit is "
+                f"takes {1000 * seconds:.0f} ms for a token of the answer; the limit is "
                 f"{1000 * MOST_TOKEN_SECONDS:.0f} ms: repeat nothing that repeats itself, and leave fewer readings"
             )
         total += seconds
