@@ -242,6 +242,18 @@ def test_an_endpoint_that_is_down_is_named(tmp_path: Path, capsys: Any) -> None:
     assert "endpoint http://127.0.0.1:9/v1 does not list its models" in message
 
 
+def test_a_run_goes_on_where_its_file_was_cut(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    rows = [{"id": f"row{n}", "messages": chat(f"What is {n}?")} for n in range(9)]
+    output = tmp_path / "out.jsonl"
+    words = ["--data", str(write_jsonl(tmp_path / "rows.jsonl", rows)), "-o", str(output), "--endpoint", endpoint.url]
+    regenerate.main(words)
+    expected = output.read_bytes()
+    output.write_bytes(expected[: len(expected) // 2])
+    regenerate.main(words)
+    assert output.read_bytes() == expected
+
+
+@pytest.mark.slow
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     rows = [{"id": f"row{n}", "messages": chat(f"What is {n}?", "", f"And {n}?")} for n in range(80)]
     data = write_jsonl(tmp_path / "rows.jsonl", [*rows, rows[3]])

@@ -94,7 +94,7 @@ def check(subject: Subject, answers: Answers, stage: str, path: Path = Path("dra
     return diagnosis
 
 
-@pytest.mark.parametrize(("family", "fields"), [("eagle3", {}), ("eagle3", {"fc_norm": True}), ("dflash", {})])
+@pytest.mark.parametrize(("family", "fields"), [("eagle3", {"fc_norm": True}), ("dflash", {})])
 def test_nothing_is_wrong_with_healthy_drafts(
     family: str, fields: dict[str, Any], healthy: Callable[..., Subject], answers: Answers
 ) -> None:

@@ -54,6 +54,7 @@ def test_the_bundled_head_is_healthy() -> None:
     assert head_facts["reads"] in page(report)
 
 
+@pytest.mark.slow
 def test_a_head_as_a_draft_is_healthy(tmp_path: Path) -> None:
     folder = tmp_path / "draft"
     convert.main([f"--input={HYBRID}", "--layout=slipstream", f"--output={folder}"])

@@ -205,7 +205,9 @@ def check_sums(path: Path, worlds: Sequence[int]) -> None:
 @grouped("family")
 @pytest.mark.parametrize(
     "family",
-    some_of(sorted((FAMILIES | CAPPED | RELATIVES).keys() - {*NORMED_TOGETHER}), [*FAMILIES, *CAPPED, *GATE]),
+    some_of(
+        sorted((FAMILIES | CAPPED | RELATIVES).keys() - {*NORMED_TOGETHER}), [*list(FAMILIES)[::2], *CAPPED, *GATE]
+    ),
 )
 def test_ranks_add_up_to_the_target(family: str, make_target: MakeTarget) -> None:
     """4 ranks share 2 KV heads, and 2 key heads of a delta net."""

@@ -104,10 +104,8 @@ def swap_at_random(engine: Engine, drafts: tuple[Path, Path], seed: int) -> Call
     gate_of(
         product(NETWORKS, ["greedy", "plain", "processed"], [16, 1]),
         [
-            ("eagle tree", "greedy", 1),
+            ("eagle tree", "processed", 1),
             ("dspark tree", "plain", 16),
-            ("ngram first", "plain", 1),
-            ("dflash", "processed", 16),
         ],
     ),
 )

@@ -90,7 +90,7 @@ def found(engine: Engine, text: list[int]) -> int:
     ("drafter", "temperature"),
     gate_of(
         product(ALL_DRAFTERS, (0.0, 1.0)),
-        [("eagle3 tree", 1.0)],
+        [("eagle3", 1.0)],
     ),
 )
 def test_next_turns_find_answers_and_are_those_of_an_engine_that_never_cached(
@@ -317,7 +317,7 @@ def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(drafts: Path, mo
 def test_a_server_with_one_place_keeps_the_state_of_the_last_turn(drafts: Path) -> None:
     engine = build_drafted(drafts, max_running=1)
     text = random_prompt(70, 1)
-    for turn in range(3):
+    for turn in range(2):
         request = turn_of(str(turn), text)
         answer = run(engine, [request])[request.id]
         assert answer.tokens == uncached([request])[request.id]

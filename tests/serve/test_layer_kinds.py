@@ -68,8 +68,7 @@ every_drafter = pytest.mark.parametrize(
     gate_of(
         product(SPECS, DRAFTERS),
         [
-            *(("two head sizes", "tree"), ("two head sizes", "block"), ("delta nets", "tree"), ("delta nets", "none")),
-            *(("recurrent", "chain"), ("recurrent", "ngram")),
+            *(("two head sizes", "block"), ("delta nets", "tree"), ("recurrent", "chain"), ("recurrent", "ngram")),
         ],
     ),
 )
@@ -154,9 +153,8 @@ def test_passes_as_a_gpu_has_them_change_no_answer(
         assert tokens_of(run(engine, requests_of(name, temperature))) == tokens
 
 
-@pytest.mark.parametrize(
-    "drafter", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "chain")), "tree"]
-)
+@pytest.mark.slow  # tests/kernels/test_delta.py compares the kernels alone
+@pytest.mark.parametrize("drafter", ["none", "chain", "tree"])
 def test_kernels_of_delta_nets_change_no_answer(
     drafter: str, folders: dict[str, Path], expected: dict[str, Tokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:

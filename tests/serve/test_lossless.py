@@ -172,14 +172,13 @@ def reference(make_target: MakeTarget) -> Reference:
             FEW,
             in_gate=[
                 ("dflash2 tree", "plain", (16, 8), "qwen3"),
-                ("dspark", "greedy", (1, 8), "qwen3"),
                 ("lilicorr", "greedy", (16, 8), "qwen3"),
                 ("none", "full", (16, 1), "mistral-window"),
                 ("none", "processed", (16, 1), "llama"),
             ],
         ),
         *drafted(["ngram", "eagle tree", "eagle3"], ["greedy", "plain"], [(1, 8)], SINKS_AND_CAPS),
-        *drafted(["eagle3", "ngram", "dflash"], ["greedy", "plain"], [(16, 8)], MIXTURES),
+        *drafted(["eagle3", "ngram"], ["greedy", "plain"], [(16, 8)], MIXTURES),
     ],
 )
 def test_a_drafter_changes_no_token(
@@ -254,7 +253,7 @@ def test_the_reference_is_transformers_generate(family: str, make_target: MakeTa
     gate_of(
         product(("eagle3", "dflash", "eagle", *BLOCKS), sorted((FAMILIES | RELATIVES).keys() - {"qwen3", "llama"})),
         [
-            *(("dflash", "qwen3-tied"), ("eagle3", "gemma3"), ("eagle", "phi4-longrope"), ("dflash2", "olmoe")),
+            *(("eagle3", "gemma3"), ("eagle", "phi4-longrope")),
             *(("eagle3", family) for family in LATER),
         ],
     ),
@@ -312,7 +311,7 @@ def test_an_answer_may_end_inside_a_draft(
 
 
 @grouped("drafter")
-@pytest.mark.parametrize(("drafter", "family"), drafted(["eagle3", "ngram", "dflash"], KINDS))
+@pytest.mark.parametrize(("drafter", "family"), drafted(["eagle3", "ngram"], KINDS))
 def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build: BuildDrafted) -> None:
     """Id 2 is the targets' eos."""
     endless = [

@@ -60,6 +60,7 @@ def lose_a_rank(target: str, end: Connection) -> None:
         end.send((str(error), process.pid))
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_rank_0_joins_is_named(target: Path) -> None:
     """By an engine that ends, though torch waits for the rank for minutes. A process, as nothing ends that wait."""
     end, engine_end = multiprocessing.Pipe()

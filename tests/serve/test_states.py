@@ -206,7 +206,7 @@ def test_states_of_the_kernels(
 
 @pytest.mark.parametrize(
     ("name", "drafter", "captured"),
-    gate_of(product(HYBRIDS, DRAFTERS, [False, True]), [("recurrent", "tree", True), ("delta nets", "block", False)]),
+    gate_of(product(HYBRIDS, DRAFTERS, [False, True]), [("recurrent", "tree", True)]),
 )
 def test_states_of_idle_time(
     name: str,

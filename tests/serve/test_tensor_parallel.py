@@ -63,7 +63,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # draft, options
 }
 FAMILIES = ("qwen3", "qwen2-moe", "qwen3-5", "gpt-oss", "gemma4-shared", "phi3-window")
 WHOLE = ("glm4-moe", "gpt-oss", "mixtral")  # families of experts that 4 ranks divide
-GATE = [("qwen3", "tree", 2), ("qwen2-moe", "eagle", 2), ("qwen3-5", "ngram", 2)]
+GATE = [("qwen2-moe", "tree", 2), ("qwen3-5", "ngram", 2)]
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,7 @@ def flags_of(run_flags: Flags, output: Path, target: Path, data: Path, **changes
     return [flag for flag in run_flags(output, **options | changes) if "vocabulary" not in flag]
 
 
+@pytest.mark.slow
 def test_the_targets_head_becomes_better(
     tmp_path: Path, mtp_path: Path, save_data: SaveData, run_flags: Flags, capsys: pytest.CaptureFixture[str]
 ) -> None:
