@@ -1,6 +1,6 @@
 """Program options: a dataclass, overridden by YAML files, overridden by dotted flags (jsonargparse).
 
-Flags may be written with dashes (--max-length), switches without a value (--skip-bad, --no-playground) and lists as
+Flags may be written with dashes (--max-length), switches without a value (--skip-bad, --no-exact) and lists as
 several words (--merge a b) or several flags (--endpoint a --endpoint b), of numbers with commas (--rows 1,8), too.
 
 A dataclass of options may also have these attributes, without annotations since they are no options:
@@ -52,7 +52,7 @@ REMEDIES = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EFBIG: ROOM}  # for er
 
 
 class HelpFormatter(DefaultHelpFormatter):
-    """Spells options as the documentation does: --max-length, and --playground/--no-playground for a switch."""
+    """Spells options as the documentation does: --max-length, and --exact/--no-exact for a switch."""
 
     required: Mapping[str, str] = {}
     aliases: Mapping[str, str] = {}

@@ -93,8 +93,8 @@ def test_required_options_are_marked_and_asked_for_at_once(tmp_path: Path) -> No
     required = [(verb, name) for verb in LINES for name in getattr(cli.load(cli.VERBS[verb].options), "REQUIRED", ())]
     lines = []
     for verb, name in required:
-        rest = [word for word in LINES[verb][0].split() if not word.startswith(f"{flag_of(name)}=")]
-        lines.append(" ".join((verb, *rest)))
+        options = [word for word in LINES[verb][0].split() if not word.startswith(f"{flag_of(name)}=")]
+        lines.append(" ".join((verb, *options)))
     replies = answers([*lines, *(f"{verb} --help" for verb, _ in required)], tmp_path)
     for (_, name), (status, words) in zip(required, replies, strict=False):
         assert status == 2

@@ -166,8 +166,8 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free_slots = list(reversed(range(max_running)))
-        # The next in the queue, if it found too few free pages, and no sequence has left since.
-        self._stalled: Sequence | None = None
+        # Whether the next in the queue has found too few free pages, and no sequence has left or gone before it since.
+        self._is_stalled = False
 
     @property
     def has_work(self) -> bool:
@@ -197,6 +197,8 @@ class Scheduler:
         sequence = Sequence.of(request, self.stop_ids, self.lookahead)
         self._sequences[request.id] = sequence
         self._waiting.append(sequence)
+        if self._is_stalled:
+            self._is_stalled = self._next_waiting() is not sequence
 
     def abort(self, request_id: str, *, is_whole: bool = False) -> Output | None:
         """Ends a request in any state, also with passes in flight; one whose answer `is_whole` as by an end token.
@@ -365,7 +367,11 @@ class Scheduler:
         """Yields running sequences with tokens to compute, then waiting ones. Admits each only when the caller asks for
         it."""
         yield from [sequence for sequence in self._running if not sequence.decoding]
-        while self._waiting and self._free_slots and self._admit(sequence := self._next_waiting()):
+        while self._waiting and self._free_slots and not self._is_stalled:
+            sequence = self._next_waiting()
+            if not self._admit(sequence):
+                self._is_stalled = True
+                return
             self._waiting.remove(sequence)
             yield sequence
 
@@ -380,15 +386,12 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence a free request slot, and pages. Returns False if these are lacking."""
-        if sequence is self._stalled:
-            return False
         num_tokens = len(sequence.tokens) + self.max_reserve
         headroom = len(self._running)  # a page for each, or the next step would preempt the new one
         limit = self._limit(sequence.request)
         shares = not sequence.scores_prompt  # cached pages hold no log-probabilities
         if not self.cache.admit(sequence.table, sequence.tokens, num_tokens, headroom, limit, shares=shares):
             assert self._running, "an empty cache is too small for a request that add() accepted"
-            self._stalled = sequence
             return False
         sequence.slot = self._free_slots.pop()
         sequence.num_computed = len(sequence.table.nodes) * self.cache.page_size
@@ -437,6 +440,7 @@ class Scheduler:
             self.on_finish(sequence)
         if sequence.slot < 0:
             self._waiting.remove(sequence)
+            self._is_stalled = False
         else:
             self._release(sequence)
         return Output(request_id=sequence.request.id, tokens=tokens, finish_reason=reason, stats=sequence.stats)
@@ -447,7 +451,7 @@ class Scheduler:
         self.cache.release(sequence.table, sequence.tokens, sequence.num_computed)
         self._running.remove(sequence)
         self._free_slots.append(sequence.slot)
-        self._stalled = None
+        self._is_stalled = False
         sequence.slot = -1
         sequence.num_computed = 0
         sequence.decoding = False

@@ -202,6 +202,20 @@ def test_a_large_prompt_is_not_overtaken() -> None:
     assert [name for name, _, _ in recorder.prefill()] == ["large", "small"]
 
 
+def test_those_behind_a_large_prompt_go_on_if_it_is_aborted_or_another_tenant_comes() -> None:
+    recorder = Recorder(num_pages=21)
+    recorder.add("a", count(0, 40), 20)
+    recorder.prefill()
+    recorder.add("large", count(100, 60), 10)
+    assert recorder.prefill() == []
+    recorder.scheduler.add(Request(id="guest", prompt=[5], params=SamplingParams(max_tokens=1), tenant="other"))
+    assert [name for name, _, _ in recorder.prefill()] == ["guest"]
+    recorder.add("small", [5], 1)
+    assert recorder.prefill() == []
+    recorder.scheduler.abort("large")
+    assert [name for name, _, _ in recorder.prefill()] == ["small"]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_tenants_share_slots_and_keep_their_order(seed: int) -> None:
     rng = random.Random(seed)
