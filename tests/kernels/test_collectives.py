@@ -20,6 +20,7 @@ from slipstream.kernels.collectives.tree import add_along_tree
 from slipstream.kernels.norm import add_rms_norm
 from slipstream.tests.kernels.rank_processes import run_ranks
 from slipstream.tests.kernels.triton_runs import NO_INTERPRETER
+from slipstream.tests.pairwise import gate_of
 
 SIZE = 48
 CALLS = [1, 3, 2, 3, 3, 1]  # rows
@@ -40,7 +41,11 @@ def test_terms_are_added_along_a_balanced_tree() -> None:
 
 @NO_INTERPRETER
 @pytest.mark.parametrize(
-    ("world", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.bfloat16), (4, torch.float16)]
+    ("world", "dtype"),
+    gate_of(
+        [*((world, torch.float32) for world in (1, 2, 3, 4)), (2, torch.bfloat16), (4, torch.float16)],
+        [(1, torch.float32), (3, torch.float32), (2, torch.bfloat16), (4, torch.float16)],
+    ),
 )
 def test_all_ranks_get_the_sum_in_tree_order(world: int, dtype: torch.dtype) -> None:
     weight = random(SIZE, seed=1).half()
@@ -137,7 +142,10 @@ def test_numbers_that_are_none_are_sent(dtype: torch.dtype, monkeypatch: pytest.
 
 
 @NO_INTERPRETER
-@pytest.mark.parametrize(("world", "dtype"), [(3, torch.float32), (2, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    gate_of([(2, torch.float32), (3, torch.float32), (2, torch.bfloat16)], [(3, torch.float32), (2, torch.bfloat16)]),
+)
 def test_many_rows_are_shared_out(world: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_reduce, "FEW_ROWS", dtype.itemsize // 4)
     monkeypatch.setattr(all_reduce, "SHARED_ROWS", dtype.itemsize // 2)

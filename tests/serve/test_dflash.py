@@ -313,6 +313,7 @@ def test_heads_that_start_as_the_identity_change_no_proposal(
 @pytest.mark.parametrize(
     ("options", "width", "slots"),
     [
+        pytest.param({"drafter": {"block": 3}}, 3, 3, marks=pytest.mark.slow),
         ({"drafter": {"block": 2}}, 2, 2),
         ({"width": 2}, 2, 2),
         ({"width": 2, "drafter": {"full_block": True}}, 2, 4),

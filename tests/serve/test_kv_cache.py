@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -525,18 +526,18 @@ class Play:
         self.cache.check(run.table for run in self.running)
 
 
+def cache_cases(page_sizes: list[int]) -> list[Any]:
+    windows = [[(0, 1)], [(1, -1), (1, 0)], [(1, 1), (3, 0)], [(0, 1), (1, 0), (2, 3)]]  # (a, b): a pages and b tokens
+    return [
+        *pairwise(page_sizes, [[]], [0, 1, 2], [False, True]),
+        *pairwise(page_sizes, windows, [0, 1], [False, True]),
+    ]
+
+
 @grouped()
 @pytest.mark.parametrize(
     ("page_size", "windows", "lookahead", "evicts"),
-    [
-        *pairwise([1, 4], [[]], [0, 1, 2], [False, True]),
-        *pairwise(
-            [1, 4],
-            [[(0, 1)], [(1, -1), (1, 0)], [(1, 1), (3, 0)], [(0, 1), (1, 0), (2, 3)]],  # (a, b): a pages and b tokens
-            [0, 1],
-            [False, True],
-        ),
-    ],
+    cache_cases([1, 4]) + [pytest.param(*case.values, marks=pytest.mark.slow) for case in cache_cases([16])],
 )
 def test_random_operations_against_the_dict_of_texts(
     page_size: int, windows: list[tuple[int, int]], lookahead: int, evicts: bool
