@@ -73,6 +73,8 @@ class RoundConfig(EngineBenchConfig):
     draft: str = "none"
     """Draft checkpoint to compare with none; with `shape`, random: an EAGLE3 draft, or random:NAME: another one of
     bench/random_targets.py, such as random:dflash2 or random:mtp."""
+    baseline: bool = True
+    """Measure without a draft first."""
     width: list[int] = field(default_factory=lambda: [4])
     """Nodes that a round with the draft verifies of each request, measured one after another; 0: as the engine
     chooses."""
@@ -117,7 +119,8 @@ def rounds(config: RoundConfig, names: Mapping[str, str] | None = None) -> None:
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     lines = Lines(config.output, {"engine": config.engine} if config.engine else None)
     drafted = [(config.draft, width) for width in config.width if config.draft != "none"]
-    for draft, width in [("none", 1), *drafted]:
+    undrafted = [("none", 1)] if config.baseline or not drafted else []
+    for draft, width in undrafted + drafted:
         engine = build(config, draft, width)
         if draft in names and routers_of(engine) and engine.team is None:  # other ranks would propose others
             propose_independent_tokens(engine)
