@@ -59,7 +59,8 @@ class EngineConfig:
     """Number of devices that share the target (tensor parallelism), with one process each."""
     tp_exact: bool = False
     """Add sums in an order that any number of devices keeps, so that answers of one device are those of several; fail
-    at the start if that is not possible. With several devices it is the order where it is possible. Implies ep."""
+    at the start if that is not possible. With several devices it is the order where it is possible. Devices of a
+    mixture then have whole experts."""
     ep: bool = False
     """Give each device of a mixture some whole experts (expert parallelism). Default: a slice of every expert, so that
     none waits for the one whose experts are chosen most."""
@@ -218,7 +219,7 @@ class ServeConfig(EngineConfig):
     ALIASES = {"--fast": "--no-exact", "--learn": "--learn.device=cpu"}
     # Programs set these: tests, benchmarks (bench/server.py) and `LLM`.
     HIDDEN = frozenset(
-        ("api_key", "cuda_graph", "device", "grammar_drafts", "health_timeout", "idle_prompts", "json_whitespace")
+        ("api_key", "cuda_graph", "device", "ep", "grammar_drafts", "health_timeout", "idle_prompts", "json_whitespace")
         + ("keep_states", "logprobs_mode", "max_body_mb", "overlap", "page_size", "prefill_graph_tokens")
         + ("simulate_accept_length", "width")
     )

@@ -138,7 +138,7 @@ def check_units(network: nn.Module, local: nn.Module, world: int) -> None:
     for path, layer in network.named_modules():
         for kind, size, local_size, unit in _sizes(layer, local.get_submodule(path)):
             if local_size != size and local_size % unit:
-                option = "--ep, " if isinstance(layer, Experts) else ""
+                option = "--tp-exact, " if isinstance(layer, Experts) else ""
                 raise ValueError(
                     f"{path} has {size} {kind}, which {world} ranks cut into {local_size}; its format of weights keeps "
                     f"{unit} together: use {option}fewer ranks, or a checkpoint in another format"

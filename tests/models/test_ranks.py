@@ -403,7 +403,7 @@ def test_cut_blocks_of_experts_are_refused(wide_targets: dict[str, Path], tmp_pa
         ("fp8", 4, "256 channels in an expert, which 4 ranks cut into 64"),
         ("mxfp4", 2, "160 channels in an expert, which 2 ranks cut into 80"),
     ):
-        with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.experts has {sizes}.*: use --ep, fewer"):
+        with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.experts has {sizes}.*: use --tp-exact, fewer"):
             load(tmp_path / folder, 0, world)
 
 

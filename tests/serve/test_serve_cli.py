@@ -29,7 +29,7 @@ from slipstream.tests.tables import each_case
 # Frozen: a new one is a decision.
 OPTIONS = (
     "answer_log api_key_file attention chat_template control_tokens_as_text cors_origins date draft draft_folder "
-    "drain_timeout dry_run dtype ep exact host ignore_unknown_fields kv_cache_dtype kv_cache_tokens learn learn.data "
+    "drain_timeout dry_run dtype exact host ignore_unknown_fields kv_cache_dtype kv_cache_tokens learn learn.data "
     "learn.device learn.memory_gb learn.output learn.share log_format max_model_len max_running max_waiting "
     "mem_fraction objective port prefill_budget quantization reasoning_parser revision served_model_name states target "
     "tool_parser tp tp_exact trust_remote_code"
