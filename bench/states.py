@@ -1,5 +1,5 @@
 """Measures states from an engine in another process: GB/s by the way they take, and EAGLE3's training by tokens/s,
-against a trainer that runs the target itself.
+against a trainer that runs the target itself, and against what each side does alone.
 
     python bench/states.py --shape llama31-8b    # the engine on the last GPU, the trainer on the first
     python bench/states.py --shape tiny          # a trial, on a CPU
@@ -62,6 +62,8 @@ class StatesConfig:
     """Training steps measured, after three that warm up."""
     answers: int = 24
     """Answers of the engine measured, likewise."""
+    in_process: bool = True
+    """Train with the target in process first."""
     output: str | None = None
     """File to append the JSON line to."""
     folder: str = ""
@@ -130,15 +132,16 @@ def batches(config: StatesConfig, training: DraftTraining, address: Address, *, 
             yield ahead.popleft()
 
 
-def bandwidth(config: StatesConfig, training: DraftTraining, address: Address, *, is_mapped: bool) -> float:
-    """GB of states a second, on the trainer's device in the end."""
+def ask(config: StatesConfig, training: DraftTraining, address: Address, *, is_mapped: bool) -> tuple[float, float]:
+    """GB of states and tokens a second that reach the trainer's device."""
     device = training.device
     with closing(batches(config, training, address, is_mapped=is_mapped)) as answers:
         for batch in islice(answers, WARM_UP):
             read(batch, device)
         began = clock(device)
         num_bytes = sum(read(batch, device) for batch in islice(answers, config.answers))
-        return num_bytes / (clock(device) - began) / 1e9
+        seconds = clock(device) - began
+        return num_bytes / seconds / 1e9, config.answers * config.sequence * config.rows / seconds
 
 
 def read(batch: Batch, device: torch.device) -> int:
@@ -170,21 +173,21 @@ def train(config: StatesConfig, training: DraftTraining, accelerator: Accelerato
 def measure(config: StatesConfig, folder: str) -> dict[str, Any]:
     accelerator = start(RunOptions(output="", data=DataOptions(path="")))
     training = build(config.step, accelerator.device)
-    in_process = train(config, training, accelerator, repeat(make_batch(config.step)))
+    in_process = train(config, training, accelerator, repeat(make_batch(config.step))) if config.in_process else None
     training.target.layers.to("meta")
     (unix, tcp), (stored_unix, stored_tcp) = (
         addresses(folder, kind, port) for kind, port in zip(KINDS, config.ports or (), strict=True)
     )
     ways = {"TCP": (stored_tcp, False), "Unix socket": (stored_unix, False), "memory": (stored_unix, True)}
-    speeds = {name: bandwidth(config, training, address, is_mapped=mapped) for name, (address, mapped) in ways.items()}
-    rates = {}
-    for name, address in (("memory", unix), ("TCP", tcp)):
-        with closing(batches(config, training, address, is_mapped=name == "memory")) as rows:
+    speeds = {name: ask(config, training, address, is_mapped=mapped)[0] for name, (address, mapped) in ways.items()}
+    rates = {"in process": in_process} if in_process else {}
+    for name, address in (("memory", unix), ("TCP", tcp), ("trainer alone", stored_unix)):
+        with closing(batches(config, training, address, is_mapped=name != "TCP")) as rows:
             rates[name] = train(config, training, accelerator, rows)
+    rates["engine alone"] = ask(config, training, unix, is_mapped=True)[1]
     return {
         "gb_per_second": {name: round(speed, 2) for name, speed in speeds.items()},
-        "tokens_per_second": round(in_process),
-        "ratios": {name: round(rate / in_process, 3) for name, rate in rates.items()},
+        "tokens_per_second": {name: round(rate) for name, rate in rates.items()},
     }
 
 

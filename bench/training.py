@@ -38,6 +38,7 @@ from slipstream.train.batches import Batch, collate
 from slipstream.train.loop import start
 from slipstream.train.optim import CLIP, build_optimizers
 from slipstream.train.options import DataOptions, OptimOptions, RunOptions
+from slipstream.train.row_ranks import RowGroup
 from slipstream.train.training import DraftTraining
 
 WARM_UP = 3  # steps
@@ -78,6 +79,10 @@ class StepConfig:
     """Give a block draft EAGLE3's reduced vocabulary."""
     compile: bool = False
     """Compile the draft."""
+    given_states: bool = False
+    """Leave the target's pass out of the steps, as if an engine gave its states."""
+    row_ranks: int = 1
+    """Processes that share rows."""
     steps: int = 10
     """Steps measured, after three that warm up."""
     profile: bool = False
@@ -105,12 +110,19 @@ def main(argv: list[str] | None = None) -> None:
     peak = plain_product(device)
     accelerator.print(f"a plain product does {peak / 1e12:.2f} TFLOP/s")
     training = build(config, device)
+    training.row_group = RowGroup.of(config.row_ranks, accelerator.process_index, accelerator.num_processes)
     batch = make_batch(config)
     flops = step_flops(training, batch)
+    if config.given_states:
+        flops = {name: count for name, count in flops.items() if not name.startswith("target")}
+    flops = {name: count // config.row_ranks for name, count in flops.items()}
     parts = make_parts(training, accelerator, batch)
+    if config.given_states:
+        parts.pop("target")()
+        training.target.layers.to("meta")
     line = describe(config, accelerator) | measure(config, parts, batch, flops, peak, device)
-    line["tokens_per_second"] *= accelerator.num_processes
-    line["supervised_per_second"] *= accelerator.num_processes
+    for name in ("tokens_per_second", "supervised_per_second"):
+        line[name] *= accelerator.num_processes // config.row_ranks
     kernels = profile_kernels(lambda: run(parts), device.type == "cuda", repeats=3) if config.profile else {}
     if not accelerator.is_main_process:
         return
@@ -218,11 +230,14 @@ def make_parts(training: DraftTraining, accelerator: Accelerator, batch: Batch) 
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+    def run_target() -> None:
         states.clear()
+        states.append(read(tokens, positions))
 
     states: list[tuple[Tensor, Tensor]] = []
     return {
-        "target": lambda: states.append(read(tokens, positions)),
+        "target": run_target,
         "draft and loss": draft_and_loss,
         "backward": lambda: accelerator.backward(losses.pop()),
         "update": update,
