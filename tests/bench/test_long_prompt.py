@@ -1,23 +1,12 @@
-"""The benchmark of decoding requests: features and long prompts, with a clocked engine and a real one."""
+"""The benchmark of long prompts, with a clocked engine and a real one."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from slipstream.bench import decoding, streams
-from slipstream.bench.decoding import (
-    Arrival,
-    FeatureBench,
-    FeaturesConfig,
-    Load,
-    LongPromptConfig,
-    StepTimes,
-    figures,
-    main,
-    summary,
-)
-from slipstream.bench.lines import read_lines
+from slipstream.bench import long_prompt, streams
+from slipstream.bench.long_prompt import Arrival, Load, LongPromptConfig, figures, long_prompts
 from slipstream.bench.streams import Streams
 from slipstream.bench.workload import Task
 from slipstream.serve.request import Output, Request
@@ -51,7 +40,7 @@ class ChunkedEngine(ClockedEngine):
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch) -> Load:
     clock = Clock()
-    for module in (decoding, streams):
+    for module in (long_prompt, streams):
         monkeypatch.setattr(module, "time", clock)
     config = LongPromptConfig(target="x", streams=3, stream_len=12, quiet_steps=5)
     return Load(config, Streams(ChunkedEngine(clock)), [Task([1, 2, 3], 12)])  # type: ignore[arg-type]
@@ -88,9 +77,17 @@ def test_figures_are_medians() -> None:
 
 
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--streams", "2", "--stream-len", "24", "--prompt-len", "120", "--arrivals", "2", "--quiet-steps", "3"]
-    options = ["--target", str(TINY), "--engine.kv_cache_tokens", "1024", "--output", str(tmp_path / "lines")]
-    main(["long-prompt", *sizes, *options])
+    config = LongPromptConfig(
+        target=str(TINY),
+        engine={"kv_cache_tokens": 1024},
+        output=str(tmp_path / "lines"),
+        streams=2,
+        stream_len=24,
+        prompt_len=120,
+        arrivals=2,
+        quiet_steps=3,
+    )
+    long_prompts(config)
     line = json.loads((tmp_path / "lines").read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == line
     assert (line["streams"], line["prompt_len"], line["arrivals"], line["draft"]) == (2, 120, 2, "none")
@@ -104,35 +101,3 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_numbers_are_at_least_1(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; give at least 1"):
         LongPromptConfig(**{name: 0})
-
-
-def test_steps_count_while_all_requests_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    for module in (decoding, streams):
-        monkeypatch.setattr(module, "time", clock)
-    bench = FeatureBench(FeaturesConfig(target="x", max_tokens=7), ClockedEngine(clock))  # type: ignore[arg-type]
-    assert bench.answer([Task([1, 2], 7)] * 2, {}, 0) == StepTimes(1000.0, 0.0, 2 * 3.0)
-    pairs = [(StepTimes(ms, 2.0, 4.0), StepTimes(2.0, 1.0, 4.0)) for ms in (3.0, 4.0, 8.0)]
-    line = summary(pairs)
-    assert (line["ms"], line["plain_ms"], line["ratio"], line["ratios"]) == (4.0, 2.0, 2.0, [1.5, 2.0, 4.0])
-
-
-def test_each_feature_is_measured_for_all_requests_and_for_one(tmp_path: Path) -> None:
-    sizes = ["--levels", "2", "--turns", "2", "--max-tokens", "10", "--engine.max_model_len", "512"]
-    names = ["bias", "any text"]
-    main(["features", "--target", str(TINY), "--features", *names, *sizes, "--output", str(tmp_path / "lines.jsonl")])
-    lines = read_lines(tmp_path / "lines.jsonl")
-    assert [(line["feature"], line["requests"], line["share"]) for line in lines] == [
-        (name, 2, share) for name in names for share in (2, 1)
-    ]
-    for line in lines:
-        assert line["stages_us"] > 0
-        assert line["tokens"] == line["plain_tokens"] == 2.0, "a token of each request a step"
-        assert line["ratio"] == pytest.approx(line["ms"] / line["plain_ms"], rel=1e-2)
-
-
-def test_unknown_features_and_modes_are_named() -> None:
-    with pytest.raises(ValueError, match="features has 'colour'; choose from penalties, bias"):
-        FeaturesConfig(features=["colour"])
-    with pytest.raises(SystemExit, match="begin with one of features, long-prompt"):
-        main(["grammar"])
