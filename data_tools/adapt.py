@@ -33,11 +33,12 @@ from slipstream.models.files.checkpoint import (
     resolve,
     weights_fingerprint,
 )
+from slipstream.models.files.learning import TEXT_LEN
 from slipstream.models.files.outputs import CHECKPOINT, STEP, FolderKind, check_output_folder, step_folders
 from slipstream.models.files.scratch import ScratchFolder
 from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import check_run_folder, provenance
-from slipstream.train.continuation import LENGTH, LOSS, MOST_PASSES, PAST, Continuation, train_steps
+from slipstream.train.continuation import LOSS, MOST_PASSES, PAST, Continuation, train_steps
 from slipstream.train.mixture import Mixture
 from slipstream.train.options import OptimOptions
 
@@ -139,7 +140,7 @@ def load_data(config: AdaptConfig) -> Mixture:
 
 def prepare_logs(config: AdaptConfig, path: Path) -> str:
     """Writes the rows of the logs as a prepared dataset. Returns the tokenizer's hash."""
-    options = config.prepare_options(max_length=LENGTH)
+    options = config.prepare_options(max_length=TEXT_LEN)
     tokenizer = CategoryTokenizer(load_target_tokenizer(options), options)
     tally = Tally()
     parts: dict[bool, list[Conversation]] = {True: [], False: []}

@@ -247,7 +247,9 @@ def answer_all(config: RegenerateConfig, source: Source, dialogues: Iterator[Dia
         return
     states = open_states(config, source)
     llm = LLM(config.target, config.draft, keep_states=states.layers, **engine)
-    llm.engine.on_states = lambda sequence, values: states.note(sequence.request.id, sequence.tokens, values)
+    llm.engine.on_states = lambda sequence, read: states.note(
+        sequence.request.id, sequence.tokens, read(len(sequence.tokens))
+    )
     shared["on_result"] = lambda result: end_row(result, states, progress)
     try:
         EngineAnswers(**shared, llm=llm).run(dialogues)

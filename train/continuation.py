@@ -17,6 +17,7 @@ from tqdm import tqdm
 from slipstream.models.drafts.source import drafter_of
 from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import read_json, resolve
+from slipstream.models.files.learning import TEXT_LEN
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
@@ -35,7 +36,6 @@ RATE = 0.3  # of the learning rate of a run from scratch
 WAY = 0.5  # from the first weights to the trained ones, which new weights have gone (Wortsman et al., 2109.01903)
 PAST = 0.5  # share of past texts in an epoch, if there are enough of them
 MOST_PASSES = 8  # through a past text in an epoch
-LENGTH = 2048  # tokens of a packed row, at most
 
 
 class Continuation:
@@ -65,7 +65,7 @@ class Continuation:
         kind: type[DraftTraining] = module.program.keywords["kind"]
         options_class = module.main.args[1]
         network: Any = read_start("draft", str(folder), kind.Network, drafter, self.config)
-        length = min(LENGTH, network.config.max_position_embeddings)
+        length = min(TEXT_LEN, network.config.max_position_embeddings)
         options = options_class(
             target=target,
             output="",

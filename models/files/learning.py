@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Outcome = Literal["passed", "worse", "refused"]
+TEXT_LEN = 2048  # tokens of a text, at most, that a trainer reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,19 @@ class Load:
         self._byte[0] = is_busy
 
 
+class TensorPickler(pickle.Pickler):
+    """Writes tensors on the host as they lie there; torch's own way copies them, and holds Python's lock for that."""
+
+    def reducer_override(self, value: object) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        return tensor_of, (value.contiguous().view(torch.uint8).numpy(), value.dtype)
+
+
+def tensor_of(values: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(values).view(dtype)
+
+
 class Line:
     """An end of the socket. One thread sends, another one receives."""
 
@@ -94,7 +111,7 @@ class Line:
 
     def send(self, message: object) -> None:
         """Raises OSError where the other end is closed."""
-        pickle.dump(message, self._out, pickle.HIGHEST_PROTOCOL)
+        TensorPickler(self._out, pickle.HIGHEST_PROTOCOL).dump(message)
         self._out.flush()
 
     def receive(self) -> Any:

@@ -7,11 +7,13 @@ those that follow, so captured passes go on. No token of an answer depends on th
 Running requests keep KV and states that earlier weights wrote: their drafts may be accepted less until they end. Pages
 of other weights serve no prefix hit: each version has its prefix tree, which is there again if its weights come back.
 
-The weights before stay in the host's memory as long as their successors are on trial (draft_trial.py), and return if
-these are worse.
+From the first `stage` on, the host's memory has the weights that serve, too, so that a change never waits for a copy
+to the host. Those before stay there as long as their successors are on trial (draft_trial.py), and return if these are
+worse.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -31,11 +33,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedDraft:
-    """Weights that fit, what their files say of them, and the weights that served when they were read."""
+    """Weights that fit, and what their files say of them."""
 
     name: str  # of the checkpoint
     weights: DraftWeights
-    before: DraftWeights
     facts: Mapping[str, str]
     trained: Baseline | None  # acceptance in training
 
@@ -55,6 +56,8 @@ class DraftSwaps:
         self._first = self.fingerprint
         self._has_network = source.has_network
         self.on_verdict: Callable[[Outcome], None] = lambda _: None  # called at the end of each trial
+        self._serving: DraftWeights | None = None  # from the first `stage` on
+        self._saving = threading.Lock()
         self._before: DraftWeights | None = None  # while their successors are on trial
         scheduler.change_draft(self.fingerprint)
 
@@ -80,7 +83,9 @@ class DraftSwaps:
         drafter = self._runner.drafter
         weights = read_weights(source, plan.config.drafter, drafter, plan.draft.name, self._runner.target)
         facts = facts_of_files(source, self._alarm.facts)
-        return StagedDraft(name, weights, drafter.save_weights(self.fingerprint), facts, trained_record(source))
+        with self._saving:  # no other weights serve before a `stage` has ended
+            self._serving = self._serving or drafter.save_weights(self.fingerprint)
+        return StagedDraft(name, weights, facts, trained_record(source))
 
     def swap(self, staged: StagedDraft, trial_rounds: int) -> None:
         """Lets the weights serve from the next step on, on trial for so many rounds; 0: without a trial. Weights that
@@ -92,10 +97,7 @@ class DraftSwaps:
                 f"draft {staged.name} cannot be tried: the weights that serve are on trial themselves; wait for its "
                 "end, or set trial_rounds to 0"
             )
-        before = staged.before
-        if before.fingerprint != self.fingerprint:  # others have returned since
-            before = self._runner.drafter.save_weights(self.fingerprint)
-        self._load(staged.weights, before)
+        before = self._load(staged.weights)
         self.num_swaps += 1
         self._before = before if trial_rounds else None
         self._alarm.change_draft(staged.trained, staged.facts, trial_rounds)
@@ -115,7 +117,7 @@ class DraftSwaps:
             )
             return
         worse = self.version
-        self._load(before, self._runner.drafter.save_weights(self.fingerprint))
+        self._load(before)
         self.num_returns += 1
         self._alarm.return_draft()
         self.on_verdict("worse")
@@ -124,15 +126,19 @@ class DraftSwaps:
             *(worse, self.version, trial.num_rounds),
         )
 
-    def _load(self, weights: DraftWeights, before: DraftWeights) -> None:
-        """Changes the weights, all or none of them."""
+    def _load(self, weights: DraftWeights) -> DraftWeights:
+        """Changes the weights, all or none of them. Returns those before."""
+        before = self._serving
+        assert before is not None, "weights have been staged"
         try:
             self._runner.load_draft(weights)
         except BaseException:
             self._runner.load_draft(before)
             raise
+        self._serving = weights
         self.fingerprint = weights.fingerprint
         self._scheduler.change_draft(self.fingerprint)
+        return before
 
 
 def facts_of_files(source: DraftSource, facts: Mapping[str, str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,12 @@ from slipstream.serve.request import (
     RequestStats,
     check_token_ids,
 )
+from slipstream.serve.runner.kept_states import KeptStates
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
 COMPILE_WAIT_S = 0.005  # for a grammar where there is nothing else to do
 Trace = Callable[[str, StepPlan], None]
-OnStates = Callable[[Sequence, Tensor], None]
+OnStates = Callable[[Sequence, Callable[[int], Tensor]], None]
 
 
 class State(IntEnum):
@@ -72,7 +74,8 @@ class Engine:
 
     `trace`, if set, is called with a plan when it is "planned", "ready" (its edits are there), "launched", "read",
     "drafted" (host stages have seen its output) and "committed". `on_states`, if set and the config has `keep_states`,
-    is called with a request that ends and a copy of its states (N, K, H) on the device, of all its tokens but the last.
+    is called with a request that ends and a function that copies the states (N, K, H) of its first N tokens on the
+    device, or of those that it has computed; of the last token there are none. Call it at once.
     `on_load` is called with True when a request comes, and with False once there is neither one nor idle work.
     """
 
@@ -307,10 +310,14 @@ class Engine:
             sequence.stats.draft_adapter = (NO_ADAPTER, *self.info.draft_adapters)[sequence.request.adapter]
         store = self.runner.passes.kept_states
         if self.on_states is not None and store is not None and not sequence.resumes:
-            num_tokens = min(sequence.num_computed, len(sequence.tokens) - 1)
-            self.on_states(sequence, store.read(sequence.table.pages, num_tokens))
+            self.on_states(sequence, partial(self._read_states, store, sequence))
         self.planner.alarm.release(sequence)
         self.host.release(sequence)
+
+    def _read_states(self, store: KeptStates, sequence: Sequence, num_tokens: int) -> Tensor:
+        num_kept = min(sequence.num_computed, len(sequence.tokens) - 1)
+        page_ids = self.runner.state.upload(sequence.table.pages)  # the host does not wait
+        return store.read(page_ids, min(num_tokens, num_kept))
 
     def _tell(self, event: str, plan: StepPlan) -> None:
         if self.trace is not None:

@@ -27,7 +27,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.models.files.learning import LearnJob, Line, Load, Offer, Outcome, Ready, ServedText, Verdict
+from slipstream.models.files.learning import (
+    TEXT_LEN,
+    LearnJob,
+    Line,
+    Load,
+    Offer,
+    Outcome,
+    Ready,
+    ServedText,
+    Verdict,
+)
 from slipstream.models.files.scratch import ScratchFolder
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import EnginePlan, read_plan
@@ -63,17 +73,21 @@ def with_states(config: EngineConfig) -> EngineConfig:
     return replace(config, keep_states=layers if last in layers else (*layers, last))
 
 
-def text_of(sequence: Sequence, states: Tensor) -> ServedText | None:
-    """Returns the text of a request that has ended, with its states on their way to the host; None for one that opted
-    out by a `cache_salt`, and where states or an answer of two tokens are lacking."""
+def text_of(sequence: Sequence, read: Callable[[int], Tensor]) -> ServedText | None:
+    """Returns the text of a request that has ended, up to TEXT_LEN tokens, with its states on their way to the host,
+    which `read` copies; None for one that opted out by a `cache_salt`, and where states or an answer of two tokens are
+    lacking."""
     request = sequence.request
-    is_whole = len(states) == len(sequence.tokens) - 1 and len(sequence.tokens) >= len(request.prompt) + 2
-    if request.namespace or not is_whole:
+    tokens = sequence.tokens[:TEXT_LEN]
+    if request.namespace or len(tokens) < len(request.prompt) + 2:
+        return None
+    states = read(len(tokens) - 1)
+    if len(states) < len(tokens) - 1:
         return None
     dtype = states.dtype if states.dtype == torch.float32 else torch.bfloat16
     on_host = torch.empty(states.shape, dtype=dtype, pin_memory=states.device.type == "cuda")
     on_host.copy_(states, non_blocking=True)
-    return ServedText(request.client, [*sequence.tokens], len(request.prompt), on_host)
+    return ServedText(request.client, [*tokens], len(request.prompt), on_host)
 
 
 def is_shared(device: str, plan: EnginePlan) -> bool:
@@ -153,13 +167,13 @@ class Learner:
         self._line = Line(end)
         self._has_offer = False
 
-    def note(self, sequence: Sequence, states: Tensor) -> None:
-        """Takes the text of a request that ends, and its states (L, K, H)."""
-        text = text_of(sequence, states)
+    def note(self, sequence: Sequence, read: Callable[[int], Tensor]) -> None:
+        """Takes the text of a request that ends, whose states `read` copies."""
+        text = text_of(sequence, read)
         if text is None:
             return
         landed = None
-        if states.device.type == "cuda":
+        if text.states.is_pinned():
             landed = torch.cuda.Event()
             landed.record()
         try:

@@ -48,8 +48,7 @@ class KeptStates:
             return None
         return states[:, : len(drafter_layers) * self.rows.shape[2]].contiguous()
 
-    def read(self, pages: Sequence[int], num_tokens: int) -> Tensor:
+    def read(self, page_ids: Tensor, num_tokens: int) -> Tensor:
         """A copy (N, K, H), on the device, of the states of a text's first N tokens, whose pages are given."""
-        page_ids = torch.tensor(pages[: -(-num_tokens // self.page_size)], dtype=torch.int64)
         by_page = self.rows.unflatten(0, (-1, self.page_size))
-        return by_page[page_ids.to(self.rows.device)].flatten(0, 1)[:num_tokens]
+        return by_page[page_ids[: -(-num_tokens // self.page_size)]].flatten(0, 1)[:num_tokens]

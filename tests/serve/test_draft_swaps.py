@@ -287,10 +287,16 @@ def questions(start: int, count: int) -> list[Request]:
     return [make_request(f"{start}+{index}", prompt, max_tokens=40) for index, prompt in enumerate(prompts)]
 
 
-def test_noise_is_taken_back(tmp_path: Path) -> None:
-    """Weights as good pass."""
+def test_noise_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights as good pass. Those that served are copied to the host once, before the first swap."""
+    monkeypatch.setattr(base, "PIECE", 1000)
     draft = TRAINED / "eagle3"
     engine = build_engine(TINY, draft, device="cpu", width=4)
+    drafter = engine.runner.drafter
+    saved: list[str] = []
+    save = drafter.save_weights
+    monkeypatch.setattr(drafter, "save_weights", lambda fingerprint: saved.append(fingerprint) or save(fingerprint))
+    first = engine.draft.fingerprint
     run(engine, questions(0, 16))
     good = save_changed(draft, tmp_path / "good", 0.001)
     noise = save_changed(draft, tmp_path / "noise", 3.0)
@@ -309,6 +315,7 @@ def test_noise_is_taken_back(tmp_path: Path) -> None:
     assert (state.version, state.trial, state.num_swaps, state.num_returns) == (version, "worse", 2, 1)
     after = weights_of(engine)
     assert all(torch.equal(tensor, after[name]) for name, tensor in expected.items())
+    assert saved == [first]
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 100), marks=pytest.mark.slow)])

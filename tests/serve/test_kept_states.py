@@ -43,11 +43,13 @@ class Watch:
         self.target: FrozenTarget = load_frozen_target(target, LAYERS, CPU)
         self.texts: list[list[int]] = []
 
-    def __call__(self, sequence: Sequence, states: Tensor) -> None:
+    def __call__(self, sequence: Sequence, read: Callable[[int], Tensor]) -> None:
         tokens = sequence.tokens
+        states = read(len(tokens))
         assert len(states) <= len(tokens) - 1
         if not len(states):
             return  # aborted before it began
+        assert torch.equal(read(len(states) // 2), states[: len(states) // 2])
         self.texts.append(tokens)
         text = torch.tensor([tokens[: len(states)]])
         expected, _ = self.target.aux_states(text, torch.arange(len(states))[None])

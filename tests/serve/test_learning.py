@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.files.atomic import atomic_folder
-from slipstream.models.files.learning import LearnJob, Load, Offer, ServedText, Verdict
+from slipstream.models.files.learning import LearnJob, Line, Load, Offer, ServedText, Verdict
 from slipstream.models.files.outputs import CHECKPOINT
 from slipstream.models.files.state_store import encode
 from slipstream.serve import cli
@@ -59,12 +60,13 @@ def ask(engine: Engine, salt: str, first: int) -> dict[str, bytes]:
     spans: dict[str, bytes] = {}
     note = engine.on_states
 
-    def listen(sequence: Sequence, states: Tensor) -> None:
+    def listen(sequence: Sequence, read: Callable[[int], Tensor]) -> None:
+        states = read(len(sequence.tokens))
         middle = states[len(states) // 2]
         spans[f"raw {sequence.request.id}"] = middle.numpy().tobytes()
         spans[sequence.request.id] = encode(middle, "fp8")[0].view(torch.uint8).numpy().tobytes()
         assert note is not None
-        note(sequence, states)
+        note(sequence, read)
 
     engine.on_states = listen
     params = SamplingParams(max_tokens=12, temperature=0.0)
@@ -72,6 +74,21 @@ def ask(engine: Engine, salt: str, first: int) -> dict[str, bytes]:
     run(engine, [Request(id=name, prompt=ids, params=params, namespace=salt) for name, ids in questions.items()])
     engine.on_states = note
     return spans
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_states_arrive_as_they_were(dtype: torch.dtype) -> None:
+    ends = socket.socketpair()
+    sender, receiver = map(Line, ends)
+    states = torch.randn(3, 7, 8).to(dtype)
+    for values in (states, states.transpose(0, 1)):
+        sender.send(ServedText("a", [1, 2], 1, values))
+        text = receiver.receive()
+        assert (text.client, text.tokens, text.num_prompt, text.scales) == ("a", [1, 2], 1, None)
+        assert text.states.dtype == dtype
+        assert torch.equal(text.states.float(), values.float())
+    for end in ends:
+        end.close()
 
 
 def test_a_server_goes_on_from_what_an_earlier_one_has_learnt(tmp_path: Path) -> None:

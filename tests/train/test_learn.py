@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from torch import Tensor
 
 from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.files.checkpoint import tokenizer_hash
-from slipstream.models.files.learning import LearnJob, Offer, Outcome, ServedText
+from slipstream.models.files.learning import TEXT_LEN, LearnJob, Offer, Outcome, ServedText
 from slipstream.models.files.state_store import decode
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
@@ -105,10 +106,27 @@ def test_texts_that_opted_out_are_not_taken(salt: str, length: int, is_learnt: b
     params = SamplingParams(max_tokens=8)
     sequence = Sequence.of(Request(id="a", prompt=[1, 2, 3], params=params, namespace=salt), frozenset(), 1)
     sequence.tokens += [4, 5, 6, 7, 8, 9, 10]
-    entry = text_of(sequence, torch.randn(length, 2, 8))
+    states = torch.randn(length, 2, 8)
+    entry = text_of(sequence, lambda count: states[:count])
     assert (entry is not None) == is_learnt
     if entry is not None:
         assert (entry.tokens, entry.num_prompt) == (sequence.tokens, 3)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_read"), [(30, [TEXT_LEN - 1]), (TEXT_LEN - 1, [])])
+def test_no_more_of_a_text_is_copied_than_a_trainer_reads(num_prompt: int, num_read: list[int]) -> None:
+    request = Request(id="a", prompt=[*range(num_prompt)], params=SamplingParams(max_tokens=8))
+    sequence = Sequence.of(request, frozenset(), 1)
+    sequence.tokens += range(TEXT_LEN)
+    calls: list[int] = []
+
+    def read(count: int) -> Tensor:
+        calls.append(count)
+        return torch.zeros(count, 2, 8)
+
+    entry = text_of(sequence, read)
+    assert calls == num_read
+    assert entry is None if not num_read else entry is not None and entry.tokens == sequence.tokens[:TEXT_LEN]
 
 
 def served_texts(target: FrozenTarget, layers: tuple[int, ...]) -> list[ServedText]:
@@ -184,7 +202,7 @@ def answers_of(draft: Path, layers: tuple[int, ...]) -> list[ServedText]:
     """An engine's answers, with the states that it has computed."""
     engine = build_engine(TINY, draft, device="cpu", keep_states=layers)
     texts: list[ServedText | None] = []
-    engine.on_states = lambda sequence, states: texts.append(text_of(sequence, states))
+    engine.on_states = lambda sequence, read: texts.append(text_of(sequence, read))
     run(engine, [make_request(str(seed), [1, 300 + seed, 17, 25], max_tokens=40) for seed in range(12)])
     return [entry for entry in texts if entry is not None]
 
