@@ -11,7 +11,9 @@ BIN := .venv/bin
 # One thread in each process: two mostly wait for each other on small models, and tests start processes of their own. On
 # the CPU, where there is a GPU, too. A file's tests stay together: they share what is slow to make. In the order of
 # names short files come last; by numbers of tests, as xdist has it, long files of a single test would.
-PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Compiled tests are kept, whatever the environment says: to compile them takes a process 5 s.
+PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo gpu test test-all lint gpu-test clean
 

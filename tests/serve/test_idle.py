@@ -18,6 +18,7 @@ from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import Output, Request, SamplingParams
 from slipstream.tests.pairwise import gate_of, some_of
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
+from slipstream.tests.random_targets import new_config, save_random_target
 from slipstream.tests.serve.engine_runs import (
     DRAFTERS,
     build_engine,
@@ -35,14 +36,17 @@ GRID = 64
 ALL_DRAFTERS = DRAFTERS | {"mtp": {}}
 LENGTHS = {"short": 20, "block": GRID, "long": 150}  # of first prompts
 MOST_TOKENS = 70  # of an answer, more than GRID
+SAVED = {"eagle3": save_random_draft, "dflash": save_random_dflash}  # makers of drafts
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "exact": True}
 
 
 @pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("drafts")
-    save_random_draft(HYBRID, folder / "eagle3")
-    save_random_dflash(HYBRID, folder / "dflash", [])
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of two delta nets and an attention."""
+    folder = tmp_path_factory.mktemp("targets") / "small"
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    config = new_config("qwen3-5", num_hidden_layers=3, layer_types=layers, max_position_embeddings=1024)
+    save_random_target(config, folder)
     return folder
 
 
@@ -54,10 +58,8 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "SLOW_MS", math.inf)
 
 
-def build_drafted(drafts: Path, drafter: str = "none", **options: Any) -> Engine:
-    name = drafter.split()[0]
-    draft = drafts / name if name in ("eagle3", "dflash") else name
-    return build_engine(HYBRID, draft, **{"kv_cache_tokens": 4096, "drafter": ALL_DRAFTERS[drafter]} | options)
+def build(target: Path, draft: str = "none", **options: Any) -> Engine:
+    return build_engine(target, draft, **{"kv_cache_tokens": 4096} | options)
 
 
 def turn_of(name: str, text: list[int], temperature: float = 0.0, **params: Any) -> Request:
@@ -75,10 +77,10 @@ def work(engine: Engine) -> int:
     return count
 
 
-def uncached(requests: list[Request], **options: Any) -> dict[str, list[int]]:
+def uncached(target: Path, requests: list[Request], **options: Any) -> dict[str, list[int]]:
     """Answers of an engine without a draft that finds nothing cached."""
     apart = [replace(request, namespace=request.id) for request in requests]
-    return plain_answers(HYBRID, apart, max_running=4, **options)
+    return plain_answers(target, apart, max_running=4, **options)
 
 
 def found(engine: Engine, text: list[int]) -> int:
@@ -94,26 +96,31 @@ def found(engine: Engine, text: list[int]) -> int:
     ),
 )
 def test_next_turns_find_answers_and_are_those_of_an_engine_that_never_cached(
-    drafter: str, temperature: float, drafts: Path
+    drafter: str, temperature: float, small: Path, tmp_path: Path
 ) -> None:
-    check_turns(build_drafted(drafts, drafter), temperature)
+    check_turns(HYBRID if drafter == "mtp" else small, drafter, temperature, tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("drafter", "temperature"), list(product(ALL_DRAFTERS, (0.0, 1.0))))
-def test_next_turns_on_a_gpu(drafter: str, temperature: float, drafts: Path) -> None:
+def test_next_turns_on_a_gpu(drafter: str, temperature: float, tmp_path: Path) -> None:
     """Bit for bit, beside other requests."""
-    check_turns(build_drafted(drafts, drafter, **ON_GPU), temperature, **ON_GPU)
+    check_turns(HYBRID, drafter, temperature, tmp_path, **ON_GPU)
 
 
-def check_turns(engine: Engine, temperature: float, **options: Any) -> None:
-    """`options`: those of the engine that answers without a cache."""
+def check_turns(target: Path, drafter: str, temperature: float, folder: Path, **options: Any) -> None:
+    """`options`: also those of the engine that answers without a cache."""
+    draft = drafter.split()[0]
+    if draft in SAVED:
+        SAVED[draft](target, folder / "draft")
+        draft = str(folder / "draft")
+    engine = build(target, draft, drafter=ALL_DRAFTERS[drafter], **options)
     texts = {name: random_prompt(length, length) for name, length in LENGTHS.items()}
     answered = dict[str, list[int]]()
     for turn in range(3):
         requests = [turn_of(f"{name} {turn}", text, temperature, seed=turn) for name, text in texts.items()]
         answers = run(engine, requests)
-        assert tokens_of(answers) == uncached(requests, **options)
+        assert tokens_of(answers) == uncached(target, requests, **options)
         for request in requests:
             counts = answers[request.id].counts
             name = request.id.split()[0]
@@ -135,8 +142,8 @@ def check_turns(engine: Engine, temperature: float, **options: Any) -> None:
     assert counted >= 3 * len(LENGTHS) * GRID
 
 
-def test_an_answer_that_passes_no_block_is_left_alone(drafts: Path) -> None:
-    engine = build_drafted(drafts)
+def test_an_answer_that_passes_no_block_is_left_alone(small: Path) -> None:
+    engine = build(small)
     run(engine, [turn_of("short", random_prompt(GRID + 1, 1), max_tokens=GRID - 1)])
     assert not engine.work_idle()
     aborted = turn_of("aborted", random_prompt(20, 2))
@@ -156,8 +163,8 @@ def test_some_engines_compute_nothing_in_idle_time(target: Path, options: dict[s
     assert not engine.work_idle()
 
 
-def test_an_engine_tells_whether_it_has_work(drafts: Path) -> None:
-    engine = build_drafted(drafts)
+def test_an_engine_tells_whether_it_has_work(small: Path) -> None:
+    engine = build(small)
     loads = list[bool]()
     engine.on_load = loads.append
     run(engine, [turn_of("first", random_prompt(70, 1), max_tokens=200)])
@@ -167,8 +174,8 @@ def test_an_engine_tells_whether_it_has_work(drafts: Path) -> None:
     assert loads == [True] * (1 + chunks) + [False]
 
 
-def test_a_namespace_finds_its_own_answers_only(drafts: Path) -> None:
-    engine = build_drafted(drafts)
+def test_a_namespace_finds_its_own_answers_only(small: Path) -> None:
+    engine = build(small)
     first = replace(turn_of("first", random_prompt(70, 1)), namespace="tenant")
     text = first.prompt + run(engine, [first])["first"].tokens
     work(engine)
@@ -179,22 +186,22 @@ def test_a_namespace_finds_its_own_answers_only(drafts: Path) -> None:
 
 
 @pytest.mark.parametrize("num_chunks", some_of([0, 1, 3], [1]))
-def test_a_request_in_the_middle_goes_first_and_nothing_is_lost(num_chunks: int, drafts: Path) -> None:
-    engine = build_drafted(drafts)
+def test_a_request_in_the_middle_goes_first_and_nothing_is_lost(num_chunks: int, small: Path) -> None:
+    engine = build(small)
     text = answered(engine, turn_of("first", random_prompt(70, 1), max_tokens=200))
     for _ in range(num_chunks):
         assert engine.work_idle()
     other = turn_of("other", random_prompt(90, 2))
     answers = run(engine, [other], lambda *_: refuse_idle(engine))
-    assert tokens_of(answers) == uncached([other])
+    assert tokens_of(answers) == uncached(small, [other])
     turn = turn_of("turn", [*text, 5, 6])
     answers = run(engine, [turn])
-    assert tokens_of(answers) == uncached([turn])
+    assert tokens_of(answers) == uncached(small, [turn])
     assert answers["turn"].counts.cached_tokens == GRID * (1 + num_chunks)
     assert answers["turn"].counts.idle_tokens == GRID * num_chunks
     before = engine.counts().idle_tokens
     work(engine)
-    ends = [(turn.prompt, answers["turn"].tokens), (other.prompt, uncached([other])["other"])]
+    ends = [(turn.prompt, answers["turn"].tokens), (other.prompt, uncached(small, [other])["other"])]
     left = sum(found(engine, prompt + answer) - found(engine, prompt) for prompt, answer in ends)
     assert engine.counts().idle_tokens - before == left, "the turn has computed what was left of the first"
 
@@ -213,8 +220,8 @@ def hit(engine: Engine, text: list[int]) -> int:
     return engine.scheduler.cache.look_up([*text, 5], "", engine.scheduler.lookahead)[1]
 
 
-def test_nothing_is_given_up_where_no_page_is_free(drafts: Path) -> None:
-    engine = build_drafted(drafts, kv_cache_tokens=496)
+def test_nothing_is_given_up_where_no_page_is_free(small: Path) -> None:
+    engine = build(small, kv_cache_tokens=496)
     text = answered(engine, turn_of("first", random_prompt(70, 1)))
     cache = engine.scheduler.cache
     run(engine, [turn_of("filler", random_prompt(400, 2), max_tokens=1)])
@@ -226,9 +233,9 @@ def test_nothing_is_given_up_where_no_page_is_free(drafts: Path) -> None:
     assert hit(engine, text) == GRID
 
 
-def test_answers_that_a_stop_string_ends_are_computed(drafts: Path) -> None:
+def test_answers_that_a_stop_string_ends_are_computed(small: Path) -> None:
     """The server sees the string, and ends the request; those of clients that leave are not."""
-    engine = build_drafted(drafts)
+    engine = build(small)
     texts = {is_whole: random_prompt(70, is_whole) for is_whole in (False, True)}
     for is_whole, text in texts.items():
         engine.add(turn_of(str(is_whole), [*text]))
@@ -239,11 +246,9 @@ def test_answers_that_a_stop_string_ends_are_computed(drafts: Path) -> None:
     assert [hit(engine, text) for text in texts.values()] == [GRID, 2 * GRID]
 
 
-def test_the_newest_texts_come_first_and_the_oldest_are_forgotten(
-    drafts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_texts_come_first_and_the_oldest_are_forgotten(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "MOST_TEXTS", 2)
-    engine = build_drafted(drafts)
+    engine = build(small)
     texts = [answered(engine, turn_of(str(seed), random_prompt(70, seed))) for seed in range(3)]
     assert engine.work_idle()
     assert [hit(engine, text) for text in texts] == [GRID, GRID, 2 * GRID]
@@ -251,10 +256,10 @@ def test_the_newest_texts_come_first_and_the_oldest_are_forgotten(
     assert [hit(engine, text) for text in texts] == [GRID, 2 * GRID, 2 * GRID]
 
 
-def test_few_texts_are_computed_where_no_request_finds_one(drafts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_texts_are_computed_where_no_request_finds_one(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "PATIENCE", 2)
     monkeypatch.setattr(idle, "RARELY", 3)
-    engine = build_drafted(drafts)
+    engine = build(small)
     texts = []
     computed = []
     for seed in range(8):
@@ -265,10 +270,10 @@ def test_few_texts_are_computed_where_no_request_finds_one(drafts: Path, monkeyp
     assert work(engine) > 0, "this text, since a text was found"
 
 
-def test_a_slow_device_rarely_computes_a_text(drafts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_device_rarely_computes_a_text(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that comes meanwhile would wait."""
     monkeypatch.setattr(idle, "SLOW_MS", 0.0)
-    engine = build_drafted(drafts)
+    engine = build(small)
     computed = []
     for seed in range(4):
         answered(engine, turn_of(str(seed), random_prompt(100, seed), max_tokens=100 if seed == 0 else 30))
@@ -280,11 +285,11 @@ def test_a_slow_device_rarely_computes_a_text(drafts: Path, monkeypatch: pytest.
     ("fixed_ms", "row_ms", "blocks"), [(1.0, 0.1, [1, 2, 3, 2, 3]), (36.0, 0.04, [*range(1, 10), 8, 9])]
 )
 def test_chunks_grow_while_they_take_little_longer_than_the_shortest(
-    fixed_ms: float, row_ms: float, blocks: list[int], drafts: Path, monkeypatch: pytest.MonkeyPatch
+    fixed_ms: float, row_ms: float, blocks: list[int], small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where launches take most of a short pass."""
     monkeypatch.undo()
-    scheduler = build_drafted(drafts, kv_cache_tokens=4096).scheduler
+    scheduler = build(small, kv_cache_tokens=4096).scheduler
     prompts = idle.IdlePrompts(scheduler, GRID, 4096)
     end = GRID * sum(blocks)
     prompts._texts.append(idle.Text(turn_of("text", random_prompt(end + 1, 1)), 0, end))
@@ -297,8 +302,8 @@ def test_chunks_grow_while_they_take_little_longer_than_the_shortest(
     assert sizes == [GRID * count for count in blocks]
 
 
-def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(drafts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = build_drafted(drafts)
+def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(small)
     text = answered(engine, turn_of("first", random_prompt(70, 1), max_tokens=130))
     assert engine.work_idle()
 
@@ -311,16 +316,16 @@ def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(drafts: Path, mo
     engine.scheduler.check()
     assert not engine.work_idle()
     turn = turn_of("turn", [*text, 5])
-    assert tokens_of(run(engine, [turn])) == uncached([turn])
+    assert tokens_of(run(engine, [turn])) == uncached(small, [turn])
 
 
-def test_a_server_with_one_place_keeps_the_state_of_the_last_turn(drafts: Path) -> None:
-    engine = build_drafted(drafts, max_running=1)
+def test_a_server_with_one_place_keeps_the_state_of_the_last_turn(small: Path) -> None:
+    engine = build(small, max_running=1)
     text = random_prompt(70, 1)
     for turn in range(2):
         request = turn_of(str(turn), text)
         answer = run(engine, [request])[request.id]
-        assert answer.tokens == uncached([request])[request.id]
+        assert answer.tokens == uncached(small, [request])[request.id]
         assert answer.counts.cached_tokens == (found(engine, text[:-2]) if turn else 0)
         work(engine)
         text = [*request.prompt, *answer.tokens, 5, 6]
@@ -394,6 +399,6 @@ def test_a_server_computes_answers_when_it_is_quiet() -> None:
         tokens, _ = ask(prompt)
         wait_until(lambda: total("idle_tokens_total") == GRID, "the answer is computed")
         turn = [*prompt, *tokens, 5]
-        assert ask(turn) == (uncached([turn_of("turn", turn)])["turn"], 2 * GRID)
+        assert ask(turn) == (uncached(HYBRID, [turn_of("turn", turn)])["turn"], 2 * GRID)
         assert total("idle_cached_tokens_total") == GRID
         assert total(r'idle_hits_total\{kind="whole"\}') == 1
