@@ -85,7 +85,7 @@ def save_random_eagle(
     inputs = []
     outputs = []
     for _, tokens in texts:
-        aux_states = target_states(model, tokens)[-1]
+        aux_states = states_of(target, *tokens)[-1]
         residual, activations = naive.parts(naive.embeddings[tokens[1:]], aux_states[:-1])
         inputs.append(activations)
         outputs.append(aux_states[1:] - residual)
@@ -97,6 +97,12 @@ def save_random_eagle(
 def load_float64(target: Path) -> PreTrainedModel:
     """The grouped products of experts are for narrower numbers."""
     return load_model(target, dtype=torch.float64, experts_implementation="eager")
+
+
+@cache
+def states_of(target: Path, *tokens: int) -> list[Tensor]:
+    """Several drafts of a target know the same texts."""
+    return target_states(load_float64(target), tokens)
 
 
 def fit(projection: nn.Linear, x: Tensor, y: Tensor) -> None:
@@ -151,7 +157,7 @@ def save_random_dflash(
     inputs = []
     outputs = []
     for start, tokens in texts:
-        states = target_states(model, tokens)
+        states = states_of(target, *tokens)
         aux_states = torch.cat([states[layer] for layer in config.aux_layers], dim=-1)
         for anchor in range(start, len(tokens) - 1):
             slots = min(config.block_size, len(tokens) - anchor)

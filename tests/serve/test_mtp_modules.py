@@ -76,7 +76,7 @@ def test_proposals_equal_those_of_transformers(
 @pytest.mark.parametrize(
     ("count", "usable"),
     [
-        (1, (39, 31, 49)),
+        pytest.param(1, (39, 31, 49), marks=pytest.mark.slow),
         pytest.param(2, (38, 30, 48), marks=pytest.mark.slow),
         (3, (37, 29, 47)),
     ],

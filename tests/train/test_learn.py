@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,7 @@ def make_trainer(draft: Path, folder: Path) -> Trainer:
     return Trainer(LearnJob(**job, layers=list(layers)))
 
 
+@cache
 def answers_of(draft: Path, layers: tuple[int, ...]) -> list[ServedText]:
     """An engine's answers, with the states that it has computed."""
     engine = build_engine(TINY, draft, device="cpu", keep_states=layers)
@@ -310,12 +312,12 @@ class FakeChannel:
 
 def test_what_passed_is_kept_and_what_did_not_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every moment the output is the last draft that passed, whole; from it a trainer goes on."""
-    monkeypatch.setattr(learn_module, "STEPS", 8)
+    monkeypatch.setattr(learn_module, "STEPS", 4)
     monkeypatch.setattr(learn_module, "GAIN", 0.0)
     draft = ROOT / "tests" / "assets" / "eagle3"
     trainer = make_trainer(draft, tmp_path)
     output = Path(trainer.job.output)
-    dead = tmp_path / "step-8"  # a trainer that was killed in a trial had its weights there
+    dead = tmp_path / "step-4"  # a trainer that was killed in a trial had its weights there
     dead.mkdir()
     texts = ServedTexts(10**9, 2048)
     for entry in answers_of(draft, tuple(trainer.job.layers)) * 3:
