@@ -297,13 +297,13 @@ def test_noise_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     save = drafter.save_weights
     monkeypatch.setattr(drafter, "save_weights", lambda fingerprint: saved.append(fingerprint) or save(fingerprint))
     first = engine.draft.fingerprint
-    run(engine, questions(0, 16))
+    run(engine, questions(0, 10))
     good = save_changed(draft, tmp_path / "good", 0.001)
     noise = save_changed(draft, tmp_path / "noise", 3.0)
     version = engine.swap_draft(engine.stage_draft(str(good)), trial_rounds=100).version
     with pytest.raises(ValueError, match="on trial themselves"):
         engine.swap_draft(engine.stage_draft(str(noise)))
-    run(engine, questions(100, 16))
+    run(engine, questions(100, 10))
     assert engine.counts().draft.trial == "passed"
     expected = weights_of(engine)
     engine.swap_draft(engine.stage_draft(str(noise)))
