@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import pytest
 import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from slipstream.serve import logs
@@ -36,6 +38,7 @@ from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.pairwise import gate_of, some_of
 from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.random_targets import change_json
 from slipstream.tests.serve.engine_runs import Build, Tokens, engines_of, make_request, plain_answers, run, tokens_of
 from slipstream.tests.serve.played_graphs import ATTENTION, play
 from slipstream.tests.sources import TINY
@@ -747,15 +750,27 @@ Expected = Callable[..., Tokens]
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first three of the bundled target's six layers; no answer need be good."""
+    folder = tmp_path_factory.mktemp("target") / "shallow"
+    shutil.copytree(TINY, folder)
+    change_json(folder / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    tensors = load_file(folder / "model.safetensors")
+    shallow = {name: tensor for name, tensor in tensors.items() if not re.match(r"model\.layers\.[345]\.", name)}
+    save_file(shallow, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("drafts") / "eagle3"
-    save_random_draft(TINY, folder, 1500)
+    save_random_draft(target, folder, 1500)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
-def build(draft: str) -> Build:
-    return engines_of(TINY, Path(draft).parent, grammar_drafts=True)
+def build(target: Path, draft: str) -> Build:
+    return engines_of(target, Path(draft).parent, grammar_drafts=True)
 
 
 def requests_of(names: list[str], temperature: float) -> list[Request]:
@@ -847,12 +862,12 @@ def check_text(name: str, text: str) -> None:
     ("drafter", "temperature"), gate_of(product(["none", "eagle3"], [0.0, 1.0]), [("eagle3", 1.0)])
 )
 def test_passes_begin_before_their_masks_are_there(
-    drafter: str, temperature: float, draft: str, monkeypatch: pytest.MonkeyPatch
+    drafter: str, temperature: float, target: Path, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the grammar has forced nothing for a time; until then, and after forced text, a pass waits for proposals."""
     draft = "none" if drafter == "none" else draft
     sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
-    engine = play(EngineConfig(target=str(TINY), draft=draft, attention=ATTENTION, **sizes))
+    engine = play(EngineConfig(target=str(target), draft=draft, attention=ATTENTION, **sizes))
     started = set[int]()
     masked = list[int]()
     launch = engine.runner.launch
@@ -877,7 +892,7 @@ def test_passes_begin_before_their_masks_are_there(
     ]
     free = make_request("free", [5, 6, 7], max_tokens=50, temperature=temperature, ignore_eos=True)
     answers = run(engine, [*requests, free])
-    assert tokens_of(answers) == plain_answers(TINY, [*requests, free])
+    assert tokens_of(answers) == plain_answers(target, [*requests, free])
     assert len(started.intersection(masked)) > 20
     assert set(masked) - started
     assert answers["late"].counts.accepted_tokens > 6, "the second text was waited for"
@@ -898,16 +913,18 @@ def test_slow_masks_change_no_answer(
         assert passes >= len(answer.tokens) - answer.counts.accepted_tokens
 
 
-def test_requests_restart_where_a_pass_has_begun_with_slow_nodes(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_restart_where_a_pass_has_begun_with_slow_nodes(
+    target: Path, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(0)
     sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
-    engine = play(EngineConfig(target=str(TINY), draft=draft, attention=ATTENTION, **sizes))
+    engine = play(EngineConfig(target=str(target), draft=draft, attention=ATTENTION, **sizes))
     requests = [
         make_request(regex, [5, 6, 7], max_tokens=90, temperature=1.0, grammar=Grammar("regex", regex))
         for regex in (r"[\s\S]*", "[a-z]*", "[0-9a-z ]{70,}")
     ]
     free = make_request("free", [5, 6, 7], max_tokens=50, temperature=1.0, ignore_eos=True)
-    expected = plain_answers(TINY, [*requests, free])
+    expected = plain_answers(target, [*requests, free])
     stub_times(monkeypatch, lambda _: rng.choice([0.0] * 40 + [0.2]))
     answers = run(engine, [*requests, free])
     assert tokens_of(answers) == expected
@@ -917,19 +934,19 @@ def test_requests_restart_where_a_pass_has_begun_with_slow_nodes(draft: str, mon
 
 @pytest.mark.parametrize("is_captured", some_of([False, True], [True]))
 def test_no_request_waits_for_slow_masks_of_others(
-    is_captured: bool, draft: str, build: Build, monkeypatch: pytest.MonkeyPatch
+    is_captured: bool, target: Path, draft: str, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While none of them ends, a request without a grammar gets its whole answer."""
     sizes: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = build("none", max_running=8)
     if is_captured:
-        engine = play(EngineConfig(target=str(TINY), draft=draft, attention=ATTENTION, **sizes))
+        engine = play(EngineConfig(target=str(target), draft=draft, attention=ATTENTION, **sizes))
     requests = [
         make_request(f"{index}", [5, 6, index], max_tokens=12, temperature=1.0, grammar=Grammar("regex", f"[a-{c}]*"))
         for index, c in enumerate("uvwxyz")
     ]
     free = make_request("free", [5, 6, 7], max_tokens=60, temperature=1.0, ignore_eos=True)
-    expected = plain_answers(TINY, [*requests, free])
+    expected = plain_answers(target, [*requests, free])
     is_open = threading.Event()
     fill = Matcher.fill
 
@@ -1010,7 +1027,7 @@ def test_a_grammar_is_compiled_once_for_its_request(build: Build, monkeypatch: p
 
     monkeypatch.setattr("slipstream.serve.grammar.grammars.compile_with", compile_counted)
     engine = build("none", max_running=2, kv_cache_tokens=100, page_size=1)
-    patterns = [Grammar("regex", f"[ab ]{{80}}{index}") for index in range(5)]
+    patterns = [Grammar("regex", f"[ab]{{400}}{index}") for index in range(5)]
     requests = [make_request(pattern.text, [5, 6, 7], max_tokens=60, grammar=pattern) for pattern in patterns]
     assert {answer.finish_reason for answer in run(engine, requests).values()} == {"length"}
     assert engine.scheduler.num_preemptions > 0
