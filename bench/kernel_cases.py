@@ -30,7 +30,6 @@ from slipstream.kernels.gemm.linear import linear as plain_linear
 from slipstream.kernels.gemm.small_m import gated_linear_few_rows_triton, linear_few_rows_triton
 from slipstream.kernels.gemm.tiling import Tiling
 from slipstream.kernels.gemm.tiling import choose_tiling as choose_linear_tiling
-from slipstream.kernels.kv.cache import move_rows, move_rows_triton
 from slipstream.kernels.kv.fp8 import encode
 from slipstream.kernels.kv.rope import rotate_and_store, rotate_and_store_triton
 from slipstream.kernels.norm import HeadNorms, add_rms_norm_triton, rms_norm_pair_triton, rms_norm_triton
@@ -42,11 +41,9 @@ Q = 32
 G = 8
 D = 128
 V = 128_256
-LAYERS = 32
 INTERMEDIATE = 14336
 EPS = 1e-5
 PAGE_SIZE = 16
-NODES = 16
 SCALE = 0.02  # of e4m3 codes of normal numbers
 COLD_BYTES = 256 * 2**20  # four times an H200's L2
 GATED = "gated"
@@ -226,20 +223,6 @@ def sampling(rows: int, name: str) -> Case:
     )
 
 
-def moves(rows: int) -> Case:
-    """Every request moves half of its nodes in all layers."""
-    slots = torch.randperm(rows * NODES, device="cuda").view(rows, NODES)
-    sources = slots.clone()
-    sources[:, 1 : NODES // 2 + 1] = slots[:, NODES // 2 :]
-    cache = random(LAYERS, 2, rows * NODES, G, D)
-    return Case(
-        bytes=2 * rows * NODES // 2 * LAYERS * 2 * G * D * 2,
-        sets=[cache],
-        ours=lambda cache: move_rows_triton(cache, sources, slots),
-        peers={"torch": lambda cache: move_rows.reference(cache, sources, slots)},
-    )
-
-
 def linear(rows: int, name: str) -> Case:
     """Our kernel up to its largest number of rows, as callers get it or, with a tiling, that of small_m.py; and
     cuBLAS."""
@@ -402,7 +385,6 @@ MAKERS: dict[str, Callable[[int], Case]] = {
     "rotate_and_store": partial(rope, normed=False),
     "norm_rotate_and_store": partial(rope, normed=True),
     **{name: partial(sampling, name=name) for name in ("sample greedy", "sample", *SETTINGS)},
-    "move_rows": moves,
     **{f"linear {name}": partial(linear, name=name) for name in LINEARS},
     **{name: partial(draft_head, name=name) for name in ("head logits", "head sample", "head topk")},
 }

@@ -42,7 +42,7 @@ class KernelsConfig:
     """Options of this benchmark."""
 
     rows: list[int] = field(default_factory=lambda: [1, 4, 32, 128, 2048, 8192])
-    """Packed tokens. Sampling, masks, moves and matrix products take at most 128. Of gated delta nets: tokens of a
+    """Packed tokens. Sampling, masks and matrix products take at most 128. Of gated delta nets: tokens of a
     prompt, or requests."""
     kernels: list[str] = field(default_factory=list)
     """Kernels, by the beginning of their names. Default: all."""
