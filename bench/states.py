@@ -45,6 +45,7 @@ from slipstream.train.training import DraftTraining
 
 SECONDS = 120.0  # in which an engine answers
 PREFETCH = 3  # batches
+WARM_ANSWERS = 10  # after which all memory that answers pass through has been written once
 KINDS = ("computed", "stored")  # states of the engine
 
 
@@ -61,7 +62,7 @@ class StatesConfig:
     steps: int = 12
     """Training steps measured, after three that warm up."""
     answers: int = 24
-    """Answers of the engine measured, likewise."""
+    """Answers of the engine measured, after ten."""
     in_process: bool = True
     """Train with the target in process first."""
     output: str | None = None
@@ -136,7 +137,7 @@ def ask(config: StatesConfig, training: DraftTraining, address: Address, *, is_m
     """GB of states and tokens a second that reach the trainer's device."""
     device = training.device
     with closing(batches(config, training, address, is_mapped=is_mapped)) as answers:
-        for batch in islice(answers, WARM_UP):
+        for batch in islice(answers, WARM_ANSWERS):
             read(batch, device)
         began = clock(device)
         num_bytes = sum(read(batch, device) for batch in islice(answers, config.answers))
