@@ -1,6 +1,6 @@
 """Enlarges a small Qwen3 target and its draft without changing their function, to measure speed-ups end to end.
 
-    python bench/inflate.py --draft runs/demo/draft/best --shape llama31-8b --output runs/llama31-8b --device cuda
+    python bench/inflate.py --draft EAGLE3 --shape llama31-8b --output runs/llama31-8b --device cuda
     python bench/inflate.py --draft EAGLE3 --more.dflash2 DFLASH2 --more.dspark DSPARK --output runs/llama31-8b
 
 Writes OUTPUT/target and OUTPUT/draft, and OUTPUT/draft-NAME of each of `more`: ordinary checkpoints that emit the
@@ -15,7 +15,8 @@ the small target's and 0.007 % are zero. Activations beyond the small model's ch
 
 "llama31-8b" has Llama-3.1-8B's sizes under Qwen3ForCausalLM, since Llama has no q/k norms. The small model's rotary
 embedding, head size and ratio of query to KV heads stay. The draft is of the same kind as the small one: an EAGLE3 head
-or a block draft, with its convolutions, selector, Markov head and confidence head; LiLiCorr's scorer is refused.
+without the flags of EAGLE-3.1 (train with --draft.norms [qk_norm]), or a block draft with its convolutions, selector,
+Markov head and confidence head; LiLiCorr's scorer is refused.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -199,7 +200,7 @@ class Eagle3Draft(Draft):
         super().check(model, shape)
         for name in (*FLAGS, "sliding_window"):
             if getattr(self.config, name):
-                raise ValueError(f"draft sets {name}; only EAGLE3 drafts without it can be inflated")
+                raise ValueError(f"draft sets {name}; train one without it (--draft.norms [qk_norm] sets no flag)")
 
 
 RANKED = (SelectorConfig, MarkovConfig)  # heads whose rank grows
