@@ -5,6 +5,7 @@ own adapter's, and one product with all second factors adds the changes. Nothing
 Letters: T rows, I inputs, O outputs, S sum of the ranks.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,34 @@ class LowRankFactors(NamedTuple):
     a: Tensor  # (S, I)
     b: Tensor  # (O, S)
     owners: Tensor  # (S,) int64 adapter of each rank, from 1
+
+
+class RowAdapters:
+    """The adapters that a pass's rows take: `numbers` (n,) int64, each of as many rows, from 1; 0: none."""
+
+    def __init__(self) -> None:
+        self.numbers: Tensor | None = None
+
+
+class LowRankChange(NamedTuple):
+    factors: LowRankFactors
+    rows: RowAdapters
+
+    def __call__(self, out: Tensor, x: Tensor) -> Tensor:
+        """Adds to outputs (T, O) of a layer what adapters make of its inputs (T, I)."""
+        assert self.rows.numbers is not None, "a pass begins with its adapters"
+        return add_low_rank(out, x, self.factors, self.rows.numbers)
+
+
+def stack_changes(changes: Sequence[LowRankChange | None], num_outputs: int) -> LowRankChange | None:
+    """Returns the change of the outputs of several layers of one input, `num_outputs` of each, one after another."""
+    present = [change for change in changes if change is not None]
+    if not present:
+        return None
+    a, b, owners = zip(*(change.factors for change in present), strict=True)
+    none = b[0].new_zeros(num_outputs, 0)
+    blocks = torch.block_diag(*(none if change is None else change.factors.b for change in changes))
+    return LowRankChange(LowRankFactors(torch.cat(a), blocks, torch.cat(owners)), present[0].rows)
 
 
 def add_low_rank(out: Tensor, x: Tensor, factors: LowRankFactors, adapters: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +20,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from slipstream.kernels.gemm.low_rank import LowRankFactors, add_low_rank
+from slipstream.kernels.gemm.low_rank import LowRankChange, LowRankFactors, RowAdapters
+from slipstream.models.drafts.heads.base import Head as BlockHead
 from slipstream.models.files.checkpoint import (
     disk_errors,
     read_json,
@@ -106,25 +106,15 @@ class Adapter:
         remake_derived(network)
 
 
-class RowAdapters:
-    """The adapters that a pass's rows take: `numbers` (n,) int64, each of as many rows, from 1; 0: none."""
-
-    def __init__(self) -> None:
-        self.numbers: Tensor | None = None
-
-    def change(self, factors: LowRankFactors, out: Tensor, x: Tensor) -> Tensor:
-        assert self.numbers is not None, "a pass begins with its adapters"
-        return add_low_rank(out, x, factors, self.numbers)
-
-
 @torch.no_grad()
 def add_adapters(network: nn.Module, adapters: Sequence[Adapter]) -> RowAdapters:
     """Lets the layers of `network` change each row by the adapter that the returned object names for it."""
     rows = RowAdapters()
+    heads = parts_of_heads(network)
     changes: dict[Linear, list[tuple[int, Place, Factors]]] = {}
     for number, adapter in enumerate(adapters, 1):
         for place, factors in adapter.places(network):
-            if isinstance(place.owner, Head):
+            if place.owner in heads:
                 raise ValueError(
                     f"adapter {adapter.folder} changes a head ({place.key}), which is not served by request; name the "
                     "adapter as draft, or train one without"
@@ -139,7 +129,7 @@ def add_adapters(network: nn.Module, adapters: Sequence[Adapter]) -> RowAdapters
         owners = torch.tensor([number for number, _, _ in members]).repeat_interleave(ranks)
         weight = layer.get_parameter("weight")
         joined = LowRankFactors(a.to(weight), b.to(weight), owners.to(weight.device))
-        layer.change = partial(rows.change, joined)
+        layer.change = LowRankChange(joined, rows)
     return rows
 
 
@@ -230,9 +220,16 @@ def write_adapter(
 
 def layers_to_adapt(network: nn.Module) -> Iterator[tuple[str, Linear]]:
     """Yields paths and layers that training changes: linear ones, but for heads."""
+    heads = parts_of_heads(network)
     for path, layer in network.named_modules():
-        if isinstance(layer, Linear) and not isinstance(layer, Head) and layer.is_plain:
+        if isinstance(layer, Linear) and layer not in heads and layer.is_plain:
             yield path, layer
+
+
+def parts_of_heads(network: nn.Module) -> set[nn.Module]:
+    """Returns the modules of the head over the vocabulary and of a block draft's heads."""
+    heads = [module for module in network.modules() if isinstance(module, Head | BlockHead)]
+    return {part for head in heads for part in head.modules()}
 
 
 def part_names(path: str, layer: Linear) -> list[str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.gemm.low_rank import LowRankChange, stack_changes
 from slipstream.models.drafts.base import (
     Choices,
     DraftConfig,
@@ -366,7 +367,8 @@ class ContextProjection(NamedTuple):
     weight: Tensor  # (L * 2 * G * D, H), each layer's keys before its values
     bias: Tensor | None  # (L * 2 * G * D,)
     k_norm: Tensor  # (L, D)
-    norm: Tensor | None = None  # (H,) ones: the weight of an RMS norm that the rows pass through first
+    norm: Tensor | None  # (H,) ones: the weight of an RMS norm that the rows pass through first
+    change: LowRankChange | None  # by adapters
 
 
 class DFlash(DraftNetwork):
@@ -439,12 +441,16 @@ class DFlash(DraftNetwork):
         norms = [layer.norms.k for layer in attentions if layer.norms is not None]
         bias = None if biases[0] is None else derive(self, lambda: torch.cat(biases))
         k_norm = derive(self, lambda: torch.stack(norms))
-        if not self.config.context_norms:
-            return ContextProjection(derive(self, lambda: torch.cat(weights)), bias, k_norm)
         input_norms = [cast(DecoderLayer, self.layers[layer]).input_layernorm for layer in layers]
+        has_norms = self.config.context_norms
+        normed = zip(attentions, input_norms, strict=True)
+        changes = [layer.kv_change(norm if has_norms else None) for layer, norm in normed]
+        change = stack_changes(changes, len(weights[0]))
+        if not has_norms:
+            return ContextProjection(derive(self, lambda: torch.cat(weights)), bias, k_norm, None, change)
         pairs = list(zip(input_norms, weights, strict=True))
         weight = derive(self, lambda: torch.cat([norm.scale_inputs(projection) for norm, projection in pairs]))
-        return ContextProjection(weight, bias, k_norm, weight.new_ones(self.config.hidden_size))
+        return ContextProjection(weight, bias, k_norm, weight.new_ones(self.config.hidden_size), change)
 
     @property
     def attentions(self) -> list[SelfAttention]:

@@ -14,6 +14,7 @@ from slipstream.kernels.collectives.ranks import Ranks, RankSum
 from slipstream.kernels.gemm.activation import sigmoid_mul
 from slipstream.kernels.gemm.fp8 import InputScales, quantized_sigmoid_mul
 from slipstream.kernels.gemm.linear import linear
+from slipstream.kernels.gemm.low_rank import LowRankChange, LowRankFactors
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.norm import HeadNorms
 from slipstream.models.layers.linear import Linear
@@ -186,11 +187,27 @@ class SelfAttention(nn.Module):
         return HeadNorms(self.q_norm.weight, k_norm.weight, self.q_norm.eps, self.spec.norm_last, v_weight)
 
     @property
+    def kv_rows(self) -> slice:
+        """The outputs of `qkv_proj` that are keys, then values."""
+        return slice(self.sizes[0] * self.head_dim, sum(self.sizes) * self.head_dim)
+
+    @property
     def kv_projection(self) -> tuple[Tensor, Tensor | None]:
         """Views of the weight (2 * G * D, H) and bias of keys, then values."""
-        rows = slice(self.sizes[0] * self.head_dim, sum(self.sizes) * self.head_dim)
         bias = self.qkv_proj.bias
-        return self.qkv_proj.weight[rows], None if bias is None else bias[rows]
+        return self.qkv_proj.weight[self.kv_rows], None if bias is None else bias[self.kv_rows]
+
+    def kv_change(self, norm: RMSNorm | None) -> LowRankChange | None:
+        """Returns a copy of what adapters change in keys and values; `norm`: of inputs that have not passed through
+        its weight."""
+        change = self.qkv_proj.change
+        if change is None:
+            return None
+        a, b, owners = change.factors
+        b = b[self.kv_rows]
+        ranks = b.any(dim=0)  # sync
+        a = a if norm is None else norm.scale_inputs(a)
+        return change._replace(factors=LowRankFactors(a[ranks], b[:, ranks], owners[ranks]))
 
     def write(self, x: Tensor, attention: Attention) -> None:
         """Stores keys and values of rows without computing their attention."""

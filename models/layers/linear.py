@@ -19,6 +19,7 @@ from slipstream.kernels.gemm.fp8 import InputScales
 from slipstream.kernels.gemm.gathered_head import DraftHead
 from slipstream.kernels.gemm.leaves import LEAF_UNIT, LEAVES, MOST_LEAVES
 from slipstream.kernels.gemm.linear import gated_linear, linear, rotated_linear
+from slipstream.kernels.gemm.low_rank import LowRankChange
 from slipstream.kernels.gemm.tiling import MAX_OUTPUTS
 from slipstream.kernels.kv.rope import Rotation
 
@@ -84,7 +85,7 @@ class Linear(nn.Linear):
     units = (1, 1)  # of outputs and of inputs, which a slice of the weights does not cut
     sections: Mapping[str | None, Sequence[int]] = {}  # outputs in a part by kind; a rank has a slice of each
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of parameters that are not stored in the network's dtype
-    change: Callable[[Tensor, Tensor], Tensor] | None = None  # adds to outputs what adapters make of inputs
+    change: LowRankChange | None = None  # adds to outputs what adapters make of inputs
     is_plain: ClassVar[bool] = True  # its weights are stored as one matrix (O, I) of floats
 
     def __init__(self, in_features: int, out_features: int | Mapping[str, int], bias: bool = False) -> None:

@@ -9,20 +9,16 @@ Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, 
 
 import logging
 from collections.abc import Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm.gathered_head import head_topk
 from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place, choose, grow
-from slipstream.models.drafts.adapters import RowAdapters, add_adapters, read_adapter
 from slipstream.models.drafts.base import DraftConfig
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.mtp import MTP
-from slipstream.models.drafts.source import DraftSource
-from slipstream.models.files.checkpoint import resolve
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
@@ -35,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 
 class AutoregressiveDrafter(base.NetworkDrafter):
-    adapters: RowAdapters
-
     def __init__(self, module: Eagle | Eagle3 | MTP, vocabulary: DraftVocabulary, options: TreeOptions) -> None:
         if options.topk > vocabulary.num_tokens:
             raise ValueError(
@@ -54,15 +48,6 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.attends_to_context = len(module.attention_specs) > 1
 
     @classmethod
-    def load(cls, source: DraftSource, options: TreeOptions, target: Target) -> Self:
-        drafter = super().load(source, options, target)
-        adapters = [read_adapter(resolve(folder)) for folder in options.adapters.values()]
-        for adapter in adapters if not source.is_in_target else ():
-            adapter.warn_if_changed(source.folder())
-        drafter.adapters = add_adapters(drafter.module, adapters)
-        return drafter
-
-    @classmethod
     def plan_network(cls, options: TreeOptions, config: DraftConfig) -> base.DraftPlan:  # noqa: ARG003
         """A chain drafts from `hidden` and feeds back all tokens but the last; a tree all levels but the last."""
         nodes = options.verified_nodes
@@ -71,8 +56,6 @@ class AutoregressiveDrafter(base.NetworkDrafter):
             scratch=(0, 0, *(options.shape.within(width).expanded for width in range(2, nodes + 1))),
             branches=options.topk > 1,
             lookahead=1,
-            adapters=tuple(options.adapters),
-            shares=tuple(options.ab.get(name, 0.0) for name in options.adapters),
         )
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
@@ -81,7 +64,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.attention = attention
         (self.group,) = set(attention.kv.groups)
         size = self.module.config.hidden_size
-        self.numbers = state.adapters  # (R,)
+        self.numbers = state.adapters
         self.fused = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
 
     def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002
@@ -98,11 +81,6 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         fused = self.module.fuse(aux_states)
         self.module.write_context(embeds, fused, self.attention)
         self.fused[rows.requests] = fused[rows.last]
-
-    def take_adapters(self, requests: Tensor | None) -> None:
-        """Lets each row, or as many for each, take the adapter of its request (n,)."""
-        if self.numbers is not None and requests is not None:
-            self.adapters.numbers = self.numbers[requests]
 
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         self.take_adapters(batch.requests)

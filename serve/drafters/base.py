@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.gemm.low_rank import RowAdapters
+from slipstream.models.drafts.adapters import add_adapters, read_adapter
 from slipstream.models.drafts.base import (
     Choices,
     DraftConfig,
@@ -18,6 +20,7 @@ from slipstream.models.drafts.base import (
     with_window,
 )
 from slipstream.models.drafts.source import DrafterName, DraftSource
+from slipstream.models.files.checkpoint import resolve
 from slipstream.models.layers.formats.base import Tensors
 from slipstream.models.layers.linear import remake_derived
 from slipstream.models.targets.config import AttentionSpec, DecoderShape, TargetSpec
@@ -127,6 +130,8 @@ class NetworkDrafter(Drafter):
     Network: ClassVar[type[Any]]
     module: Any  # the network
     vocabulary: DraftVocabulary
+    adapters: RowAdapters
+    numbers: Tensor | None  # (R,) adapters of requests, if there are some
 
     @abstractmethod
     def __init__(self, module: Any, vocabulary: DraftVocabulary, options: Any) -> None: ...
@@ -153,6 +158,8 @@ class NetworkDrafter(Drafter):
             layers=layers,
             kv_cache_dtype=options.kv_cache_dtype,
             network=config,
+            adapters=tuple(options.adapters),
+            shares=tuple(options.ab.get(name, 0.0) for name in options.adapters),
             chooses_window=options.window == "auto",
         )
 
@@ -161,7 +168,17 @@ class NetworkDrafter(Drafter):
         module = cls.read_network(source, options, target, target.device, target.shared)
         if getattr(options, "window", None) not in (None, "auto"):
             module.limit_window(options.window)
-        return cls(module, find_vocabulary(module, target, options), options)
+        drafter = cls(module, find_vocabulary(module, target, options), options)
+        adapters = [read_adapter(resolve(folder)) for folder in getattr(options, "adapters", {}).values()]
+        for adapter in adapters if not source.is_in_target else ():
+            adapter.warn_if_changed(source.folder())
+        drafter.adapters = add_adapters(module, adapters)
+        return drafter
+
+    def take_adapters(self, requests: Tensor | None) -> None:
+        """Lets each row, or as many for each, take the adapter of its request (n,)."""
+        if self.numbers is not None and requests is not None:
+            self.adapters.numbers = self.numbers[requests]
 
     @classmethod
     def read_config(cls, source: DraftSource, options: Any, target: TargetSpec) -> Any:

@@ -112,6 +112,7 @@ class Drafter(base.NetworkDrafter):
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
+        self.numbers = state.adapters
         self.embed = target.embed_tokens
         self.attention = attention
         places = attention.kv.places
@@ -127,19 +128,23 @@ class Drafter(base.NetworkDrafter):
             self.last_context = torch.zeros(sizes, dtype=target.dtype, device=target.device)
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
+        self.take_adapters(rows.owners)
         context = self.module.fuse(aux_states)
         eps = self.module.config.rms_norm_eps
         if self.last_context is not None:
             self.last_context[rows.requests] = context[rows.last]
         rope = self.attention.ropes[0]
-        for cache, (weight, bias, k_norm, norm) in zip(self.attention.kv.caches, self.contexts, strict=True):
+        for cache, (weight, bias, k_norm, norm, change) in zip(self.attention.kv.caches, self.contexts, strict=True):
             slots = rows.slots.of(cache.group)
-            kv = linear(context if norm is None else rms_norm(context, norm, eps), weight, bias)
+            x = context if norm is None else rms_norm(context, norm, eps)
+            kv = linear(x, weight, bias)
+            kv = kv if change is None else change(kv, x)
             store_context(kv, k_norm, eps, rope.cos, rope.sin, rows.positions, slots, cache.flat, cache.scales)
 
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if width == 1:
             return super().propose(batch, width)
+        self.take_adapters(batch.requests)
         proposal = self._join(self._draft(batch, width), width)
         if self.admit_by != "position":
             return proposal

@@ -60,6 +60,34 @@ class TokenMapOptions:
             raise ValueError("drafter.token_map_size and drafter.token_map_dynamic need drafter.token_map, a file")
 
 
+@dataclass(frozen=True)  # without slots, as above
+class AdapterOptions:
+    adapters: dict[str, str] = field(default_factory=dict)
+    """LoRA adapters of the draft (folders or hub ids, in peft's files) by the names that requests give in
+    draft_adapter."""
+    ab: dict[str, float] = field(default_factory=dict)
+    """Share of the requests without a draft_adapter that take an adapter, by its name; the others take none."""
+
+    def __post_init__(self) -> None:
+        for name in ("adapters", "ab"):  # YAML reads a name such as 1 as a number
+            object.__setattr__(self, name, {str(key): value for key, value in getattr(self, name).items()})
+        for name, folder in self.adapters.items():
+            if not ADAPTER_NAME.fullmatch(name) or name == NO_ADAPTER:
+                raise ValueError(
+                    f"drafter.adapters has the name {name!r}; give up to 64 letters, digits, _, - or ., and not "
+                    f"{NO_ADAPTER}"
+                )
+            check_checkpoint(f"drafter.adapters.{name}", folder)
+        for name, share in self.ab.items():
+            if name not in self.adapters or not 0 <= share <= 1:
+                raise ValueError(
+                    f"drafter.ab gives {name} the share {share}; give shares from 0 to 1 to names of drafter.adapters: "
+                    f"{', '.join(self.adapters) or 'none are there'}"
+                )
+        if sum(self.ab.values()) > 1 + 1e-9:
+            raise ValueError(f"drafter.ab is {self.ab}, more than 1 together; give shares of at most 1")
+
+
 @dataclass(frozen=True, slots=True)
 class ShapeOptions:
     depth: int = 3
@@ -99,42 +127,18 @@ class ShapeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeOptions(ShapeOptions):
+class TreeOptions(AdapterOptions, ShapeOptions):
     window: Window = None
     """Tokens that the draft's layers see at most, of a draft that was trained to see all; auto: all, or of long texts
     the last 2,048 where that turns out to pay."""
     kv_cache_dtype: str = "auto"
     """Numbers in the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
-    adapters: dict[str, str] = field(default_factory=dict)
-    """LoRA adapters of the draft (folders or hub ids, in peft's files) by the names that requests give in
-    draft_adapter."""
-    ab: dict[str, float] = field(default_factory=dict)
-    """Share of the requests without a draft_adapter that take an adapter, by its name; the others take none."""
 
     def __post_init__(self) -> None:
-        for name in ("adapters", "ab"):  # YAML reads a name such as 1 as a number
-            object.__setattr__(self, name, {str(key): value for key, value in getattr(self, name).items()})
-        self._check_adapters()
+        AdapterOptions.__post_init__(self)
         check_draft_cache(self.kv_cache_dtype)
         check_window(self.window)
         ShapeOptions.__post_init__(self)
-
-    def _check_adapters(self) -> None:
-        for name, folder in self.adapters.items():
-            if not ADAPTER_NAME.fullmatch(name) or name == NO_ADAPTER:
-                raise ValueError(
-                    f"drafter.adapters has the name {name!r}; give up to 64 letters, digits, _, - or ., and not "
-                    f"{NO_ADAPTER}"
-                )
-            check_checkpoint(f"drafter.adapters.{name}", folder)
-        for name, share in self.ab.items():
-            if name not in self.adapters or not 0 <= share <= 1:
-                raise ValueError(
-                    f"drafter.ab gives {name} the share {share}; give shares from 0 to 1 to names of drafter.adapters: "
-                    f"{', '.join(self.adapters) or 'none are there'}"
-                )
-        if sum(self.ab.values()) > 1 + 1e-9:
-            raise ValueError(f"drafter.ab is {self.ab}, more than 1 together; give shares of at most 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +179,7 @@ class Eagle3Options(TreeOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class DFlashOptions(TokenMapOptions):
+class DFlashOptions(AdapterOptions, TokenMapOptions):
     block: int | None = None
     """Depth of a proposal + 1: of a chain the most nodes that the target verifies. Default: what the draft was trained
     on."""
@@ -200,6 +204,7 @@ class DFlashOptions(TokenMapOptions):
     """Numbers in the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
 
     def __post_init__(self) -> None:
+        AdapterOptions.__post_init__(self)
         TokenMapOptions.__post_init__(self)
         check_draft_cache(self.kv_cache_dtype)
         check_window(self.window)

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from slipstream.kernels.gemm.low_rank import LowRankFactors, add_low_rank, own_ranks
+from slipstream.kernels.gemm.low_rank import (
+    LowRankChange,
+    LowRankFactors,
+    RowAdapters,
+    add_low_rank,
+    own_ranks,
+    stack_changes,
+)
 from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned
 from slipstream.tests.pairwise import grouped, rotating
 
@@ -36,3 +43,19 @@ def test_each_row_takes_its_adapter(
     with poisoned():
         result = add_low_rank(out, x, LowRankFactors(a, b, owners), adapters)
     torch.testing.assert_close(result.double(), expected, atol=2 * TOLERANCES[dtype], rtol=2 * TOLERANCES[dtype])
+
+
+def test_changes_of_layers_are_stacked() -> None:
+    """The second of three layers has none."""
+    rows = RowAdapters()
+    rows.numbers = torch.tensor([2, 0, 1])
+    first, last = (
+        LowRankChange(LowRankFactors(torch.randn(3, 8), torch.randn(5, 3), torch.tensor(owners)), rows)
+        for owners in ([1, 2, 2], [2, 1, 1])
+    )
+    x = torch.randn(6, 8)
+    change = stack_changes([first, None, last], 5)
+    assert change is not None
+    expected = torch.cat([first(torch.zeros(6, 5), x), torch.zeros(6, 5), last(torch.zeros(6, 5), x)], dim=1)
+    torch.testing.assert_close(change(torch.zeros(6, 15), x), expected)
+    assert stack_changes([None, None], 5) is None

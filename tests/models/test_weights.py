@@ -203,7 +203,7 @@ def test_loading_again_fills_the_same_storage_and_what_is_derived_of_it(make_tar
             ids = torch.tensor([3, 0])
             cut = module.lm_head.cut(ids).weight
             uncut = module.lm_head.whole().weight
-        pointers.append([tensor.data_ptr() for tensor in (*module.state_dict().values(), *stacked, cut, uncut)])
+        pointers.append([tensor.data_ptr() for tensor in (*module.state_dict().values(), *stacked[:4], cut, uncut)])
     assert pointers[0] == pointers[1]
     weights = {name: tensor.bfloat16() for name, tensor in public_tensors(draft).items()}
     for part, stack in (("weight", stacked.weight), ("bias", stacked.bias)):

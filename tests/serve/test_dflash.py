@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.kernels.gemm.low_rank import LowRankChange, LowRankFactors
 from slipstream.kernels.sampling.sample import noise_key
 from slipstream.models.drafts.base import load_draft, write_draft
 from slipstream.models.drafts.dflash import DFlash
@@ -459,6 +460,22 @@ def test_fused_context_equals_the_modules(stage: Stage) -> None:
     cache = stage.extended(rows_of(stage.metadata), stage.aux_states)
     torch.testing.assert_close(cache, attention.kv.caches[0].flat, atol=1e-5, rtol=1e-5)
     assert cache[:, :, stage.metadata.slots.of(0)].count_nonzero() == cache.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("stage", ["bias, three layers", "laguna"], indirect=True)
+def test_fused_context_has_the_adapters_of_the_modules(stage: Stage) -> None:
+    """Adapters change all layers but the first."""
+    module = stage.drafter.module
+    for layer in module.attentions[1:]:
+        size = layer.qkv_proj.out_features
+        factors = LowRankFactors(torch.randn(5, 32), torch.randn(size, 5), torch.tensor([1, 1, 2, 2, 2]))
+        layer.qkv_proj.change = LowRankChange(factors, stage.drafter.adapters)
+    stage.drafter.adapters.numbers = torch.arange(11) % 3
+    attention = stage.attach()
+    module.write_context(module.fuse(stage.aux_states), attention)
+    stage.attach()
+    cache = stage.extended(rows_of(stage.metadata), stage.aux_states)
+    torch.testing.assert_close(cache, attention.kv.caches[0].flat, atol=1e-4, rtol=1e-4)
 
 
 def test_options_are_checked(make_target: MakeTarget, make_draft: MakeDraft) -> None:

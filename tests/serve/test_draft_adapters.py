@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.source import source_of
 from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.families import OutputGate
 from slipstream.serve.drafters.registry import find_drafter
 from slipstream.serve.engine.build import build
 from slipstream.serve.engine.draft_adapters import with_adapter
@@ -30,6 +31,7 @@ from slipstream.serve.http.metrics import Metrics
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, RequestStats
 from slipstream.tests.pairwise import gate_of, grouped
+from slipstream.tests.random_drafts import save_random_dflash
 from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
@@ -43,10 +45,13 @@ from slipstream.tests.serve.engine_runs import (
 )
 from slipstream.tests.serve.known_answers import uneven_requests
 from slipstream.tests.serve.played_graphs import play
-from slipstream.tests.serve.test_lossless import CHECKPOINTS, OPTIONS
+from slipstream.tests.serve.test_lossless import CHECKPOINTS, OPTIONS, Proposals, record
 from slipstream.train.low_rank import adapt_layers, factors_of
 
-CHAINS = ["eagle", "eagle tree", "eagle3", "eagle3 deep", "ngram first"]
+LAGUNA = {"tap_norms": True, "context_norms": True, "gate": OutputGate(activation="softplus", by_head=True)}
+DRAFTS = {**CHECKPOINTS, "laguna": partial(save_random_dflash, **LAGUNA)}
+BLOCKS = ["dflash", "dflash2 tree", "dspark", "lilicorr", "laguna"]
+DRAFTERS = ["eagle", "eagle tree", "eagle3", "eagle3 deep", "ngram first", *BLOCKS]
 NAMES = ("none", "x", "y")
 Drafts = Callable[[str], dict[str, Path]]
 
@@ -68,12 +73,12 @@ def save_adapter(target: Path, draft: Path, folder: Path, rank: int, seed: int) 
 
 @pytest.fixture(scope="module")
 def drafts(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> Drafts:
-    """Name in CHECKPOINTS -> a draft, and two adapters of other ranks by name."""
+    """Name in DRAFTS -> a draft, and two adapters of other ranks by name."""
 
     @cache
     def make(name: str) -> dict[str, Path]:
         folder = tmp_path_factory.mktemp("drafts")
-        save = CHECKPOINTS[name]
+        save = DRAFTS[name]
         assert save is not None
         target = make_target("qwen3")
         save(target, folder / "none")
@@ -103,12 +108,20 @@ def rounds_of(answer: Answer) -> tuple[int, int, list[int]]:
     return counts.rounds, counts.drafted_tokens, counts.accepted_by_position
 
 
+def proposals_of(seed: int | None, proposals: Proposals) -> Proposals:
+    """The proposals for the request with this seed."""
+    return {text: nodes for text, nodes in proposals.items() if text[0] == seed}
+
+
 @grouped("sampling")
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
     gate_of(
-        [(drafter, sampling) for drafter in CHAINS for sampling in SAMPLINGS],
-        [("eagle3", "greedy"), ("eagle tree", "plain"), ("eagle3 deep", "processed"), ("ngram first", "full")],
+        [(drafter, sampling) for drafter in DRAFTERS for sampling in SAMPLINGS],
+        [
+            *[("eagle3", "greedy"), ("eagle tree", "plain"), ("eagle3 deep", "processed"), ("ngram first", "full")],
+            *[("dflash", "greedy"), ("dflash2 tree", "plain")],
+        ],
     ),
 )
 def test_rows_are_drafted_as_by_merged_drafts(
@@ -121,6 +134,8 @@ def test_rows_are_drafted_as_by_merged_drafts(
     requests = in_turn(plain)
     shape: dict[str, Any] = {"width": 4, "device": "cpu", "max_running": 8}
     engine = build_engine(target, folders["none"], **options_of(drafter, folders), **shape)
+    proposals = Proposals()
+    record(engine, proposals)
     answers = run(engine, requests)
     assert tokens_of(answers) == plain_answers(target, plain, device="cpu")
     if drafter == "ngram first":
@@ -128,19 +143,24 @@ def test_rows_are_drafted_as_by_merged_drafts(
     kinds = set()
     for name in NAMES:
         merged = build_engine(target, folders[name], drafter=OPTIONS.get(drafter, {}), **shape)
+        expected = Proposals()
+        record(merged, expected)
         alone = run(merged, plain)
         for request in requests:
             if request.params.draft_adapter == name:
                 assert rounds_of(answers[request.id]) == rounds_of(alone[request.id]), name
                 assert answers[request.id].counts.draft_adapter == name
+                seed = request.params.seed
+                assert proposals_of(seed, proposals) == proposals_of(seed, expected), name
         kinds.add(str([rounds_of(answer) for answer in alone.values()]))
     assert len(kinds) == 3, "the adapters draft otherwise"
 
 
-def test_captured_passes_take_each_rows_adapter(make_target: MakeTarget, drafts: Drafts) -> None:
-    folders = drafts("eagle3")
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
+def test_captured_passes_take_each_rows_adapter(drafter: str, make_target: MakeTarget, drafts: Drafts) -> None:
+    folders = drafts(drafter)
     requests = in_turn(uneven_requests(SAMPLINGS["plain"]))
-    options: dict[str, Any] = {**options_of("eagle3", folders), "width": 4}
+    options: dict[str, Any] = {**options_of(drafter, folders), "width": 4}
     config = EngineConfig(
         target=str(make_target("qwen3")),
         draft=str(folders["none"]),
@@ -159,10 +179,11 @@ def test_captured_passes_take_each_rows_adapter(make_target: MakeTarget, drafts:
 
 
 @pytest.mark.slow
-def test_ranks_take_the_same_adapters(make_target: MakeTarget, drafts: Drafts) -> None:
-    folders = drafts("eagle3")
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
+def test_ranks_take_the_same_adapters(drafter: str, make_target: MakeTarget, drafts: Drafts) -> None:
+    folders = drafts(drafter)
     options: dict[str, Any] = {"draft": str(folders["none"]), "device": "cpu", "width": 4, "kv_cache_tokens": 2048}
-    options |= {"max_running": 8, "grammar_drafts": False, **options_of("eagle3", folders)}
+    options |= {"max_running": 8, "grammar_drafts": False, **options_of(drafter, folders)}
     requests = in_turn(uneven_requests(SAMPLINGS["plain"]))
     team = Team(2, torch.device("cpu"))
     config = EngineConfig(target=str(make_target("qwen3")), tp=2, **options)
@@ -175,9 +196,10 @@ def test_ranks_take_the_same_adapters(make_target: MakeTarget, drafts: Drafts) -
     }
 
 
-def test_pages_of_another_adapter_are_not_read(make_target: MakeTarget, drafts: Drafts) -> None:
-    folders = drafts("eagle3")
-    engine = build_engine(make_target("qwen3"), folders["none"], device="cpu", width=4, **options_of("eagle3", folders))
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
+def test_pages_of_another_adapter_are_not_read(drafter: str, make_target: MakeTarget, drafts: Drafts) -> None:
+    folders = drafts(drafter)
+    engine = build_engine(make_target("qwen3"), folders["none"], device="cpu", width=4, **options_of(drafter, folders))
     prompt = random_prompt(70, 70)
     cached = []
     figures = []

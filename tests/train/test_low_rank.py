@@ -87,8 +87,8 @@ def test_a_run_trains_factors_alone_and_continues(tmp_path: Path, run_flags: Arg
 
 @pytest.mark.parametrize(
     ("program", "options"),
-    [(eagle, {}), (dflash, {"draft__block_size": 4, "draft__mask_token_id": 3})],
-    ids=["eagle", "dflash"],
+    [(eagle, {}), (dflash, {"draft__block_size": 4, "draft__mask_token_id": 3, "draft__markov_rank": 4})],
+    ids=["eagle", "dspark"],
 )
 def test_other_kinds_are_adapted(
     program: Any, options: dict[str, Any], tmp_path: Path, run_flags: Arguments, target_path: Path
@@ -99,6 +99,7 @@ def test_other_kinds_are_adapted(
     program.main(run_flags(tmp_path / "run", init_from=base / "best", draft__lora_rank=2, **options))
     factors = read_adapter(tmp_path / "run" / "best").factors
     assert all(pair.b.any() for name, pair in factors.items()), "each layer has learnt"
+    assert not any("head" in name for name in factors)
     network = program.program.keywords["kind"].Network
     load_draft(network, tmp_path / "run" / "best", load_config(target_path), torch.float32, CPU)
 

@@ -150,19 +150,24 @@ def check_chain(target: Path, draft: Path, training: Any) -> None:
         {"sliding_window": 5, "windowed_layers": (0, 1)},
         {"sliding_window": 4, "windowed_layers": (1,)},
         {"num_layers": 3},
+        {"rank": 2},
     ],
-    ids=["plain", "reduced", "windowed", "mixed", "deep"],
+    ids=["plain", "reduced", "windowed", "mixed", "deep", "adapter"],
 )
 def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    """`rank`: of an adapter that is trained, and served to requests of the draft."""
     texts = answers_alone(target_path)
     draft = tmp_path / "draft"
+    rank = fields.get("rank", 0)
+    fields = {name: value for name, value in fields.items() if name != "rank"}
     save_random_dflash(target_path, draft, texts, block_size=BLOCK_SIZE, mask_token_id=7, **fields)
-    llm = LLM(str(target_path), str(draft), max_running=1, width=BLOCK_SIZE)
+    options = dflash.DraftOptions()
+    training = load_training(dflash.DFlashTraining, DFlash, options, target_path, draft, BLOCK_SIZE - 1)
+    drafter_options = write_random_adapter(training, rank, draft, tmp_path / "adapter") if rank else {}
+    llm = LLM(str(target_path), str(draft), max_running=1, width=BLOCK_SIZE, drafter=drafter_options)
     outputs: list[Tensor] = []
     drafter: Any = llm.engine.runner.drafter
     drafter.module.register_forward_hook(lambda _module, _inputs, states: outputs.append(states))
-    options = dflash.DraftOptions()
-    training = load_training(dflash.DFlashTraining, DFlash, options, target_path, draft, BLOCK_SIZE - 1)
 
     def check(tokens: list[int], served: Served) -> None:
         """The final states of every block, and all drafted tokens."""
@@ -178,6 +183,18 @@ def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> No
             assert drafted[number].tolist() == proposed
 
     check_served(llm, lambda _batch: outputs.pop(), training, check)
+
+
+def write_random_adapter(training: DraftTraining, rank: int, draft: Path, folder: Path) -> dict[str, Any]:
+    """Returns options with which all requests take it."""
+    training.adapt(rank, str(draft))
+    torch.manual_seed(0)
+    for parameter in training.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape) / 20
+    folder.mkdir()
+    training.write(training.state_dict(), folder, {})
+    return {"adapters": {"x": str(folder)}, "ab": {"x": 1.0}}
 
 
 @pytest.mark.parametrize(("heads", "temperature"), rotating(HEADS, [1.0, 0.0]))
