@@ -102,8 +102,9 @@ def route(
     if scoring.softcap is not None:
         logits = scoring.softcap * torch.tanh(logits / scoring.softcap)
     scores = logits.sigmoid() if scoring.function == "sigmoid" else logits.softmax(dim=-1)
-    # Softmax keeps the order of the logits, which differ where scores are equal.
-    preference = logits if correction is None and scoring.function == "softmax" else scores
+    # Softmax keeps the order of the logits, which differ where scores are equal, but not that of groups.
+    by_logits = correction is None and scoring.function == "softmax" and scoring.groups == 1
+    preference = logits if by_logits else scores
     if correction is not None:
         preference = preference + correction.float()
     if scoring.groups > 1:
@@ -166,7 +167,7 @@ def route_triton(
     assert weight.is_contiguous()
     is_shared = rows // FEW_ROWS <= math.prod(grid[1:]) and all_resident(device, math.prod(grid))
     # Only sums over all experts are added in an order of the tile.
-    sums_all = scoring.function == "softmax" and not (normalise and correction is None)
+    sums_all = scoring.function == "softmax" and not (normalise and correction is None and scoring.groups == 1)
     by_fours = not sums_all and (num_rows <= FEW_ROWS or is_shared)
     route_kernel[grid](
         x, weight, bias, correction, factors, logits, done_counters(device), barriers(device), pair_counts(device),
@@ -298,7 +299,7 @@ def _choose(
     if SOFTCAP > 0:
         logits = SOFTCAP * (1 - 2 / (tl.exp(2 / SOFTCAP * logits) + 1))
     # By scores, or by logits where these have the same order.
-    BY_SCORES: tl.constexpr = SIGMOID or correction is not None
+    BY_SCORES: tl.constexpr = SIGMOID or correction is not None or GROUPS > 1
     scores = logits
     if SIGMOID:
         scores = 1 / (1 + tl.exp(-logits))
