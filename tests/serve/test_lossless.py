@@ -115,6 +115,7 @@ LATER = [name for name in LATER_FAMILIES if name in RELATIVES]
 WIDE = [name for name in ("gemma4-wide",) if name in RELATIVES]  # heads of 256 and 512 dims
 OTHER_LAYERS = ("mistral-window", "qwen2-windows", "gemma3", *CAPPED, *MIXTURES, *LATER, *WIDE)
 FEW = ("qwen3", "llama", "mistral-window", "qwen3-windows", "qwen3-tied")
+EOS = 2  # of all random targets
 BuildDrafted = Callable[..., Engine]
 
 
@@ -241,10 +242,19 @@ def test_captured_steps_of_other_layers_change_no_token(
     ),
 )
 def test_the_reference_is_transformers_generate(family: str, make_target: MakeTarget, reference: Reference) -> None:
+    """Transformers reads each text at once, which costs less than all its beginnings; it generates one of them, too."""
     model = load_model(make_target(family), dtype=torch.float32)
     requests = uneven_requests(SAMPLINGS["greedy"])
-    for request, tokens in zip(requests, reference(family, requests).values(), strict=True):
-        assert tokens == generated(model, request)
+    answers = reference(family, requests)
+    for request in requests:
+        tokens = answers[request.id]
+        text = torch.tensor([request.prompt + tokens[:-1]])
+        with torch.inference_mode():
+            logits = model(text).logits[0, len(request.prompt) - 1 :]
+        assert tokens == logits.argmax(-1).tolist()
+        assert len(tokens) == request.params.max_tokens or tokens[-1] == EOS
+        assert EOS not in tokens[:-1]
+    assert answers[requests[1].id] == generated(model, requests[1])
 
 
 @grouped("drafter")
@@ -313,21 +323,20 @@ def test_an_answer_may_end_inside_a_draft(
 @grouped("drafter")
 @pytest.mark.parametrize(("drafter", "family"), drafted(["eagle3", "ngram"], KINDS))
 def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build: BuildDrafted) -> None:
-    """Id 2 is the targets' eos."""
     endless = [
         make_request(str(seed), random_prompt(5, seed), temperature=1.0, seed=seed, max_tokens=60, ignore_eos=True)
-        for seed in range(8)
+        for seed in range(5)
     ]
     answers_to_ends = tokens_of(run(build(family, drafter), endless))
     assert {len(tokens) for tokens in answers_to_ends.values()} == {60}
     ending = [
         make_request(request.id, request.prompt, temperature=1.0, seed=request.params.seed, max_tokens=60)
         for request in endless
-        if 2 in answers_to_ends[request.id]
+        if EOS in answers_to_ends[request.id]
     ]
     assert ending, "no text has the stop id: choose other seeds"
     for name, answer in run(build(family, drafter), ending).items():
-        assert answer.tokens == answers_to_ends[name][: answers_to_ends[name].index(2) + 1]
+        assert answer.tokens == answers_to_ends[name][: answers_to_ends[name].index(EOS) + 1]
         assert answer.finish_reason == "stop"
 
 
@@ -519,7 +528,7 @@ def traffic_counts(
     ("drafter", "case", "family"),
     gate_of(
         product(["eagle3 deep", "eagle tree", "dspark", "ngram first"], product([False, True], [1, 16]), KINDS),
-        [("eagle tree", (True, 1), "qwen3"), ("dspark", (False, 16), "qwen3")],
+        [("dspark", (False, 16), "qwen3")],
     ),
 )
 def test_no_token_depends_on_what_the_draft_reads(
@@ -564,7 +573,7 @@ def record(engine: Engine, proposals: Proposals) -> None:
 def test_a_proposal_depends_on_its_text_alone(drafter: str, page_size: int, family: str, build: BuildDrafted) -> None:
     """A drafter's state of a text is right, whatever chunks and accepted nodes it came in."""
     rng = random.Random(f"{drafter} {page_size} {family}")
-    kinds = kinds_of_requests(random.Random(f"texts of {family}"), 10, longest=30)
+    kinds = kinds_of_requests(random.Random(f"texts of {family}"), 6, longest=30)
     proposals = Proposals()
     alone = build(family, drafter, max_running=1)
     alone.planner.policy = RootsAlone(alone.planner, rng)
@@ -574,7 +583,7 @@ def test_a_proposal_depends_on_its_text_alone(drafter: str, page_size: int, fami
     engine.planner.policy = WidestDrafts(engine.planner, rng)
     record(engine, proposals)
     num_known = len(proposals)
-    serve_traffic(engine, kinds, expected, rng, lambda number: number < 30, 8, lambda: preempt_some(engine, rng))
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < 18, 8, lambda: preempt_some(engine, rng))
     assert len(proposals) == num_known, "texts that were not seen alone"
 
 
