@@ -65,7 +65,7 @@ def test_proposals_equal_those_of_transformers(
 ) -> None:
     target = make_mtp(kind)
     engine = build_engine(target.folder, "mtp", drafter=options, **engine_options)
-    requests = sized_requests(temperature=temperature)
+    requests = sized_requests(temperature=temperature, max_tokens=12)
     answers = run_checked(engine, Oracle(target, TreeOptions(**options)), requests)
     assert tokens_of(answers) == plain_answers(target.folder, requests)
     assert sum(answer.counts.drafted_tokens for answer in answers.values()) > 0
@@ -98,7 +98,8 @@ def test_a_module_may_read_states_before_the_final_norm(kind: str, options: dict
     target = make_mtp(kind)
     drafter = options | {"hidden": "before_norm"}
     oracle = Oracle(target, TreeOptions(**options), "before_norm")
-    run_checked(build_engine(target.folder, "mtp", drafter=drafter), oracle, sized_requests(temperature=0.8))
+    requests = sized_requests(temperature=0.8, max_tokens=12)
+    run_checked(build_engine(target.folder, "mtp", drafter=drafter), oracle, requests)
 
 
 def test_the_state_that_a_family_fixes_is_no_choice(make_mtp: MakeMTP) -> None:

@@ -67,7 +67,7 @@ def test_proposals_equal_those_of_transformers(
     drafting = build_engine(
         target.folder, "mtp", drafter=DRAFTED[drafted], width=options.verified_nodes, **ENGINES[engine]
     )
-    requests = sized_requests((1, 2, 3, 9, 33), temperature=temperature)
+    requests = sized_requests((1, 2, 3, 9, 33), temperature=temperature, max_tokens=12)
     answers = run_checked(drafting, Oracle(target, options), requests)
     assert tokens_of(answers) == plain_answers(target.folder, requests)
     assert sum(answer.counts.drafted_tokens for answer in answers.values()) > 0
