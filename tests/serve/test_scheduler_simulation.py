@@ -554,7 +554,7 @@ def test_random_arrivals_in_idle_time(
 
     scheduler.on_finish = note
     stems = [rng.choices(range(1, 4), k=40) for _ in range(3)]
-    for _ in range(120):
+    for _ in range(60):
         for _ in range(rng.randrange(1, 4)):
             number += 1
             request = random_request(rng, number, stems)
