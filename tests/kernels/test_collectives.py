@@ -78,10 +78,10 @@ def test_all_ranks_get_the_sum_in_tree_order(world: int, dtype: torch.dtype) -> 
 @NO_INTERPRETER
 @pytest.mark.parametrize(
     ("world", "dtype"),
-    [
-        *((2, torch.float32), (4, torch.float32), (2, torch.bfloat16), (3, torch.float16)),
-        *(pytest.param(world, torch.float32, marks=pytest.mark.slow) for world in (3, 8)),
-    ],
+    gate_of(
+        [*((world, torch.float32) for world in (2, 3, 4, 8)), (2, torch.bfloat16), (3, torch.float16)],
+        [(4, torch.float32), (3, torch.float16)],
+    ),
 )
 def test_rows_of_all_numbers_take_turns(world: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows in one kernel that sends all to all, up to five by shares, and more in two kernels; ranks lag in turn,
