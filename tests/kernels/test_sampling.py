@@ -51,8 +51,8 @@ def test_noise_has_the_gumbel_distribution() -> None:
 
 
 def test_noise_reaches_far_into_its_upper_tail() -> None:
-    """Unlikely tokens win by rare large noise: of 2^24 draws the largest is near ln(2^24) = 16.6."""
-    noise = gumbel(keys_of(range(16)), torch.zeros(16), torch.arange(2**20))
+    """Unlikely tokens win by rare large noise: of 2^23 draws the largest is near ln(2^23) = 15.9."""
+    noise = gumbel(keys_of(range(8)), torch.zeros(8), torch.arange(2**20))
     assert torch.isfinite(noise).all()
     for threshold in (8.0, 10.0, 12.0):
         expected = noise.numel() * -math.expm1(-math.exp(-threshold))
