@@ -182,7 +182,7 @@ TENANTS = tuple(replace(kind, client=client) for kind in MIXED[:3] for client in
 @pytest.mark.parametrize("seed", some_of(range(2), [0]))
 def test_one_clients_flood_raises_no_alarm_of_others(seed: int) -> None:
     """It may say that one client's requests are accepted less, and must notice others' when their turn comes."""
-    traffic = Traffic(TENANTS, seed, num_slots=24)
+    traffic = Traffic(TENANTS, seed, num_slots=12)
     alarm = alarm_of(traffic)
     traffic.run(alarm, 1200)
     noise = replace(CHAT, rate=0.03, client="a", answer_len=400)
@@ -196,7 +196,7 @@ def test_one_clients_flood_raises_no_alarm_of_others(seed: int) -> None:
 
 def test_one_client_cannot_move_the_record_of_others() -> None:
     """Texts that are drafted at once, then no longer: other clients' records are their own."""
-    traffic = Traffic(TENANTS, 4, num_slots=24)
+    traffic = Traffic(TENANTS, 4, num_slots=12)
     alarm = alarm_of(traffic)
     traffic.run(alarm, 300)
     traffic.kinds = (*TENANTS, replace(CHAT, rate=0.995, client="a", share=20.0))
