@@ -1,12 +1,15 @@
-"""Tokenizers and targets whose answers have forms: the bundled target's, whose spare tokens are markers."""
+"""Tokenizers and targets whose answers have forms: the bundled target with markers as tokens, and its first layers."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from slipstream.tests.random_targets import change_json
 from slipstream.tests.sources import TINY
 from slipstream.tests.tables import table_of
 
@@ -42,6 +45,16 @@ def template(form: str) -> str:
     reasoning, opening = REASONING_PARTS.get(form, ("", ""))
     text = TOOLS + MESSAGES.replace("CALLS", TEMPLATES[form][1])
     return text.replace("REASONING", reasoning).replace("OPENING", opening)
+
+
+def write_shallow(folder: Path) -> Path:
+    """The first three of the bundled target's six layers, for answers that need not be good."""
+    shutil.copytree(TINY, folder)
+    change_json(folder / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    tensors = load_file(folder / "model.safetensors")
+    shallow = {name: tensor for name, tensor in tensors.items() if not re.match(r"model\.layers\.[345]\.", name)}
+    save_file(shallow, folder / "model.safetensors")
+    return folder
 
 
 def write_target(form: str, folder: Path) -> Path:

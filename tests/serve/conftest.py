@@ -9,6 +9,7 @@ import pytest
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.serve.chat_targets import write_shallow
 from slipstream.tests.serve.fake_server import MODEL, serving, write_target
 
 
@@ -23,6 +24,11 @@ def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafts") / "draft"
     save_random_draft(target, folder, draft_vocab_size=80)
     return folder
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shallow(tmp_path_factory.mktemp("targets") / "shallow")
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import re
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ import pytest
 import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from slipstream.serve import logs
@@ -38,7 +36,6 @@ from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.pairwise import gate_of, some_of
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.random_targets import change_json
 from slipstream.tests.serve.engine_runs import Build, Tokens, engines_of, make_request, plain_answers, run, tokens_of
 from slipstream.tests.serve.played_graphs import ATTENTION, play
 from slipstream.tests.sources import TINY
@@ -750,15 +747,8 @@ Expected = Callable[..., Tokens]
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first three of the bundled target's six layers; no answer need be good."""
-    folder = tmp_path_factory.mktemp("target") / "shallow"
-    shutil.copytree(TINY, folder)
-    change_json(folder / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3)
-    tensors = load_file(folder / "model.safetensors")
-    shallow = {name: tensor for name, tensor in tensors.items() if not re.match(r"model\.layers\.[345]\.", name)}
-    save_file(shallow, folder / "model.safetensors")
-    return folder
+def target(shallow: Path) -> Path:
+    return shallow
 
 
 @pytest.fixture(scope="module")

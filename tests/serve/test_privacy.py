@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +19,6 @@ from slipstream.serve.engine.process import build_engine
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, RESPONSES, events, serving
-from slipstream.tests.sources import TINY
 
 VICTIM = "sk-victim"
 ATTACKER = "sk-attacker"
@@ -43,11 +43,11 @@ Body = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"{VICTIM}\n{ATTACKER}\n")
     config = ServeConfig(
-        target=str(TINY),
+        target=str(shallow),
         draft="ngram",
         drafter={"share_between_keys": True},
         width=8,  # whatever passes cost on this machine
@@ -73,8 +73,8 @@ def attacker(server: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
+def tokenizer(shallow: Path) -> Any:
+    return AutoTokenizer.from_pretrained(shallow)
 
 
 def secret_of(rng: random.Random) -> str:

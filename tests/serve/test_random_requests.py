@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from slipstream.serve.request import Grammar, Request
 from slipstream.tests.kernels.triton_runs import SLOW
 from slipstream.tests.serve.engine_runs import SAMPLINGS, build_engine, make_request, run, tokens_of
 from slipstream.tests.serve.test_overlap import build_overlapping
-from slipstream.tests.sources import TINY
 
 BATCH = 6  # bodies at a time, beside one other request
 CONTEXT = 96
@@ -31,23 +31,23 @@ MOST_TRIES = 200
 
 
 @pytest.fixture(scope="module", params=[build_engine, pytest.param(build_overlapping, marks=SLOW)])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, shallow: Path) -> Iterator[Engine]:
     options = {"max_model_len": CONTEXT, "kv_cache_tokens": 128, "page_size": 1, "grammar_drafts": True}
-    built = request.param(TINY, "ngram", **options)
+    built = request.param(shallow, "ngram", **options)
     yield built
     built.close()
 
 
 @pytest.fixture(scope="module")
-def frontend(engine: Engine) -> Frontend:
-    config = ServeConfig(target=str(TINY), draft="ngram", served_model_name=MODEL, max_running=8, max_waiting=8)
+def frontend(engine: Engine, shallow: Path) -> Frontend:
+    config = ServeConfig(target=str(shallow), draft="ngram", served_model_name=MODEL, max_running=8, max_waiting=8)
     return Frontend(config, engine.info)
 
 
 @pytest.fixture(scope="module")
-def bystanders() -> dict[str, tuple[Request, list[int]]]:
+def bystanders(shallow: Path) -> dict[str, tuple[Request, list[int]]]:
     """Requests of every kind, with what each answers alone, by id."""
-    prompt = load_tokenizer(TINY, False)("Tom has 12 boxes. How many").input_ids
+    prompt = load_tokenizer(shallow, False)("Tom has 12 boxes. How many").input_ids
     grammar = Grammar("regex", "[a-c ]{5,30}")
     kinds: list[dict[str, Any]] = [
         *SAMPLINGS.values(),
@@ -56,7 +56,7 @@ def bystanders() -> dict[str, tuple[Request, list[int]]]:
         {"logprobs": 3, "speculation": {"trace": True}},
     ]
     requests = [make_request(f"beside {index}", prompt, seed=index, **kind) for index, kind in enumerate(kinds)]
-    alone = build_engine(TINY, max_running=1)
+    alone = build_engine(shallow, max_running=1)
     answers = tokens_of(run(alone, requests))
     alone.close()
     return {request.id: (request, answers[request.id]) for request in requests}
