@@ -8,10 +8,13 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.models.drafts.base import Choices, DraftFiles, DraftNetwork, build_draft
@@ -102,6 +105,13 @@ class Round:
     accepted: int
 
 
+@cache
+def resampled(count: int) -> NDArray[np.int64]:
+    """(RESAMPLES, count) random choices of so many answers."""
+    rng = random.Random(SEED)
+    return np.array([rng.choices(range(count), k=count) for _ in range(RESAMPLES)])
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """The acceptance of a reading."""
@@ -155,18 +165,15 @@ class Score:
     def ratio(self, other: "Score") -> tuple[float, float]:
         """accept_length / other's, and the lower end of its 95 % interval, by resampling answers. Both are over the
         same answers, or over answers to the same conversations in the same order."""
-        counts = [[0] * len(self.emitted) for _ in range(2)]
-        for num_rounds, score in zip(counts, (self, other), strict=True):
-            for entry in score.rounds:
-                num_rounds[entry.answer] += 1
-        rng = random.Random(SEED)
-        ratios = []
-        for _ in range(RESAMPLES):
-            sample = rng.choices(range(len(self.emitted)), k=len(self.emitted))
-            emitted = [sum(score.emitted[answer] for answer in sample) for score in (self, other)]
-            rounds = [max(sum(num_rounds[answer] for answer in sample), 1) for num_rounds in counts]
-            ratios.append(emitted[0] / rounds[0] * rounds[1] / max(emitted[1], 1))
-        return self.accept_length / other.accept_length, sorted(ratios)[RESAMPLES // 40]
+        samples = resampled(len(self.emitted))
+        emitted = [np.array(score.emitted)[samples].sum(1) for score in (self, other)]
+        counts = [
+            np.bincount([entry.answer for entry in score.rounds], minlength=len(self.emitted))
+            for score in (self, other)
+        ]
+        rounds = [np.maximum(num_rounds[samples].sum(1), 1) for num_rounds in counts]
+        ratios = emitted[0] / rounds[0] * rounds[1] / np.maximum(emitted[1], 1)
+        return self.accept_length / other.accept_length, float(np.sort(ratios)[RESAMPLES // 40])
 
 
 class _Walks:

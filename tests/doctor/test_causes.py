@@ -48,7 +48,7 @@ def answers(make_target: Callable[[str], Path]) -> Answers:
         tokens = torch.cat((tokens, (final[:, -1] @ frozen.head.t()).argmax(-1, keepdim=True)), dim=1)
     texts = tokens.tolist()
     mask = [False] * PROMPT + [True] * ANSWER
-    batches = [collate([[(text, mask) for text in texts[i : i + 8]]], 1 << 20) for i in range(0, TEXTS, 8)]
+    batches = [collate([[(text, mask) for text in texts[i : i + 12]]], 1 << 20) for i in range(0, TEXTS, 12)]
     return folder, target, batches, texts
 
 
