@@ -286,7 +286,7 @@ LENGTHS = (1, 5, 31, 32, 33, 64, 70, 95, 130)  # around captured sizes, and beyo
 )
 def test_prompts_of_all_lengths(drafter: str, page_size: int, captured: int, configure: Configure) -> None:
     """Answers, what of the drafts was accepted, and the KV of target and draft; again with a filled cache."""
-    requests = sized_requests(LENGTHS, max_tokens=12, temperature=0.6, top_k=30)
+    requests = sized_requests(LENGTHS, max_tokens=6, temperature=0.6, top_k=30)
     options = {"page_size": page_size, "max_running": 6, "kv_cache_tokens": 4096, "prefill_budget": 96}
     config = configure("qwen3", drafter, prefill_graph_tokens=captured, **options)
     expected = plain_answers(Path(config.target), requests)
@@ -404,7 +404,7 @@ def test_every_step_fits_a_captured_one(drafter: str, captured: int, configure: 
     }
     engine = play(configure("qwen3", drafter, **options))
     lengths = [1] * 2 * MOST_CHUNKS + [1, 2, 3, 33, 40, 1, 96, 97, 230, 64] * 3
-    requests = [make_request(str(i), random_prompt(n, i), max_tokens=9) for i, n in enumerate(lengths)]
+    requests = [make_request(str(i), random_prompt(n, i), max_tokens=5) for i, n in enumerate(lengths)]
     recorded = record(engine)
     run(engine, requests)
     assert sum(replays_of(engine).values()) == len(recorded) > 0
@@ -415,7 +415,7 @@ def test_every_step_fits_a_captured_one(drafter: str, captured: int, configure: 
 def test_prompts_may_be_left_uncaptured(configure: Configure) -> None:
     config = configure("qwen3", "eagle3", prefill_graph_tokens=0, kv_cache_tokens=4096)
     engine = play(config)
-    requests = sized_requests(LENGTHS, max_tokens=12)
+    requests = sized_requests(LENGTHS, max_tokens=6)
     recorded = record(engine)
     expected = plain_answers(Path(config.target), requests)
     assert tokens_of(run(engine, requests)) == expected
