@@ -222,11 +222,11 @@ def check_prefix_hits(engine: Engine, oracle: Oracle, usable: tuple[int, int, in
     """`run_checked` with a prompt of 40 tokens, then with prompts that have in common with it, or with its answer, all
     of it, 32 and 50 tokens, of which pages may hold the first `usable`."""
     prompt = random_prompt(40, 1)
-    first = run_checked(engine, oracle, [make_request("first", prompt)])
+    first = run_checked(engine, oracle, [make_request("first", prompt, max_tokens=16)])
     longer = prompt + first["first"].tokens[:10]
     variants = prompt, prompt[:32] + random_prompt(9, 2), longer + random_prompt(3, 3)
     for variant, count in zip(variants, usable, strict=True):
-        answers = run_checked(engine, oracle, [make_request("next", variant)])
+        answers = run_checked(engine, oracle, [make_request("next", variant, max_tokens=12)])
         page_size = engine.config.page_size
         assert answers["next"].counts.cached_tokens == count // page_size * page_size
 
