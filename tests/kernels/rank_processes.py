@@ -1,6 +1,7 @@
 """Runs a function in a process for each rank. The interpreter's kernels of all ranks see one another's memory."""
 
 import ctypes
+import gc
 import multiprocessing
 import time
 import traceback
@@ -16,7 +17,7 @@ from triton.runtime import interpreter
 from slipstream.kernels.collectives import peers
 from slipstream.kernels.collectives.peers import Peers
 
-SECONDS = 60  # that a test's ranks may take
+SECONDS = 120  # that a test's ranks may take for each output
 PATIENCE = 1e9  # seconds of the interpreter, which counts looks at a clock
 look = peers._is_over
 store = interpreter._interpreter.store
@@ -43,9 +44,10 @@ def run_ranks(world: int, num_bytes: int, run: Callable[[Peers], list[Tensor]]) 
     buffers = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(world)]
     addresses = [buffer.data_ptr() for buffer in buffers]
     context = multiprocessing.get_context("fork")  # memory has the same addresses in all
-    results = context.SimpleQueue()
+    results = context.Queue()
 
     def work(rank: int) -> None:
+        gc.disable()  # what earlier tests have left may wait for threads that only their process has
         torch.set_num_threads(1)
         peers._is_over = look_and_rest  # in this process alone
         peers.POLLS = tl.constexpr(2)
@@ -62,7 +64,7 @@ def run_ranks(world: int, num_bytes: int, run: Callable[[Peers], list[Tensor]]) 
     outputs: dict[int, Any] = {}
     try:
         while len(outputs) < world:
-            rank, output = results.get()
+            rank, output = results.get(timeout=SECONDS)
             assert not isinstance(output, str), f"rank {rank}: {output}"
             outputs[rank] = output
     finally:

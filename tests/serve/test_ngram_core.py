@@ -288,6 +288,27 @@ def test_resident_memory_is_constant_over_ten_million_tokens() -> None:
     core.check()
 
 
+def test_a_forked_process_ends_without_the_thread() -> None:
+    """It has the core, which its collector of garbage may free."""
+    program = """
+import os, signal
+from slipstream.serve.drafters.ngram.ngram_core import NgramCore
+
+core = NgramCore(rows=1, capacity=100)
+core.insert([1, 2, 3])
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    del core
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+core.insert([4, 5, 6])
+core.flush()
+assert (status, core.stats()["inserted_tokens"]) == (0, 6), status
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def test_threads_may_do_everything_at_once(tmp_path: Path) -> None:
     core = NgramCore(rows=4, capacity=500)
     faults: list[BaseException] = []

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -123,10 +124,19 @@ py::list branches(Ngram& self) {
   return result;
 }
 
-std::unique_ptr<Ngram> make(int64_t rows, int64_t capacity, int64_t branch_length, int64_t min_match, int64_t max_match,
-                            int64_t breadth, int64_t queue_tokens) {
-  return std::make_unique<Ngram>(
-      ngram::Options{rows, capacity, branch_length, min_match, max_match, breadth, queue_tokens});
+// A forked process gets the memory of a core, but not its thread, for which the destructor would wait forever.
+struct DeleteWhereMade {
+  pid_t process = getpid();
+  void operator()(Ngram* core) const {
+    if (getpid() == process) delete core;
+  }
+};
+
+using Holder = std::unique_ptr<Ngram, DeleteWhereMade>;
+
+Holder make(int64_t rows, int64_t capacity, int64_t branch_length, int64_t min_match, int64_t max_match, int64_t breadth,
+            int64_t queue_tokens) {
+  return Holder(new Ngram({rows, capacity, branch_length, min_match, max_match, breadth, queue_tokens}));
 }
 
 void translate(std::exception_ptr pointer) {
@@ -145,7 +155,7 @@ void translate(std::exception_ptr pointer) {
 PYBIND11_MODULE(ngram_core, module) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
   py::register_local_exception_translator(translate);
-  py::class_<Ngram>(module, "NgramCore")
+  py::class_<Ngram, Holder>(module, "NgramCore")
       .def(py::init(&make), py::kw_only(), py::arg("rows") = 64, py::arg("capacity") = 1'000'000,
            py::arg("branch_length") = 18, py::arg("min_match") = 1, py::arg("max_match") = 12,
            py::arg("breadth") = 4, py::arg("queue_tokens") = 65'536)
