@@ -18,7 +18,7 @@ from slipstream.serve.request import Grammar
 
 # First character of an answer without calls, if calls stand at the beginning of an answer: brackets begin a call.
 NOT_A_CALL: Element = {"type": "regex", "pattern": r"[^\s\[\]{}<]"}
-SPACE: Element = {"type": "regex", "pattern": r"\s{0,8}"}
+SPACE: Element = {"type": "regex", "pattern": r"[ \t\r\n]{0,8}"}  # of JSON; `\s` has others, which its readers refuse
 
 
 def written(tag: Element) -> str:

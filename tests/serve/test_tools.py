@@ -11,12 +11,13 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import xgrammar
 from transformers import AutoTokenizer
 
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
 from slipstream.serve.chat.parser import Parts
 from slipstream.serve.chat.tools import ToolChoice, ToolError, read_choice
-from slipstream.serve.grammar.grammars import Grammars
+from slipstream.serve.grammar.grammars import Grammars, compile_with
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.tests.pairwise import some_of
@@ -239,6 +240,20 @@ def test_answers_are_the_same_with_every_drafter(
         if form.grammar is not None and name.startswith(("opened", "optional", "closed")):
             jsonschema.validate(json.loads(parts.content), WEATHER)
     assert ends >= 6
+
+
+def test_only_spaces_of_json_are_before_it(hermes: Path) -> None:
+    """After reasoning: readers of JSON refuse others."""
+    tokenizer = AutoTokenizer.from_pretrained(hermes)
+    prompt = [tokenizer.convert_tokens_to_ids("<think>")]
+    grammar = Grammar("json_schema", json.dumps(WEATHER))
+    answer = ChatFormat(tokenizer, "auto", "auto").answer(ToolChoice(), prompt, grammar)
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
+    compiled = compile_with(xgrammar.GrammarCompiler(info), answer.grammar)
+    for space in (*" \t\r\n", *"\v\f\u00a0\u2028\u3000\ufeff"):
+        matcher = xgrammar.GrammarMatcher(compiled)
+        assert matcher.accept_token(tokenizer.convert_tokens_to_ids("</think>"))
+        assert matcher.accept_string(space) == (space in " \t\r\n"), ascii(space)
 
 
 def test_chat_offline(hermes: Path) -> None:
