@@ -13,7 +13,7 @@ BIN := .venv/bin
 # names short files come last; by numbers of tests, as xdist has it, long files of a single test would.
 # Compiled tests are kept, whatever the environment says: to compile them takes a process 5 s.
 PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo gpu test test-all lint gpu-test clean
 
