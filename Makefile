@@ -8,10 +8,11 @@ PYTHON ?= python3
 DRAFT ?= eagle3
 TARGET ?= dense
 BIN := .venv/bin
-# One thread in each process: two mostly wait for each other on small models, and tests start processes of their own. On
-# the CPU, where there is a GPU, too. A file's tests stay together: they share what is slow to make. In the order of
-# names short files come last; by numbers of tests, as xdist has it, long files of a single test would.
-# Compiled tests are kept, whatever the environment says: to compile them takes a process 5 s.
+# One thread in each process: two mostly wait for each other on small models, and tests start processes of their own. A
+# third process has the cores while others wait for servers. On the CPU, where there is a GPU, too. A file's tests stay
+# together: they share what is slow to make. In the order of names short files come last; by numbers of tests, as xdist
+# has it, long files of a single test would. Compiled tests are kept, whatever the environment says: to compile them
+# takes a process 5 s.
 PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
