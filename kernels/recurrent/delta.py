@@ -39,9 +39,9 @@ from slipstream.kernels.recurrent.walks import (
 BLOCK_VALUES = 32  # columns of a state that a program, of one warp, steps
 VECTOR = 4  # of them that a lane steps, for a part of the keys: on Hopper in 240 registers, none of them spilled
 LANES = 32
-BLOCK_ROWS = 8  # that a program of the convolution takes at once
+BLOCK_ROWS = 8  # that a program of the convolution takes at once; of a request as many as it may have, if that is less
 BLOCK_HEADS = 1  # of which it takes the queries and keys, or as many values
-CONV_WARPS = 4
+CONV_WARPS = 4  # or one a row: then a lane has as many numbers of a head, whatever the rows, so sums have one order
 # Factors of a row and value head, beside g and beta
 DECAY = tl.constexpr(2)
 VALUE = tl.constexpr(3)
@@ -107,12 +107,14 @@ def delta_net(rows: Records, stored: Records, states: States, weights: Weights, 
     keys = triton.next_power_of_2(key_dim)
     block = min(BLOCK_HEADS, triton.next_power_of_2(num_keys))
     num_programs = triton.cdiv(num_keys, block) + triton.cdiv(num_values * value_dim, 2 * block * keys)
+    request_rows = min(BLOCK_ROWS, triton.next_power_of_2(2 * triton.cdiv(num_rows, num_segments)))  # and replayed ones
     _convolve[(num_segments + triton.cdiv(num_rows, BLOCK_ROWS), num_programs)](
         Buffers(channels, factors, outputs, rows, stored, states.inputs), weights, layout, walks, columns,
         rows.inputs.stride(0), rows.gates.stride(0), num_rows, num_decoding, num_segments, stored.inputs.shape[1],
         EPSILON, key_dim**-0.5, **shape, HEADS=block, KEYS=keys,
-        GROUPS=triton.next_power_of_2(num_values // num_keys), ROWS=BLOCK_ROWS, TAPS=TAPS, STATE=STATE,
-        NOTHING=NOTHING, ALONE=num_decoding == num_segments == 1, num_warps=CONV_WARPS, **pdl_options(device),
+        GROUPS=triton.next_power_of_2(num_values // num_keys), ROWS=BLOCK_ROWS, REQUEST_ROWS=request_rows,
+        TAPS=TAPS, STATE=STATE, NOTHING=NOTHING, ALONE=num_decoding == num_segments == 1,
+        num_warps=min(CONV_WARPS, request_rows), **pdl_options(device),
     )  # fmt: skip
     absorb_blocks(outputs, channels, factors, states.memory, sizes, plan)
     block = min(BLOCK_VALUES, triton.next_power_of_2(value_dim))
@@ -131,11 +133,11 @@ def _convolve(
     buffers, weights, layout, walks, columns, x_stride, gate_stride, num_rows, num_decoding, num_segments, num_nodes,
     epsilon, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr,
-    KEYS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr, STATE: tl.constexpr,
-    NOTHING: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
+    KEYS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, REQUEST_ROWS: tl.constexpr, TAPS: tl.constexpr,
+    STATE: tl.constexpr, NOTHING: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A request, a chunk's first rows and its state, or ROWS rows of the pass, of which it takes what a chunk has left
-    (axis 0); queries and keys of HEADS heads, or as many values (axis 1).
+    """A request, a chunk's first rows and its state, REQUEST_ROWS at a time, or ROWS rows of the pass, of which it
+    takes what a chunk has left (axis 0); queries and keys of HEADS heads, or as many values (axis 1).
 
     A program of a request or of a chunk alone reads its channels of the segment's records and state, and writes them
     after that: no other row has a source there. So one launch can do both.
@@ -156,7 +158,6 @@ def _convolve(
     if block < KEY_BLOCKS:
         channel = part * KEY_HEADS * DK + head * DK + dim
         exists = (head < KEY_HEADS) & (dim < DK) & (part >= 0)
-    index = tl.arange(0, ROWS)
     if program < num_segments:
         start = tl.load(layout.starts + program)
         size = tl.load(layout.starts + program + 1) - start
@@ -165,20 +166,21 @@ def _convolve(
         if program < num_decoding:
             num_replayed = tl.load(walks.replayed + program)
         count = tl.where(program < num_decoding, num_replayed + size, tl.minimum(size, ROWS))
-        for tile in range(0, count, ROWS):
-            place = tile + index
+        for tile in range(0, count, REQUEST_ROWS):
+            place = tile + tl.arange(0, REQUEST_ROWS)
             row = tl.where(place < num_replayed, first + place, start + place - num_replayed)
             _convolve_rows(
                 buffers, weights, walks, row, place < count, channel, exists, block, x_stride, gate_stride, epsilon,
-                scale, True, KEY_HEADS, VALUE_HEADS, DK, DV, HEADS, KEYS, GROUPS, ROWS, TAPS, STATE, NOTHING,
+                scale, True, KEY_HEADS, VALUE_HEADS, DK, DV, HEADS, KEYS, GROUPS, REQUEST_ROWS, TAPS, STATE, NOTHING,
             )  # fmt: skip
         if size > 0:
             _keep(
                 buffers, layout, walks, columns, program, start, size, channel, exists, block, x_stride, gate_stride,
-                num_decoding, num_nodes, KEY_HEADS, VALUE_HEADS, CHANNELS, HEADS, GROUPS, ROWS, TAPS, STATE, NOTHING,
+                num_decoding, num_nodes, KEY_HEADS, VALUE_HEADS, CHANNELS, HEADS, GROUPS, REQUEST_ROWS, TAPS, STATE,
+                NOTHING,
             )  # fmt: skip
     else:
-        row = (program - num_segments) * ROWS + index
+        row = (program - num_segments) * ROWS + tl.arange(0, ROWS)
         end = tl.load(layout.starts + num_segments)
         is_rest = (row >= tl.load(layout.starts + num_decoding)) & (row < end)
         is_rest &= tl.load(layout.nodes + row, mask=is_rest, other=0) >= ROWS
