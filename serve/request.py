@@ -274,7 +274,7 @@ class Request:
     choice: int = 0  # index among `n`; hashed into the noise key
     namespace: str = ""  # cached prefixes are shared within a namespace only
     adapter: int = 0  # number of the draft's adapter, which the engine chooses; 0: none
-    tenant: str = ""  # among whom request slots are shared evenly
+    tenant: str = ""  # among whom, and then among whose namespaces, request slots are shared evenly
     client: str = ""  # its client; n-grams are shared between requests of one client and namespace, if not with all
     labels: tuple[str, ...] = ()  # the kind of call, by which acceptance is watched: chat, tools, reasoning, completion
     compiled_grammar: Any = field(default=None, repr=False, compare=False)  # the engine's, for as long as it runs

@@ -376,13 +376,19 @@ class Scheduler:
             yield sequence
 
     def _next_waiting(self) -> Sequence:
-        """Returns the first of those that were preempted, else of the tenants with the fewest running sequences: none
-        of them holds up the others, and each has its turn once its own have ended."""
+        """Returns the first of those that were preempted, else of the tenants with the fewest running sequences, and of
+        their namespaces likewise: none holds up the others, and each has its turn once its own have ended."""
         head = self._waiting[0]
         if head.num_preemptions:
             return head
-        counts = Counter(sequence.request.tenant for sequence in self._running)
-        return min(self._waiting, key=lambda sequence: counts[sequence.request.tenant])
+        tenants = Counter(sequence.request.tenant for sequence in self._running)
+        namespaces = Counter((sequence.request.tenant, sequence.request.namespace) for sequence in self._running)
+
+        def num_running(sequence: Sequence) -> tuple[int, int]:
+            request = sequence.request
+            return tenants[request.tenant], namespaces[request.tenant, request.namespace]
+
+        return min(self._waiting, key=num_running)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence a free request slot, and pages. Returns False if these are lacking."""

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -79,6 +80,7 @@ class Api:
         self.engine = engine
         self.metrics = Metrics()
         self.max_open = config.max_running + config.max_waiting
+        self._num_open = Counter[str]()  # of each client
         self.is_draining = False  # True: open requests finish, new ones are refused
         self.guard = guard
         self.cors_origins = config.cors_origins
@@ -101,17 +103,24 @@ class Api:
             self.answer_log.close()
 
     async def answer(self, kind: Kind, request: Request) -> Response:
-        self._check_room(1)  # before the body is read
+        client = request.state.client
+        self._check_room(client, 1)  # before the body is read
         call, disconnect = await self._take(partial(self._read_call, kind), request)
         requests = await self._with_grammar(call, disconnect)
-        self._check_room(len(call.requests))
+        num_choices = len(call.requests)
+        self._check_room(client, num_choices)
         note(answer=call.requests[0].id.rpartition("-")[0], stream=call.stream)
         completion = Completion(self.engine, self.metrics, watched=call.stream, answer_log=self.answer_log)
-        client = request.state.client
-        address = request.client.host if request.client else ""
-        requests = [replace(choice, client=client, tenant=client or choice.namespace or address) for choice in requests]
+        tenant = client or (request.client.host if request.client else "")
+        requests = [replace(choice, client=client, tenant=tenant) for choice in requests]
         completion.submit(requests, call.stop, call.answers, call.echoes)
-        disconnect.add_done_callback(lambda _: completion.abort())
+        self._num_open[client] += num_choices
+
+        def end(_: asyncio.Task[None]) -> None:
+            self._num_open[client] -= num_choices
+            completion.abort()
+
+        disconnect.add_done_callback(end)
         if call.stream:
             return StreamingResponse(self._events(call, completion), media_type="text/event-stream")
         return await self._whole(call, completion)
@@ -310,7 +319,7 @@ class Api:
         finally:
             completion.abort()
 
-    def _check_room(self, num_choices: int) -> None:
+    def _check_room(self, client: str, num_choices: int) -> None:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="server_shutting_down")
         if (problem := self.engine_problem) is not None:
@@ -319,6 +328,10 @@ class Api:
             raise ApiError(503, "the engine is not taking requests; try again later", code="server_overloaded")
         if self.engine.num_open + num_choices > self.max_open:
             message = f"{self.engine.num_open} of at most {self.max_open} requests are open; try again later"
+            raise ApiError(429, message, code="server_overloaded")
+        limit = self.max_open - self.max_open // 4
+        if client and self._num_open[client] + num_choices > limit:
+            message = f"{self._num_open[client]} of at most {limit} requests of your key are open; try again later"
             raise ApiError(429, message, code="server_overloaded")
 
     def _watch(self, request: Request) -> asyncio.Task[None]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def test_each_key_is_a_client_of_its_own(client: httpx.Client) -> None:
     assert gauge(client, "engine_tenants") == len(KEYS)
 
 
-def test_a_salt_or_an_address_stands_for_a_client_without_a_key(byte_target: str) -> None:
+def test_an_address_stands_for_a_client_without_a_key(byte_target: str) -> None:
+    """A client can choose salts, so they must not earn it more turns."""
     with (
         serving(ServeConfig(target=byte_target, port=0)) as server,
         httpx.Client(base_url=server.url, timeout=120) as client,
@@ -132,8 +134,31 @@ def test_a_salt_or_an_address_stands_for_a_client_without_a_key(byte_target: str
         for salt in ("", "a", "b", "a", ""):
             body = {"prompt": "a", "cache_salt": salt}
             assert client.post(COMPLETIONS, json=body).status_code == 200
-        wait_until(lambda: gauge(client, "engine_tenants") == 3, "the engine tells of salts and the address")
-        assert gauge(client, "engine_clients") == 1
+        assert gauge(client, "engine_tenants") == gauge(client, "engine_clients") == 1
+
+
+def test_no_key_takes_all_places(byte_target: str, tmp_path: Path) -> None:
+    """Three of four at most, and as many again once its requests have ended or were left."""
+    file = tmp_path / "keys"
+    file.write_text("\n".join(KEYS))
+    options: dict[str, Any] = {"max_running": 4, "max_waiting": 4, "api_key_file": str(file), "max_model_len": 20_000}
+    config = ServeConfig(target=byte_target, port=0, **options)
+    body = {"prompt": "a", "max_tokens": 15_000, "ignore_eos": True, "cache_salt": "slow", "n": 3, "stream": True}
+    headers = [{"Authorization": f"Bearer {key}"} for key in KEYS]
+    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+        for _ in range(2):
+            lines = list[Iterator[str]]()
+            with ExitStack() as stack:
+                for _ in range(2):
+                    stream = stack.enter_context(client.stream("POST", COMPLETIONS, json=body, headers=headers[0]))
+                    lines.append(stream.iter_lines())  # whose end would close the stream
+                    next(lines[-1])
+                refused = client.post(COMPLETIONS, json={"prompt": "a"}, headers=headers[0])
+                assert refused.status_code == 429
+                assert "6 of at most 6 requests of your key are open" in refused.text
+                assert client.post(COMPLETIONS, json={"prompt": "a"}, headers=headers[1]).status_code == 200
+            client.headers.update(headers[0])
+            wait_until(lambda: gauge(client, "open_requests") == 0, "they are left")
 
 
 def test_clients_without_two_keys_are_one() -> None:

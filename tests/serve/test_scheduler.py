@@ -221,21 +221,24 @@ def test_tenants_share_slots_and_keep_their_order(seed: int) -> None:
     rng = random.Random(seed)
     recorder = Recorder(num_pages=200, max_running=6)
     scheduler = recorder.scheduler
-    waiting = list[tuple[str, str]]()  # (request, tenant), in order of arrival
-    running = list[tuple[str, str]]()
+    waiting = list[tuple[str, str, str]]()  # (request, tenant, namespace), in order of arrival
+    running = list[tuple[str, str, str]]()
     for number in range(150):
         if rng.random() < 0.6:
-            waiting.append((str(number), rng.choice("aaaaabc")))
+            tenant = rng.choice("aaaaabc")
+            salt = rng.choice("xxy") if tenant == "a" else str(number)  # others get no more turns by new salts
+            waiting.append((str(number), tenant, salt))
             params = SamplingParams(max_tokens=50)
-            scheduler.add(Request(id=str(number), prompt=[5, 6], params=params, tenant=waiting[-1][1]))
+            scheduler.add(Request(id=str(number), prompt=[5, 6], params=params, tenant=tenant, namespace=salt))
         elif running:
             scheduler.abort(running.pop(rng.randrange(len(running)))[0])
         recorder.calls.clear()
         recorder.prefill()
         for name, request_id, _ in recorder.calls:
             assert name == "admit"
-            tenants = [tenant for _, tenant in running]
-            expected = min(waiting, key=lambda entry: tenants.count(entry[1]))  # noqa: B023
+            tenants = [tenant for _, tenant, _ in running]
+            salts = [entry[1:] for entry in running]
+            expected = min(waiting, key=lambda entry: (tenants.count(entry[1]), salts.count(entry[1:])))  # noqa: B023
             assert request_id == expected[0]
             waiting.remove(expected)
             running.append(expected)
