@@ -14,6 +14,8 @@ OF_TARGET = (
     *("target", "revision", "dtype", "quantization", "kv_cache_dtype", "exact", "tp_exact", "max_model_len"),
     "logprobs_mode",
 )
+# What neither ingresses nor replicas read.
+OF_CLUSTER = ("cluster", "name", "surge")
 # What only replicas read: a change leaves ingresses as they are.
 OF_REPLICAS = ("draft", "drafter", "replicas", "max_replicas", "requests_per_replica", "second", "second_replicas")
 
@@ -125,22 +127,13 @@ class DeployConfig(ServeConfig):
 
     def ingress_version(self, key_digests: list[bytes]) -> str:
         """A name for what ingresses depend on."""
-        values = {name: value for name, value in self.values().items() if not name.startswith(OF_REPLICAS)}
+        values = {name: value for name, value in self.values().items() if not name.startswith(OF_REPLICAS + OF_CLUSTER)}
         return digest([values, [key.hex() for key in key_digests], self.second_draft is None, self.second_share])
 
     @property
     def replica_version(self) -> str:
         """A name for what a replica depends on."""
-        unrelated = (
-            "replicas",
-            "max_replicas",
-            "second",
-            "ingresses",
-            "requests_per_replica",
-            "name",
-            "cluster",
-            "surge",
-        )
+        unrelated = ("replicas", "max_replicas", "second", "ingresses", "requests_per_replica", *OF_CLUSTER)
         return digest({name: value for name, value in self.values().items() if not name.startswith(unrelated)})
 
 

@@ -331,6 +331,8 @@ def test_versions_change_with_what_they_name() -> None:
     assert versions(draft="none")[1] != replica
     assert versions(drafter={"depth": 2})[1] != replica
     assert versions(replicas=7, max_replicas=9) == (target, replica, ingress)
+    assert versions(cluster="local", surge=False) == (target, replica, ingress)
+    assert versions(ingresses=2)[:2] == (target, replica)
     assert versions(keys=[b"1"])[:2] == (target, replica)
     assert versions(keys=[b"1"])[2] != ingress
     assert not {*versions(target="y")} & {target, replica, ingress}
