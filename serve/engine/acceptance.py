@@ -85,6 +85,11 @@ class AcceptanceStats:
         self.version += 1
         self._host_rows.clear()
 
+    def join(self, num_running: int) -> None:
+        """Forgets a request's share of the last steps, which told of `num_running` others that it joins."""
+        self._recent *= num_running / (num_running + 1)
+        self._is_new = False
+
     @property
     def probabilities(self) -> Floats:
         """(BINS,) probability that a node is accepted: the present ones, which the table follows with delay."""

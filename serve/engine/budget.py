@@ -187,6 +187,8 @@ class BudgetPolicy:
         self._ratios.admit(slot)
         if slot in self._slots:
             self._age = RECOMPUTE
+        else:
+            self.acceptance.join(len(self._slots))
 
     def record(self, slots: Sequence[int], bins: Ints, admitted: Ints, accepted: NDArray[np.bool_]) -> None:
         """Counts the nodes that a step verified for B requests in `slots`. (B, N) bins of all stored nodes, verified or

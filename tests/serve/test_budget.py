@@ -174,6 +174,17 @@ def test_another_request_gets_drafts_at_once() -> None:
     assert np.mean(rates[11::2]) > 0.9
 
 
+def test_a_batch_is_not_judged_by_the_request_before() -> None:
+    policy = BudgetPolicy(costs(), WIDTHS)
+    policy.admit(0)
+    Simulation(policy, World(30.0), 1).run(200)
+    for slot in range(8):
+        policy.admit(slot)
+    simulation = Simulation(policy, World(0.3), 8)
+    early = simulation.run(40)
+    assert early > 0.85 * simulation.run(40)
+
+
 def test_regret_to_the_best_fixed_width_of_each_request_in_hindsight() -> None:
     """One request at a time, whose drafts are accepted more or less often from the middle of its answer on."""
     simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(1.0), 1)
