@@ -39,7 +39,7 @@ MOST_PASSES = 8  # through a past text in an epoch
 
 
 class Continuation:
-    """Weights on the host: `best`, from which new ones start; at first the draft's."""
+    """`best`: the weights from which new ones start; at first the draft's."""
 
     def __init__(
         self,
@@ -87,9 +87,8 @@ class Continuation:
         training.load_state_dict(weights)
         if lora_rank:
             training.adapt(lora_rank, draft)
-        rate = RATE * training.peak_lr(optim, length)
-        self.options = replace(options, optim=replace(optim, lr=rate))
-        optimizers = build_optimizers(training, self.options.optim)
+        self.options = options
+        optimizers = build_optimizers(training, optim)
         self.training = training
         self.model, *self.optimizers = self.accelerator.prepare(training, *optimizers)
         self.progress = Progress(first_length=optim.steps or optim.epochs)
@@ -105,27 +104,37 @@ class Continuation:
         return checkpoints
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.training.state_dict().items()}
+        return {name: tensor.clone() for name, tensor in self.training.state_dict().items()}
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self.training.load_state_dict(weights)
 
+    def exchange(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Takes these in place of the weights there, which it returns. Copies nothing."""
+        parameters = self.training.state_dict(keep_vars=True)
+        before = {name: parameter.data for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data = weights[name]
+        return before
+
     def new_weights(self) -> dict[str, Tensor]:
         """Weights to offer."""
-        weights = self.weights()
-        final_names = {name for name, tensor in weights.items() if FIRST in name or not tensor.is_floating_point()}
         return {
-            name: weights[name] if name in final_names else tensor.lerp(weights[name], WAY)
-            for name, tensor in self.best.items()
+            name: tensor.clone()
+            if FIRST in name or not tensor.is_floating_point()
+            else self.best[name].lerp(tensor, WAY)
+            for name, tensor in self.training.state_dict().items()
         }
 
-    def loop_over(self, train: PackedRows, heldout: PackedRows) -> Loop:
-        """Returns the loop over some rows; optimizers and progress go on."""
+    def loop_over(self, train: PackedRows, heldout: PackedRows, size: int = 1) -> Loop:
+        """Returns the loop over some rows, `size` in a pass; optimizers and progress go on."""
+        options = self.options
+        rate = RATE * self.training.peak_lr(options.optim, size * options.data.max_length)
         return Loop(
             self.accelerator,
             self.model,
             self.optimizers,
-            self.options,
+            replace(options, data=replace(options.data, batch_size=size), optim=replace(options.optim, lr=rate)),
             train,
             heldout,
             self.progress,
@@ -135,12 +144,11 @@ class Continuation:
     def lengths(self, loop: Loop, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """Simulated accept lengths of held-out texts with these weights, by category; the trained weights stay."""
         self.training.categories = sorted({*map(str, loop.heldout.categories)})
-        trained = self.weights()
-        self.load(weights)
+        trained = self.exchange(weights)
         try:
             metrics = loop.evaluate()
         finally:
-            self.load(trained)
+            self.exchange(trained)
         names = {name: f"eval_accept_length_by_category/{name}" for name in self.training.categories}
         return {name: metrics[key] for name, key in names.items() if key in metrics}
 

@@ -3,10 +3,11 @@
 python -m slipstream.train.learn FD JOB, which the engine's process starts. Texts with the target's states come in on a
 socket and wait in memory (text_ring.py); nothing of them is written to disk, and all of it is gone when the process
 ends. A round trains the draft by its family's objective on the texts that are there, old ones among them, and walks
-held-out ones with the weights that serve and with new ones, which lie between the trained and the first. It offers them
-if recent texts are accepted longer by GAIN, past ones as long as ever but for LOSS, and no client's shorter by
-CLIENT_LOSS. Then it waits: the engine lets them serve on trial. If they are taken back, training goes on from those
-that serve.
+held-out ones with the weights that serve and with new ones, which lie between the trained and the first. On a GPU of
+its own a step takes as many rows as fit, up to RATE_TOKENS. Without new texts a round only follows one that has gained.
+The trainer offers weights if recent texts are accepted longer by GAIN, past ones as long as ever but for LOSS, and no
+client's shorter by CLIENT_LOSS. Then it waits: the engine lets them serve on trial. If they are taken back, training
+goes on from those that serve.
 
 While the engine has work, training keeps to a share of the time (pace.py). Of a GPU it takes all memory that it will
 need before the engine sizes its cache.
@@ -43,12 +44,14 @@ from slipstream.train.batches import PackedRows, Share, load_prepared
 from slipstream.train.checkpoints import Progress
 from slipstream.train.continuation import LOSS, MOST_PASSES, PAST, Continuation
 from slipstream.train.loop import Loop
+from slipstream.train.optim import RATE_TOKENS
 from slipstream.train.options import OptimOptions
 from slipstream.train.pace import Pace
 from slipstream.train.state_source import StateSource
 from slipstream.train.text_ring import MemoryStates, ServedTexts, Split, Splits, dataset_of, in_fp8
 
-STEPS = 25  # of a round
+STEPS = 25  # of a round, at least
+EVALUATION_SHARE = 0.05  # of the time of steps and evaluations
 LEAST_TEXTS = 16  # of the train split, from which on it trains
 LEAST_HELD_OUT = 4
 CLIENT_LOSS = 0.05  # of a client's accept length
@@ -107,6 +110,11 @@ class Trainer(Continuation):
         super().__init__(job.target, job.draft, device, optim, trust_remote_code=trust, last_layers=0)
         self.job = job
         self.serving = self.best
+        length = self.options.data.max_length
+        self.most_rows = RATE_TOKENS // length if device.type == "cuda" and job.share == 1 else 1  # of a step
+        self.seconds = {"steps": 0.0, "evaluations": 0.0}
+        self.heldout: Split | None = None
+        self.measured: dict[int, Lengths] = {}  # of `serving` and `best` by id, with the held-out texts that are there
         self.pace = Pace(job.share, Load(job.folder).is_busy)
         self.training.register_forward_pre_hook(lambda *_: self.pace.begin())
         self.training.register_forward_hook(self._end_evaluation)
@@ -116,29 +124,59 @@ class Trainer(Continuation):
             self.rest()
 
     def train_step(self, loop: Loop) -> None:
+        began = time.monotonic()
         loop.train_step(False)
         self.rest()
+        self.seconds["steps"] += time.monotonic() - began
 
     def rest(self) -> None:
         if self.job.device != "cpu":
             torch.cuda.synchronize()  # sync
         self.pace.end()
 
+    def round(self, loop: Loop) -> None:
+        """Trains until evaluations have had at most their share of the time."""
+        steps = 0
+        while steps < STEPS or self.seconds["evaluations"] > EVALUATION_SHARE * sum(self.seconds.values()):
+            self.train_step(loop)
+            steps += 1
+
     def take_memory(self) -> None:
-        """Takes what a step and an evaluation of the longest row need; torch keeps it. Changes nothing else."""
-        length = self.options.data.max_length
-        states = torch.zeros(length - 1, len(self.job.layers), self.config.hidden_size)
-        split = Split({"": [in_fp8(ServedText("", [0] * length, 1, states))]}, {})
-        loop = self.loop(Splits(split, split))
-        loop.train_step(False)
-        self.lengths(loop, self.best)
+        """Takes what a step and an evaluation of the longest rows need, of fewer where they do not fit; torch keeps it.
+        Changes nothing else."""
+        while not self.fits():
+            self.most_rows //= 2
         self.load(self.best)
         for optimizer in self.optimizers:
+            optimizer.zero_grad()
             optimizer.state.clear()
         self.progress = Progress(first_length=self.progress.first_length)
 
+    def fits(self) -> bool:
+        """Whether a step of `most_rows` and an evaluation find memory, beside weights that serve and new ones. Raises
+        torch.OutOfMemoryError where one row does not."""
+        length = self.options.data.max_length
+        states = torch.zeros(length - 1, len(self.job.layers), self.config.hidden_size)
+        split = Split({"": [in_fp8(ServedText("", [0] * length, 1, states))] * self.most_rows}, {})
+        copies = [self.weights()]
+        self.model.train()
+        try:
+            loop = self.loop(Splits(split, split))
+            loop.train_step(False)
+            copies.append(self.new_weights())
+            self.lengths(loop, copies[-1])
+        except torch.OutOfMemoryError:
+            if self.most_rows == 1:
+                raise
+            return False
+        return True
+
     def loop(self, splits: Splits) -> Loop:
-        return self.loop_over(self.rows(splits.train, shares_of(splits.train)), self.rows(splits.heldout))
+        if splits.heldout != self.heldout:
+            self.heldout = splits.heldout
+            self.measured.clear()
+        train = self.rows(splits.train, shares_of(splits.train))
+        return self.loop_over(train, self.rows(splits.heldout), min(self.most_rows, len(train)))
 
     def rows(self, split: Split, shares: Sequence[Share] = ()) -> PackedRows:
         """`shares` of an epoch; evaluations, which walk each row once, have none."""
@@ -148,12 +186,20 @@ class Trainer(Continuation):
         packed.categories = [" ".join(group) for group, part in groups.items() for _ in part]
         store: Any = MemoryStates(texts, tuple(self.job.layers), self.config.num_layers)
         layers = self.training.draft.config.aux_layers
-        source = StateSource({0: store}, "served", layers, final_state=self.training.reads_final_state)
+        pinned = self.job.device != "cpu"
+        source = StateSource({0: store}, "served", layers, final_state=self.training.reads_final_state, pinned=pinned)
         packed.add_states = source.add
         return packed
 
+    def measured_lengths(self, loop: Loop, weights: Mapping[str, Tensor]) -> Lengths:
+        if id(weights) not in self.measured:
+            self.measured[id(weights)] = self.accept_lengths(loop, weights)
+        return self.measured[id(weights)]
+
     def accept_lengths(self, loop: Loop, weights: Mapping[str, Tensor]) -> Lengths:
+        began = time.monotonic()
         lengths = self.lengths(loop, weights)
+        self.seconds["evaluations"] += time.monotonic() - began
         counts = Counter(loop.heldout.categories)
         clients = {name for name in lengths if name.startswith("recent ") and counts[name] >= LEAST_HELD_OUT}
         return Lengths(
@@ -227,26 +273,37 @@ def learn(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
     """Learns until the engine is gone."""
     if job.data is not None:
         add_data(channel.texts, job, trainer)
+    last_splits: Splits | None = None
+    length = last_length = 0.0  # of recent texts, with the weights of the last two rounds over the same texts
+    began = time.monotonic()
     while True:
         splits = channel.texts.now()
-        if splits.train.num_recent < LEAST_TEXTS or splits.heldout.num_recent < LEAST_HELD_OUT:
+        has_few = splits.train.num_recent < LEAST_TEXTS or splits.heldout.num_recent < LEAST_HELD_OUT
+        if has_few or (splits == last_splits and length <= last_length):
             time.sleep(WAIT_SECONDS)
             continue
-        loop = trainer.loop(splits)
-        for _ in range(STEPS):
-            trainer.train_step(loop)
+        if splits != last_splits:
+            last_splits = splits
+            loop = trainer.loop(splits)
+            length = 0.0
+        trainer.round(loop)
         weights = trainer.new_weights()
-        before, after, best = (trainer.accept_lengths(loop, x) for x in (trainer.serving, weights, trainer.best))
+        after = trainer.accept_lengths(loop, weights)
+        before, best = (trainer.measured_lengths(loop, x) for x in (trainer.serving, trainer.best))
+        last_length = length
+        length = after.recent
         if not is_better(before, after, best):
             continue
         folder = Path(tempfile.mkdtemp(prefix="step-", dir=job.folder))  # one that died may have left its own there
         trainer.write(weights, folder, {"metrics": {"recent": after.recent, "past": after.past}})
-        channel.send(Offer(str(folder), before.recent, after.recent))
+        seconds = trainer.seconds | {"all": time.monotonic() - began}
+        channel.send(Offer(str(folder), before.recent, after.recent, seconds))
         if channel.verdicts.get() == "passed":
             with channel.saving, atomic_folder(Path(job.output), CHECKPOINT.check) as new:
                 shutil.copytree(folder, new, dirs_exist_ok=True)
             trainer.serving = weights
             trainer.best = weights if after.past > best.past else trainer.best
+            trainer.measured.clear()
         else:
             trainer.load(trainer.serving)
         shutil.rmtree(folder)

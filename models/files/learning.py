@@ -66,11 +66,13 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Weights that the trainer holds for better: a checkpoint's folder, and accept lengths of held-out texts."""
+    """Weights that the trainer holds for better: a checkpoint's folder, accept lengths of held-out texts, and how many
+    seconds training has gone on, and went to steps and to evaluations."""
 
     folder: str
     before: float
     after: float
+    seconds: dict[str, float]
 
 
 class Load:

@@ -203,8 +203,9 @@ def attach(learner: "Learner", engine: Any, inbox: Inbox) -> None:
 
     def offer(weights: "Offer") -> None:
         logger.info(
-            "learn: held-out texts are accepted %.3f tokens long with new weights, %.3f with those that serve",
-            *(weights.after, weights.before),
+            "learn: held-out texts are accepted %.3f tokens long with new weights, %.3f with those that serve; of "
+            "%.0f s, steps have taken %.0f and evaluations %.0f",
+            *(weights.after, weights.before, *map(weights.seconds.get, ("all", "steps", "evaluations"))),
         )
         swap_draft(SwapDraft(0, weights.folder, TRIAL_ROUNDS), engine, inbox, answer)
 

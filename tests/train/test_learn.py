@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import chain, count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.sources import ROOT, TINY
 from slipstream.train import learn as learn_module
-from slipstream.train.batches import PackedRows
+from slipstream.train.batches import Batch, PackedRows
 from slipstream.train.continuation import MOST_PASSES
 from slipstream.train.learn import Lengths, Trainer, add_data, is_better, learn, shares_of
 from slipstream.train.pace import Pace
@@ -355,7 +356,7 @@ def test_a_trainer_rests_after_each_piece_of_work(tmp_path: Path, monkeypatch: p
         texts.add(entry)
     with pytest.raises(Verdicts):
         learn(trainer.job, trainer, FakeChannel(texts, [], lambda _: None))  # type: ignore[arg-type]
-    assert seconds["work"] >= 4 + 3
+    assert seconds["work"] >= 4 + 2
     assert seconds["rest"] == pytest.approx(3 * seconds["work"])
 
 
@@ -374,6 +375,86 @@ def test_memory_is_taken_without_a_trace(draft: str, tmp_path: Path) -> None:
     assert all(torch.equal(x, first[name]) for name, x in trainer.weights().items())
     assert not any(optimizer.state for optimizer in trainer.optimizers)
     assert trainer.progress == make_trainer(ROOT / "tests" / "assets" / draft, tmp_path).progress
+
+
+def test_a_step_takes_as_many_rows_as_there_are_and_as_fit(tmp_path: Path) -> None:
+    """At the rate for steps of so many tokens. Where memory lacks, of half as many."""
+    draft = ROOT / "tests" / "assets" / "eagle3"
+    trainer = make_trainer(draft, tmp_path)
+    texts = answers_of(draft, tuple(trainer.job.layers))
+    first = trainer.weights()
+    trainer.most_rows = 8
+    sizes = []
+
+    def lack(module: Any, batch: tuple[Batch]) -> None:
+        sizes.append((module.training, len(batch[0].tokens)))
+        if sizes[-1] in ((True, 8), (False, 4)):
+            raise torch.OutOfMemoryError
+
+    lacks = trainer.training.register_forward_pre_hook(lack)
+    trainer.take_memory()
+    assert sizes == [(True, 8), (True, 4), (False, 4), (True, 2), (False, 2)]
+    assert trainer.most_rows == 2
+    assert all(torch.equal(x, first[name]) for name, x in trainer.weights().items())
+    assert not any(optimizer.state for optimizer in trainer.optimizers)
+    sizes.clear()
+    lacks.remove()
+    trainer.options = replace(trainer.options, data=replace(trainer.options.data, max_length=128))
+    for most_rows, size in ((1, 1), (3, 3), (64, 5)):
+        trainer.most_rows = most_rows
+        loop = trainer.loop(Splits(Split({"": texts}, {}), Split({"": texts[:1]}, {})))
+        assert (len(loop.train), loop.schedule.rows_per_step) == (5, size)
+        width = trainer.config.hidden_size
+        rate = 0.3 * 0.015 * (576 / width) ** 0.5 * (size * 128 / 16_384) ** 0.25
+        assert loop.schedule.optim.lr == pytest.approx(rate)
+
+
+def test_weights_are_measured_once_on_the_same_texts(tmp_path: Path) -> None:
+    draft = ROOT / "tests" / "assets" / "eagle3"
+    trainer = make_trainer(draft, tmp_path)
+    texts = answers_of(draft, tuple(trainer.job.layers))
+    passes = []
+    trainer.training.register_forward_hook(lambda *_: passes.append(1))
+
+    def lengths(train: int, heldout: int, count: int) -> Lengths:
+        loop = trainer.loop(Splits(Split({"": texts[:train]}, {}), Split({"": texts[:heldout]}, {})))
+        lengths = trainer.measured_lengths(loop, trainer.serving)
+        assert len(passes) == count
+        assert lengths == trainer.accept_lengths(loop, trainer.serving)
+        passes.pop()
+        return lengths
+
+    assert lengths(8, 3, count=1) == lengths(9, 3, count=1)
+    lengths(9, 4, count=2)
+
+
+def test_evaluations_have_their_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of which every look takes a second. Rounds end where texts that stay bring no more."""
+    monkeypatch.setattr(learn_module, "STEPS", 2)
+    monkeypatch.setattr(learn_module, "EVALUATION_SHARE", 0.25)
+    monkeypatch.setattr(learn_module, "GAIN", math.inf)
+    draft = ROOT / "tests" / "assets" / "eagle3"
+    trainer = make_trainer(draft, tmp_path)
+    texts = ServedTexts(10**9, 2048)
+    for entry in answers_of(draft, tuple(trainer.job.layers)) * 3:
+        texts.add(entry)
+    recent = iter((1.2, 1.0, 1.3, 1.3))
+    steps = []
+
+    def lengths(*_: object) -> dict[str, float]:
+        steps.append(trainer.progress.step)
+        return {"recent ": next(recent)}
+
+    def sleep(_: float) -> None:
+        raise Verdicts
+
+    monkeypatch.setattr(trainer, "lengths", lengths)
+    monkeypatch.setattr(learn_module, "time", SimpleNamespace(monotonic=count().__next__, sleep=sleep))
+    with pytest.raises(Verdicts):
+        learn(trainer.job, trainer, FakeChannel(texts, [], lambda _: None))  # type: ignore[arg-type]
+    # two evaluations after two steps, so four more until they are a quarter; then one, and three steps
+    assert steps == [2, 2, 6, 9]
+    assert trainer.seconds == {"steps": 9, "evaluations": 4}
 
 
 def test_texts_of_training_are_the_past(tmp_path: Path) -> None:
