@@ -6,8 +6,8 @@ ends. A round trains the draft by its family's objective on the texts that are t
 held-out ones with the weights that serve and with new ones, which lie between the trained and the first. On a GPU of
 its own a step takes as many rows as fit, up to RATE_TOKENS. Without new texts a round only follows one that has gained.
 The trainer offers weights if recent texts are accepted longer by GAIN, past ones as long as ever but for LOSS, and no
-client's shorter by CLIENT_LOSS. Then it waits: the engine lets them serve on trial. If they are taken back, training
-goes on from those that serve.
+client's shorter by CLIENT_LOSS. Then it waits: the engine lets them serve on trial. If they are taken back, or recent
+texts are accepted shorter by GAIN, training goes on from those that serve.
 
 While the engine has work, training keeps to a share of the time (pace.py). Of a GPU it takes all memory that it will
 need before the engine sizes its cache.
@@ -55,7 +55,7 @@ EVALUATION_SHARE = 0.05  # of the time of steps and evaluations
 LEAST_TEXTS = 16  # of the train split, from which on it trains
 LEAST_HELD_OUT = 4
 CLIENT_LOSS = 0.05  # of a client's accept length
-GAIN = 0.05  # of (accept length - 1) of recent texts, from which on weights are offered
+GAIN = 0.05  # of (accept length - 1) of recent texts, to offer weights; as great a loss drops them
 NICE = 10
 WAIT_SECONDS = 0.5
 
@@ -260,13 +260,17 @@ def mean_of(lengths: Mapping[str, float], part: str) -> float:
 
 def is_better(before: Lengths, after: Lengths, best: Lengths) -> bool:
     """Whether weights are worth a trial. `before`: of those that serve; `best`: of those with the longest past."""
-    gain = after.recent - before.recent
     is_fair = all(
         after.clients[name] >= (1 - CLIENT_LOSS) * length
         for lengths in (before, best)
         for name, length in lengths.clients.items()
     )
-    return is_fair and gain > GAIN * max(before.recent - 1, GAIN) and after.past >= (1 - LOSS) * best.past
+    return is_fair and after.recent - before.recent > least_gain(before) and after.past >= (1 - LOSS) * best.past
+
+
+def least_gain(before: Lengths) -> float:
+    """In recent texts' accept length, from which on weights are offered."""
+    return GAIN * max(before.recent - 1, GAIN)
 
 
 def learn(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
@@ -292,6 +296,8 @@ def learn(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
         before, best = (trainer.measured_lengths(loop, x) for x in (trainer.serving, trainer.best))
         last_length = length
         length = after.recent
+        if before.recent - after.recent > least_gain(before):
+            trainer.load(trainer.serving)
         if not is_better(before, after, best):
             continue
         folder = Path(tempfile.mkdtemp(prefix="step-", dir=job.folder))  # one that died may have left its own there

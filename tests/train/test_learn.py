@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -340,6 +340,28 @@ def test_what_passed_is_kept_and_what_did_not_is_dropped(tmp_path: Path, monkeyp
     assert later.lineage["learned_from"] == str(draft)
     for name, x in later.serving.items():
         torch.testing.assert_close(x, trainer.serving[name], rtol=2**-8, atol=0)
+
+
+def test_weights_that_went_astray_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on from those that serve."""
+    monkeypatch.setattr(learn_module, "STEPS", 1)
+    draft = ROOT / "tests" / "assets" / "eagle3"
+    trainer = make_trainer(draft, tmp_path)
+    texts = ServedTexts(10**9, 2048)
+    for entry in answers_of(draft, tuple(trainer.job.layers)) * 3:
+        texts.add(entry)
+    trainer.load({name: 3 * x if x.is_floating_point() else x for name, x in trainer.serving.items()})
+    load = trainer.load
+
+    def load_and_end(weights: Mapping[str, torch.Tensor]) -> None:
+        load(weights)
+        raise Verdicts
+
+    monkeypatch.setattr(trainer, "load", load_and_end)
+    with pytest.raises(Verdicts):
+        learn(trainer.job, trainer, FakeChannel(texts, [], lambda _: None))  # type: ignore[arg-type]
+    for name, x in trainer.weights().items():
+        assert torch.equal(x, trainer.serving[name]), name
 
 
 def test_a_trainer_rests_after_each_piece_of_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
