@@ -205,7 +205,7 @@ def category_causes(facts: Facts, categories: Sequence[Category]) -> Iterator[Ca
             why=f"contexts of {', '.join(long)} tokens fell"
             + (f", {', '.join(short)} did not" if short else "")
             + (f"; the draft was trained on texts of up to {trained:,} tokens" if trained else ""),
-            remedy="train it on longer texts (data.max_length), or give it a window (drafter.window)",
+            remedy="train it on longer texts (data.max_length); leave drafter.window auto",
         )
     if "sampled" in fallen and "greedy" in sound:
         yield Cause(

@@ -16,10 +16,10 @@ from slipstream.models.layers.quantized import quantize_by_config
 from slipstream.models.targets.config import LayerSpec, RecurrentSpec
 from slipstream.models.targets.sizes import target_size, weight_bytes
 from slipstream.serve.drafters.registry import find_drafter
+from slipstream.serve.engine.build import make_state
 from slipstream.serve.engine.engine_plan import DeviceFacts, EnginePlan, read_plan
 from slipstream.serve.engine.memory import GRAPH_BYTES, fitting_pools
 from slipstream.serve.options import ServeConfig, find_target
-from slipstream.serve.runner.request_state import RequestState
 
 GPUS = {"24 GB": 24, "32 GB": 32, "48 GB": 48, "80 GB": 80, "96 GB": 96, "141 GB": 141, "180 GB": 180}
 LOGITS_BYTES = 8  # per row with logits and token: logits and sampling's copy of them
@@ -57,15 +57,7 @@ class DryRun:
     def state_bytes(self) -> int:
         """Returns bytes of request slots: page tables, sampling, penalties, masks."""
         plan = self.plan
-        state = RequestState(
-            num_slots=plan.config.max_running,
-            num_pages=plan.pages_for(plan.max_model_len),
-            page_size=plan.config.page_size,
-            width=plan.limits.most_nodes,
-            device=torch.device("cpu"),
-            vocab_size=plan.spec.vocab_size,
-            num_groups=len(plan.groups),
-        )
+        state = make_state(plan, plan.pages_for(plan.max_model_len), torch.device("cpu"))
         return state.nbytes + plan.record_bytes
 
     def pass_bytes(self) -> int:

@@ -285,13 +285,14 @@ class Backend(base.Backend):
         rows = metadata.requests[segment.requests]
         device = table.device
         ends = [min(-(-bound // size), table.shape[1]) for bound in bounds]
-        if window is None and metadata.read_starts is None:
+        starts = [0] * len(bounds) if metadata.read_starts is None else metadata.read_starts[rows].tolist()  # sync
+        if window is None and not any(starts):
             positions = torch.arange(max(ends) * size, device=device)
             return View(table[rows, : max(ends)], ends, positions[None])
-        firsts = [0 if window is None else max(0, length + 1 - window) // size for length in self._lengths(segment)]
-        if metadata.read_starts is not None:
-            starts = metadata.read_starts[rows].tolist()  # sync
-            firsts = [max(first, start // size) for first, start in zip(firsts, starts, strict=True)]
+        firsts = [
+            max(start, 0 if window is None else length + 1 - window) // size
+            for start, length in zip(starts, self._lengths(segment), strict=True)
+        ]
         counts = [end - first for first, end in zip(firsts, ends, strict=True)]
         pages = torch.tensor(firsts, device=device)[:, None] + torch.arange(max(counts), device=device)  # (b, p)
         positions = pages[..., None] * size + torch.arange(size, device=device)  # (b, p, page_size)

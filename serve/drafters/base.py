@@ -148,10 +148,7 @@ class NetworkDrafter(Drafter):
         plan = cls.plan_network(options, config)
         if plan.reads_target:
             return replace(plan, layers=layers, network=config)
-        if options.window == "auto":
-            if any(layer.window for layer in layers):
-                raise ValueError("drafter.window is auto, and this draft was trained with a window: leave it out")
-        elif options.window is not None:
+        if isinstance(options.window, int):
             layers = tuple(with_window(layer, options.window) for layer in layers)
         return replace(
             plan,
@@ -160,14 +157,14 @@ class NetworkDrafter(Drafter):
             network=config,
             adapters=tuple(options.adapters),
             shares=tuple(options.ab.get(name, 0.0) for name in options.adapters),
-            chooses_window=options.window == "auto",
+            chooses_window=options.window == "auto" and not any(layer.window for layer in layers),
         )
 
     @classmethod
     def load(cls, source: DraftSource, options: Any, target: Target) -> Self:
         module = cls.read_network(source, options, target, target.device, target.shared)
-        if getattr(options, "window", None) not in (None, "auto"):
-            module.limit_window(options.window)
+        if isinstance(window := getattr(options, "window", None), int):
+            module.limit_window(window)
         drafter = cls(module, find_vocabulary(module, target, options), options)
         adapters = [read_adapter(resolve(folder)) for folder in getattr(options, "adapters", {}).values()]
         for adapter in adapters if not source.is_in_target else ():

@@ -65,7 +65,7 @@ class ModulesDrafter(AutoregressiveDrafter):
     @classmethod
     def plan_network(cls, options: TreeOptions, config: DraftConfig) -> base.DraftPlan:
         assert isinstance(config, MTPConfig)
-        if config.num_modules > 1 and (options.window or config.layer_spec.attention.window):
+        if config.num_modules > 1 and (isinstance(options.window, int) or config.layer_spec.attention.window):
             raise ValueError(
                 f"the draft has {config.num_modules} MTP modules, which draft in turn, and a window, with which they "
                 "are not served: leave drafter.window out, or name another draft"

@@ -29,7 +29,7 @@ LONGEST_MATCH = 12  # last tokens that are looked up, unless options say otherwi
 CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "breadth", "queue_tokens")
 ADAPTER_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 AdmitBy = Literal["confidence", "candidates", "position"]
-Window = int | Literal["auto"] | None
+Window = int | Literal["auto", "all"]
 
 
 def widths_up_to(nodes: int) -> tuple[int, ...]:
@@ -38,8 +38,8 @@ def widths_up_to(nodes: int) -> tuple[int, ...]:
 
 
 def check_window(window: Window) -> None:
-    if window is not None and window != "auto" and not 0 < window < 1 << 31:  # kernels read 32 bits
-        raise ValueError(f"drafter.window is {window}; give 1 to 2147483647 tokens or auto, or leave it out to see all")
+    if isinstance(window, int) and not 0 < window < 1 << 31:  # kernels read 32 bits
+        raise ValueError(f"drafter.window is {window}; give 1 to 2147483647 tokens, auto or all")
 
 
 @dataclass(frozen=True)  # without slots: it is a second base of others
@@ -128,7 +128,7 @@ class ShapeOptions:
 
 @dataclass(frozen=True, slots=True)
 class TreeOptions(AdapterOptions, ShapeOptions):
-    window: Window = None
+    window: Window = "auto"
     """Tokens that the draft's layers see at most, of a draft that was trained to see all; auto: all, or of long texts
     the last 2,048 where that turns out to pay."""
     kv_cache_dtype: str = "auto"
@@ -195,7 +195,7 @@ class DFlashOptions(AdapterOptions, TokenMapOptions):
     """Scores that decide which nodes of all requests a step verifies, and how a tree grows: confidence, those of the
     draft's confidence head; candidates, the probabilities of its tokens; position, places in the proposal alone, of
     nodes that grew by the candidates. Default: confidence for drafts that have the head, else candidates."""
-    window: Window = None
+    window: Window = "auto"
     """Committed tokens that the draft's layers see at most, of a draft that was trained to see all; auto: all, or of
     long texts the last 2,048 where that turns out to pay."""
     sample_from_anchor: bool | None = None

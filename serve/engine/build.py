@@ -30,7 +30,7 @@ from slipstream.serve.engine.budget import BudgetPolicy
 from slipstream.serve.engine.calibration import fill_scales, prefill, read_text, read_user_text, scales_of, tokens_of
 from slipstream.serve.engine.constraints import Constraints
 from slipstream.serve.engine.cost_files import CostKey, text_hash
-from slipstream.serve.engine.draft_windows import SHORTEST, DraftWindows
+from slipstream.serve.engine.draft_windows import DraftWindows
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import EnginePlan, Space, kv_formats, read_plan
 from slipstream.serve.engine.graph_keys import GraphKeys, GraphTable
@@ -261,22 +261,25 @@ def make_runner(
     return make(passes, steps, drafts)
 
 
+def make_state(plan: EnginePlan, pages_per_slot: int, device: torch.device) -> RequestState:
+    return RequestState(
+        plan.config.max_running,
+        pages_per_slot,
+        plan.config.page_size,
+        plan.limits.most_nodes,
+        device,
+        plan.spec.vocab_size,
+        len(plan.groups),
+        has_read_starts=plan.draft.chooses_window,
+        has_adapters=bool(plan.draft.adapters),
+    )
+
+
 def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], pages_per_slot: int) -> StepPasses:
     config = plan.config
     device = plan.device.device
     size = config.page_size
-    num_groups = len(plan.groups)
-    state = RequestState(
-        config.max_running,
-        pages_per_slot,
-        size,
-        plan.limits.most_nodes,
-        device,
-        plan.spec.vocab_size,
-        num_groups,
-        has_read_starts=plan.draft.chooses_window,
-        has_adapters=bool(plan.draft.adapters),
-    )
+    state = make_state(plan, pages_per_slot, device)
     kv = [
         NetworkKV.allocate(network.layers, plan.groups, num_pages, size, plan.dtype, device, scales)
         for network, scales in zip(plan.networks, networks.scales, strict=True)
@@ -410,9 +413,6 @@ def make_planner(
     graphs = None
     if plan.captures:
         graphs = GraphTable(plan.graphs, lambda: plan.limits.prompts_by == "prefill" and prefill_backend.is_ready)
-    if plan.draft.chooses_window and plan.max_model_len < SHORTEST:
-        message = "drafter.window auto: drafts read all, since texts end at %d tokens and windows are for %d and more"
-        logger.info(message, plan.max_model_len, SHORTEST)
     return Planner(
         scheduler,
         policy,

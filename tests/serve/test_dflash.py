@@ -274,7 +274,7 @@ def test_admission_by_a_confidence_that_is_not_there_is_refused(make_target: Mak
 
 @pytest.mark.parametrize("attention", ["auto", OURS])
 def test_a_window_limits_the_context_and_not_the_block(
-    attention: str, make_target: MakeTarget, make_draft: MakeDraft, caplog: pytest.LogCaptureFixture
+    attention: str, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:
     target = make_target("qwen3")
     draft = make_draft("qwen3", "plain")
@@ -285,11 +285,18 @@ def test_a_window_limits_the_context_and_not_the_block(
     run_checked(engine, oracle, requests_of())
     with pytest.raises(ValueError, match="window is 9; this draft was trained with one of 6"):
         build_engine(target, make_draft("qwen3", "windows"), drafter={"window": 9})
-    with pytest.raises(ValueError, match="window is auto, and this draft was trained with a window: leave it out"):
-        build_engine(target, make_draft("qwen3", "windows"), drafter={"window": "auto"})
-    with caplog.at_level("INFO"):
-        build_engine(target, draft, drafter={"window": "auto"})
-    assert "drafts read all, since texts end at" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "is_chosen"),
+    [("plain", {}, True), ("plain", {"window": "all"}, False), ("windows", {}, False)],
+)
+def test_windows_are_chosen_for_drafts_that_would_read_all(
+    draft: str, options: dict[str, Any], is_chosen: bool, make_target: MakeTarget, make_draft: MakeDraft
+) -> None:
+    engine = build_engine(make_target("qwen3"), make_draft("qwen3", draft), drafter=options)
+    assert (engine.planner.windows is not None) == is_chosen
+    assert (engine.runner.state.read_starts is not None) == is_chosen
 
 
 @pytest.mark.parametrize(
@@ -490,7 +497,7 @@ def test_options_are_checked(make_target: MakeTarget, make_draft: MakeDraft) -> 
         ("nodes", 5): "drafter.nodes is 5; a chain of this draft has between 2 and 4 nodes",
         ("markov_candidates", 65): "drafter.markov_candidates is 65; it must be between drafter.topk 1 and 64",
         ("window", 0): "drafter.window is 0; give 1 to",
-        ("window", 1 << 31): "drafter.window is 2147483648; give 1 to 2147483647 tokens or auto",
+        ("window", 1 << 31): "drafter.window is 2147483648; give 1 to 2147483647 tokens, auto or all",
     }.items():
         with pytest.raises(ValueError, match=words):
             build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter=dict([options]))

@@ -160,7 +160,7 @@ def test_a_draft_reads_from_the_start_that_was_chosen(
         monkeypatch.setattr(draft_windows, name, value)
     target = make_target("qwen3")
     draft = make_draft("qwen3", "eagle3")
-    engine = build_engine(target, draft, drafter=options | {"window": "auto"}, page_size=1, max_running=3)
+    engine = build_engine(target, draft, drafter=options, page_size=1, max_running=3)
     windows = engine.planner.windows
     assert windows is not None
     oracle = Oracle(target, draft, TreeOptions(**options))

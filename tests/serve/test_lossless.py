@@ -541,7 +541,6 @@ def test_no_token_depends_on_what_the_draft_reads(
 ) -> None:
     for name, value in {"WINDOW": 32, "GRAIN": 4, "SHORTEST": 40}.items():
         monkeypatch.setattr(draft_windows, name, value)
-    monkeypatch.setitem(OPTIONS, drafter, OPTIONS.get(drafter, {}) | {"window": "auto"})
     counts = traffic_counts(drafter, case, family, build, reference, monkeypatch)
     assert min(counts["whole"], counts["windowed"]) > 5
 

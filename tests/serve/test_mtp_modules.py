@@ -16,6 +16,7 @@ from slipstream.kernels.speculation.draft_tree import Frontier
 from slipstream.serve.drafters import autoregressive
 from slipstream.serve.drafters.options import TreeOptions
 from slipstream.serve.dry_run import DryRun, report
+from slipstream.serve.engine import draft_windows
 from slipstream.serve.kernels import report as kernels_report
 from slipstream.serve.kernels_options import KernelsConfig
 from slipstream.serve.options import EngineConfig, ServeConfig
@@ -278,6 +279,20 @@ def test_files_and_config_may_count_modules_otherwise(
 def test_windows_are_refused(make_mtp: MakeMTP) -> None:
     with pytest.raises(ValueError, match="the draft has 2 MTP modules, which draft in turn, and a window, with which"):
         build_engine(make_mtp("glm4-moe", 2).folder, "mtp", drafter={"window": 64})
+
+
+def test_modules_draft_from_starts_that_are_chosen(
+    copying: Callable[[int], MTPTarget], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WINDOW": 8, "GRAIN": 4, "SHORTEST": 16}.items():
+        monkeypatch.setattr(draft_windows, name, value)
+    folder = copying(3).folder
+    engine = build_engine(folder, "mtp", drafter=DRAFTED["tree"], page_size=1)
+    requests = sized_requests((9, 50, 70), max_tokens=21, ignore_eos=True, temperature=0.3)
+    assert tokens_of(run(engine, requests)) == plain_answers(folder, requests)
+    assert engine.planner.windows is not None
+    rounds, accepted, _ = engine.planner.windows._rounds[:, 1].sum(axis=0)  # with windows
+    assert accepted > rounds > 5
 
 
 def test_kernels_are_listed_for_each_module(make_mtp: MakeMTP) -> None:
