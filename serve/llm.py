@@ -252,8 +252,8 @@ class LLM:
 
     def swap_draft(self, draft: str, trial_rounds: int = TRIAL_ROUNDS) -> str:
         """Lets the weights of another checkpoint draft from the next step on; no token changes by that. They are on
-        trial for so many rounds: if they are accepted less than those before on the same kinds of requests, these
-        return. 0: for good. Returns their version, the beginning of the fingerprint of their files.
+        trial for so many rounds with drafts: if they are accepted less than those before on the same kinds of requests,
+        these return. 0: for good. Returns their version, the beginning of the fingerprint of their files.
 
         Raises ValueError, or OSError, for a checkpoint that cannot be read or whose network is another; nothing has
         changed then."""

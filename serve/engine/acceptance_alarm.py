@@ -289,6 +289,7 @@ class AcceptanceAlarm:
             return
         if self._rounds[sequence.slot]:
             self._end_segment(sequence.slot)
+        self._count_rounds(request)
         if request.num_observed >= LEAST_ROUNDS:
             self._end(request)
         if not self._is_doubted([ALL], sequence.request.client):
@@ -334,7 +335,7 @@ class AcceptanceAlarm:
             rounds=stats.rounds - request.rounds,
             tokens=stats.decoded_tokens - request.tokens,
         )
-        request.rounds = stats.rounds
+        self._count_rounds(request)
         request.tokens = stats.decoded_tokens
         labels = request.labels_now
         client = request.sequence.request.client
@@ -351,6 +352,13 @@ class AcceptanceAlarm:
             self.trial.observe(request.number, (client, labels, is_first), request.rate, weight, num_rounds)
         self._compare(request, labels, segment, record)
         record.add(segment, self._clock(), is_doubted=self._is_doubted((ALL, *labels), client))
+
+    def _count_rounds(self, request: OpenRequest) -> None:
+        """Tells a trial of the rounds since the last call."""
+        num_rounds = request.sequence.stats.rounds
+        if self.trial is not None and request.number >= self._first_on_trial:
+            self.trial.num_all += num_rounds - request.rounds
+        request.rounds = num_rounds
 
     def _end(self, request: OpenRequest) -> None:
         """Counts a request that ends."""

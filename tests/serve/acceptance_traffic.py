@@ -57,6 +57,7 @@ class Traffic:
     depth: int = 3
     quality: float = 1.0
     drift_s: float = 0.0  # period of the shares' drift; 0: they stay
+    drafted: float = 1.0  # share of rounds that draft
     verified: float = 1.0  # share of proposals that passes verify
     now: float = 0.0
     tokens: int = 0
@@ -91,7 +92,9 @@ class Traffic:
         accepted = self.numpy.random((len(rates), self.depth)) < rates[:, None]
         lengths = np.cumprod(accepted, axis=1).sum(axis=1)
         is_seen = self.numpy.random(len(rates)) < self.verified
-        alarm.record(np.arange(len(rates)), np.where(is_seen, accepted[:, 0], rates))
+        is_drafted = self.numpy.random(len(rates)) < self.drafted if self.drafted < 1 else np.ones(len(rates), bool)
+        lengths *= is_drafted
+        alarm.record(np.flatnonzero(is_drafted), np.where(is_seen, accepted[:, 0], rates)[is_drafted])
         for slot, (running, length) in enumerate(zip(entries, lengths.tolist(), strict=True)):
             num_tokens = min(length + 1, running.left)
             running.left -= num_tokens

@@ -333,6 +333,18 @@ def test_a_trial_knows_noise_from_weights_as_good(seeds: range) -> None:
             assert alarm.trial.verdict == verdict, seed
 
 
+@pytest.mark.parametrize(("drafted", "seconds"), [(1.0, 60), (0.3, 90), (0.01, 240), (0.0, 240)])
+def test_a_trial_ends_though_drafts_seldom_pay(drafted: float, seconds: int) -> None:
+    """Else its caller would wait for ever. 16 requests, 10 rounds a second each."""
+    traffic = Traffic(MIXED, 1)
+    alarm = AcceptanceAlarm(traffic.num_slots, None, lambda: traffic.now)
+    traffic.run(alarm, 120)
+    alarm.change_draft(None, {}, 2000)
+    assert (trial := alarm.trial) is not None
+    traffic.drafted = drafted
+    assert traffic.run(alarm, seconds, lambda: trial.verdict == "passed")
+
+
 def test_llm_swaps_and_says_the_version() -> None:
     with LLM(str(TINY), str(TRAINED / "eagle3"), device="cpu", kv_cache_tokens=512) as llm:
         params = SamplingParams(max_tokens=8, temperature=0.0)
