@@ -119,20 +119,31 @@ class StateClient:
         self.failure: Exception | None = None
         self.links = [Link(self, address) for address in addresses]
         deadline = time.monotonic() + (math.inf if waits else timeout)
-        facts = [link.meet(deadline) for link in self.links]
-        different = [link for link, other in zip(self.links, facts, strict=True) if other != facts[0]]
-        if different:
-            raise ValueError(
-                f"{option} names engines that differ: {self.links[0].address} has {facts[0]}, {different[0].address} "
-                f"has {different[0].facts}; start them alike"
-            )
-        self.facts = facts[0]
+        try:
+            self.facts = self.meet(deadline)
+        except ValueError as error:
+            for link in self.links:
+                link.drop(ConnectionError(str(error)))
+            raise
         for link in self.links:
             threading.Thread(target=link.run, name=f"states of {link.address}", daemon=True).start()
 
+    def meet(self, deadline: float) -> StateFacts:
+        """Returns the facts that all engines have. Raises ValueError if they differ, or one does not answer."""
+        facts = [link.meet(deadline) for link in self.links]
+        for link, other in zip(self.links, facts, strict=True):
+            if other != facts[0]:
+                raise ValueError(
+                    f"{self.option} names engines that differ: {self.links[0].address} has {facts[0]}, {link.address} "
+                    f"has {other}; start them alike"
+                )
+        return facts[0]
+
     def check_target(self, fingerprint: str) -> None:
-        """Raises ValueError for engines of another target than that with this fingerprint of its weights."""
+        """Raises ValueError for engines of another target than that with this fingerprint of its weights; the
+        connections have ended then."""
         if self.facts.target_fingerprint != fingerprint:
+            self.close()
             raise ValueError(
                 f"{self.option} {self.links[0].address} has another target (fingerprint "
                 f"{self.facts.target_fingerprint[:12]}, ours is {fingerprint[:12]}); start it with the same target"

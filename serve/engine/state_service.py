@@ -111,6 +111,7 @@ class StateService:
         self.clients: list[Client] = []  # those that have waited longest first
         self.in_engine = 0
         self.num_connections = 0
+        self.is_closed = False
         self.lock = threading.Lock()
         self.listener = listen(address)
         threading.Thread(target=self.accept, name="states", daemon=True).start()
@@ -146,6 +147,8 @@ class StateService:
             memory = memory_name(self.passes.target.device)
             may_share = greet_client(client.connection, self.keys, asdict(self.facts), memory)
             with self.lock:
+                if self.is_closed:
+                    raise ConnectionAbortedError("the engine ends")
                 if may_share and sum(other.shares for other in self.clients) < MOST_SHARING:
                     client.share()
                 self.clients.append(client)
@@ -198,7 +201,10 @@ class StateService:
         with suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` does not
         self.listener.close()
-        for client in list(self.clients):
+        with self.lock:
+            self.is_closed = True
+            clients = list(self.clients)
+        for client in clients:
             client.connection.close()
 
 

@@ -22,6 +22,7 @@ from slipstream.models.states.shared import DeviceBlock, HostView, Views, memory
 from slipstream.models.states.wire import HEADER, MAGIC, BrokenError, Connection, RefusedError, connect
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
+from slipstream.serve.engine import state_service
 from slipstream.serve.engine.process import build_engine
 from slipstream.serve.engine.state_service import MOST_OPEN, SLOTS, open_service
 from slipstream.serve.http.guard import Guard
@@ -261,6 +262,38 @@ def test_a_client_that_reads_nothing_holds_few_requests_and_others_are_served(en
     assert engine.num_passes <= 2 * MOST_OPEN + 2
     other.close()
     connection.close()
+
+
+def test_a_refusal_ends_all_connections(engine: StateEngine, tmp_path: Path) -> None:
+    """Another target, engines that differ, and one of several that does not answer."""
+    save_random_target(FAMILIES["gemma3"], tmp_path / "other")
+    other = StateEngine(tmp_path / "other", Address("", path=str(tmp_path / "second")), ["first key"])
+    client = StateClient("endpoint", [engine.address], "first key", 60)
+    with pytest.raises(ValueError, match="has another target"):
+        client.check_target("0" * 64)
+    for address, sentence in ((other.address, "engines that differ"), (Address("", path="none"), "does not answer")):
+        with pytest.raises(ValueError, match=sentence):
+            StateClient("endpoint", [engine.address, address], "first key", 0.1)
+    wait_until(lambda: not engine.service.num_connections, "the end of all connections")
+    other.close()
+
+
+def test_an_engine_that_ends_keeps_no_client_that_it_greets(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = StateEngine(target, Address("", path=str(tmp_path / "engine")))
+    greet = state_service.greet_client
+
+    def greet_and_end(*args: Any) -> bool:
+        result = greet(*args)
+        engine.service.close()
+        return result
+
+    monkeypatch.setattr(state_service, "greet_client", greet_and_end)
+    connection, _ = connect(engine.address, None, 60)
+    wait_until(lambda: not engine.service.num_connections, "the end of the connection")
+    connection.close()
+    engine.close()
 
 
 def test_clients_take_turns(target: Path, tmp_path: Path) -> None:
