@@ -111,7 +111,7 @@ class Trainer(Continuation):
         self.job = job
         self.serving = self.best
         length = self.options.data.max_length
-        self.most_rows = RATE_TOKENS // length if device.type == "cuda" and job.share == 1 else 1  # of a step
+        self.most_rows = num_rows(length) if device.type == "cuda" and job.share == 1 else 1  # of a step
         self.seconds = {"steps": 0.0, "evaluations": 0.0}
         self.heldout: Split | None = None
         self.measured: dict[int, Lengths] = {}  # of `serving` and `best` by id, with the held-out texts that are there
@@ -209,6 +209,11 @@ class Trainer(Continuation):
         )
 
 
+def num_rows(length: int) -> int:
+    """Returns how many rows of so many tokens a step takes on a GPU of its own, if they fit."""
+    return max(1, RATE_TOKENS // length)
+
+
 def groups_of(split: Split) -> dict[tuple[str, str], list[ServedText]]:
     """Texts by part, recent or past, and client."""
     return {(name, client): texts for name, part in split._asdict().items() for client, texts in part.items()}
@@ -269,7 +274,7 @@ def is_better(before: Lengths, after: Lengths, best: Lengths) -> bool:
 
 
 def least_gain(before: Lengths) -> float:
-    """In recent texts' accept length, from which on weights are offered."""
+    """Returns the gain in recent texts' accept length from which on weights are offered."""
     return GAIN * max(before.recent - 1, GAIN)
 
 

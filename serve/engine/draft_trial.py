@@ -14,7 +14,7 @@ from typing import Literal
 from slipstream.serve.engine.control_charts import Cusum, Level
 
 WORSE = math.log(1e4)  # evidence that ends a trial
-SELDOM = 10  # rounds in all for each round of a trial, after which it ends though drafts seldom paid
+ROUNDS_PER_DRAFTED = 10  # rounds in all for each round of a trial, after which it ends though drafts seldom paid
 Kind = tuple[str, tuple[str, ...], bool]  # client, labels, and whether it is a first segment
 Verdict = Literal["", "open", "passed", "worse"]
 
@@ -22,7 +22,7 @@ Verdict = Literal["", "open", "passed", "worse"]
 @dataclass(slots=True)
 class DraftTrial:
     """`levels`: of the weights before, by kind of request; `pooled`: of all kinds. The trial is over after `rounds`
-    rounds with drafts, or SELDOM times as many in all, at once if the weights are worse."""
+    rounds with drafts, or ROUNDS_PER_DRAFTED times as many in all, at once if the weights are worse."""
 
     levels: Mapping[Kind, Level]
     pooled: Level | None
@@ -35,7 +35,7 @@ class DraftTrial:
     def verdict(self) -> Verdict:
         if self.evidence.level >= WORSE:
             return "worse"
-        return "open" if max(self.num_rounds, self.num_all // SELDOM) < self.rounds else "passed"
+        return "open" if max(self.num_rounds, self.num_all // ROUNDS_PER_DRAFTED) < self.rounds else "passed"
 
     def observe(self, request: int, kind: Kind, rate: float, weight: float, rounds: int) -> None:
         """Adds `rounds` rounds of a request, whose acceptance rate is `rate` by now; `weight` as in Level.evidence."""

@@ -34,7 +34,7 @@ from slipstream.tests.sources import ROOT, TINY
 from slipstream.train import learn as learn_module
 from slipstream.train.batches import Batch, PackedRows
 from slipstream.train.continuation import MOST_PASSES
-from slipstream.train.learn import Lengths, Trainer, add_data, is_better, learn, shares_of
+from slipstream.train.learn import Lengths, Trainer, add_data, is_better, learn, num_rows, shares_of
 from slipstream.train.pace import Pace
 from slipstream.train.text_ring import HELD_OUT, ServedTexts, Split, Splits, TextRing, dataset_of, in_fp8
 
@@ -401,6 +401,7 @@ def test_memory_is_taken_without_a_trace(draft: str, tmp_path: Path) -> None:
 
 def test_a_step_takes_as_many_rows_as_there_are_and_as_fit(tmp_path: Path) -> None:
     """At the rate for steps of so many tokens. Where memory lacks, of half as many."""
+    assert [num_rows(length) for length in (1, 2048, 16384, 16385, 131072)] == [16384, 8, 1, 1, 1]
     draft = ROOT / "tests" / "assets" / "eagle3"
     trainer = make_trainer(draft, tmp_path)
     texts = answers_of(draft, tuple(trainer.job.layers))
