@@ -118,10 +118,9 @@ def delta_net(rows: Records, stored: Records, states: States, weights: Weights, 
     )  # fmt: skip
     absorb_blocks(outputs, channels, factors, states.memory, sizes, plan)
     block = min(BLOCK_VALUES, triton.next_power_of_2(value_dim))
-    vector = min(VECTOR, block)
     _step_states[(num_segments, num_values, triton.cdiv(value_dim, block))](
         outputs, channels, factors, states.memory, layout, walks, columns, blocks, num_decoding, walks.steps.shape[1],
-        **shape, KEYS=keys, VALUES=block, VECTOR=vector, PARTS=min(max(LANES * vector // block, 1), keys), ROW=ROW,
+        **shape, KEYS=keys, VALUES=block, PARTS=min(LANES, LANES * VECTOR // block, keys), ROW=ROW,
         RESTART=RESTART, LEAF=LEAF, EMIT=EMIT, TOKENS=BLOCK_TOKENS, BRANCHES=layout.ancestors is not None, num_warps=1,
         **pdl_options(device),
     )  # fmt: skip
@@ -358,7 +357,7 @@ def _load_row(
 def _step_states(
     outputs, channels, factors, memory, layout, walks, columns, blocks, num_decoding, longest,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, VECTOR: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, RESTART: tl.constexpr,
+    VALUES: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, RESTART: tl.constexpr,
     LEAF: tl.constexpr, EMIT: tl.constexpr, TOKENS: tl.constexpr, BRANCHES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A request or a chunk after its blocks (axis 0), a value head (axis 1), VALUES columns of its state (axis 2)."""
@@ -389,7 +388,7 @@ def _step_states(
     if count > 0:
         _walk(
             outputs, channels, factors, memory, steps, code, following, start, count, mark, source, entry,
-            is_decoding, has_begun, KEY_HEADS, VALUE_HEADS, DK, DV, KEYS, VALUES, VECTOR, PARTS, ROW, RESTART, LEAF,
+            is_decoding, has_begun, KEY_HEADS, VALUE_HEADS, DK, DV, KEYS, VALUES, PARTS, ROW, RESTART, LEAF,
             EMIT, BRANCHES,
         )  # fmt: skip
 
@@ -399,28 +398,30 @@ def _walk(
     outputs, channels, factors, memory, steps, code, following, start, count, mark, source, entry, is_decoding,
     has_begun,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, VECTOR: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, RESTART: tl.constexpr,
+    VALUES: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, RESTART: tl.constexpr,
     LEAF: tl.constexpr, EMIT: tl.constexpr, BRANCHES: tl.constexpr,
 ):  # fmt: skip
-    """The state is (columns, PARTS, keys of a part, VECTOR): a lane has one part and VECTOR columns, so most of a sum
-    over keys stays in its registers. (Triton hands lanes the dims that are not contiguous in memory, from the first
-    on.) Rows are loaded a step ahead."""
+    """The state is (keys of a part, PARTS, VALUES): a lane has one part and VECTOR columns, so most of a sum over keys
+    stays in its registers. It is loaded as a matrix, in which neighbouring rows are of neighbouring parts: versions of
+    Triton hand lanes the dims of larger tiles in other orders. Rows are loaded a step ahead."""
+    LENGTH: tl.constexpr = KEYS // PARTS
     head = tl.program_id(1)
-    key = tl.arange(0, PARTS)[:, None] * (KEYS // PARTS) + tl.arange(0, KEYS // PARTS)[None, :]
+    key = tl.arange(0, PARTS)[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
     has_key = key < DK
-    column = tl.arange(0, VALUES // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    row = tl.arange(0, KEYS)[:, None]
+    column = tl.arange(0, VALUES)
     value = tl.program_id(2) * VALUES + column
     width = VALUES  # known to the compiler, so that whole tiles need no masks
     if DV % VALUES != 0:
         width = DV - tl.program_id(2) * VALUES
     has_value = column < width
-    inside = has_key[None, :, :, None] & has_value[:, None, None, :]
+    inside = (row % PARTS * LENGTH + row // PARTS < DK) & has_value
     SIZE: tl.constexpr = VALUE_HEADS * DK * DV  # of a state
-    tile = memory + head * DK * DV + key[None, :, :, None] * DV + value[:, None, None, :]
+    tile = memory + head * DK * DV + row % PARTS * (LENGTH * DV) + row // PARTS * DV + value
     code = tl.where(is_decoding, code, start | EMIT)
     following = tl.where(count == 1, code, tl.where(is_decoding, following, (start + 1) | EMIT))
-    is_known = (key < tl.where(has_begun, DK, 0))[None, :, :, None] & inside
-    state = tl.load(tile + source * SIZE, mask=is_known, other=0.0)
+    is_known = tl.where(has_begun, inside, False)
+    state = tl.reshape(tl.load(tile + source * SIZE, mask=is_known, other=0.0), (LENGTH, PARTS, VALUES))
     q, k, v, decay, w_v, w_k, o_q, o_w = _load_row(
         channels, factors, code & ROW, head, key, value, has_key, has_value, KEY_HEADS, VALUE_HEADS, DK, DV
     )
@@ -431,19 +432,19 @@ def _walk(
             channels, factors, following & ROW, head, key, value, has_key, has_value, KEY_HEADS, VALUE_HEADS, DK, DV
         )
         if (step == mark) & (mark > 0):
-            tl.store(tile + entry * SIZE, state, mask=inside)
+            tl.store(tile + entry * SIZE, tl.reshape(state, (KEYS, VALUES)), mask=inside)
         if BRANCHES:  # noqa: SIM102  `and` would compile both sides
             if code & RESTART != 0:
                 tl.debug_barrier()  # the state may just have been written; and makes this a branch, no selection
-                state = tl.load(tile + entry * SIZE, mask=inside, other=0.0)
-        recalled = tl.sum(tl.sum(state * k[None, :, :, None], axis=2), axis=1)
+                state = tl.reshape(tl.load(tile + entry * SIZE, mask=inside, other=0.0), (LENGTH, PARTS, VALUES))
+        recalled = tl.sum(tl.sum(state * tl.trans(k)[:, :, None], axis=0), axis=0)
         w = tl.fma(-w_k, recalled, w_v * v)
         if code & EMIT != 0:
-            answer = tl.sum(tl.sum(state * q[None, :, :, None], axis=2), axis=1)
+            answer = tl.sum(tl.sum(state * tl.trans(q)[:, :, None], axis=0), axis=0)
             place = outputs + ((code & ROW).to(tl.int64) * VALUE_HEADS + head) * DV + value
             tl.store(place, tl.fma(o_w, w, o_q * answer).to(outputs.dtype.element_ty), mask=has_value)
         if code & LEAF == 0:
-            state = tl.fma(k[None, :, :, None], w[:, None, None, :], state * decay)
+            state = tl.fma(tl.trans(k)[:, :, None], w, state * decay)
         code = following
         following = later
         q = next_q
@@ -455,4 +456,4 @@ def _walk(
         o_q = next_o_q
         o_w = next_o_w
     if not is_decoding:
-        tl.store(tile + entry * SIZE, state, mask=inside)
+        tl.store(tile + entry * SIZE, tl.reshape(state, (KEYS, VALUES)), mask=inside)
