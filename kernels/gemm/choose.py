@@ -56,8 +56,8 @@ HALVES = (torch.bfloat16, torch.float16)
 TILE = 64  # outputs, as `wgmma` takes them
 FP8_BLOCK = 128
 NO_LIMIT = 1 << 62
-STREAMED_ROWS = {"16 bits": 8, "fp8": 32}
-STREAMED_BYTES = 64 << 20  # of larger weights the first tiles are too small a share to gain anything
+STREAMED_ROWS = {"16 bits": 8, "fp8": 32, "fp8 blocks": 32}
+STREAMED_BYTES = 64 << 20  # of larger weights the first tiles are too small a share to gain anything; not of blocks
 STREAMED_INT4_ROWS = 16
 MOST_BRANCHES = 2  # of a tree of leaves, into which the streamed kernel shares out inputs: sums in order are the tree's
 PIPELINED_ROWS = 8
@@ -171,17 +171,23 @@ def _rotates(product: Product, _: Device) -> bool:
 
 
 def _streams(product: Product, device: Device) -> bool:
-    """Matrices of whole tiles that are not too large, parts of whole slots of 256 bytes; not scaled by block."""
-    is_fp8 = product.format == "fp8"
+    """Matrices of whole tiles that are not too large, parts of whole slots of 256 bytes. Those scaled by block may have
+    any number of inputs, since two blocks are multiplied at once, but programs that run at once."""
+    is_fp8 = product.format != "16 bits"
+    by_block = product.format == "fp8 blocks"
     num_bytes = 1 if is_fp8 else 2
     tiling = product.tiling(device)
     part = part_inputs(product.num_inputs, tiling)
     fits = product.num_outputs % TILE == 0 and (tiling.split == 1 or part * num_bytes % 256 == 0)
+    if by_block:
+        fits &= product.num_inputs % (2 * FP8_BLOCK) == 0
+        fits &= product.num_outputs // TILE * tiling.split <= device.programs
     if product.leaves:
         fits &= (
             not is_fp8 and tiling.split <= MOST_BRANCHES and product.num_inputs // product.leaves * num_bytes % 256 == 0
         )
-    fits &= product.is_aligned and product.num_outputs * product.num_inputs * num_bytes <= STREAMED_BYTES
+    fits &= by_block or product.num_outputs * product.num_inputs * num_bytes <= STREAMED_BYTES
+    fits &= product.is_aligned
     fits &= not product.has_codes and _rotates(product, device)
     fits &= is_fp8 or (product.dtype in HALVES and _few_rows(product, device))
     max_rows = STREAMED_ROWS.get(product.format, 0)

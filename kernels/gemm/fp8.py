@@ -373,7 +373,7 @@ def fp8_product(
         x.dtype,
         0 if rotation is None else rotation.head_dim,
         rotation is not None and rotation.scales is not None,
-        not by_block and num_rows <= STREAMED_ROWS["fp8"] and are_aligned(x.codes, weight),
+        num_rows <= STREAMED_ROWS["fp8"] and are_aligned(x.codes, weight),
         not by_block or x.scales.is_contiguous(),
         library,
     )

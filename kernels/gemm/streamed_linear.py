@@ -11,7 +11,8 @@ for others. A tile then holds the weights of its outputs once for each part, and
 side; of the products, those of matching parts are added in the order of the parts.
 
 Weights have 16 bits, or are FP8 as in fp8.py. Inputs are cut into the parts, and added in the order, of small_m.py and
-fp8.py, so results have the same bits. Heads may be rotated and stored, as by the kernels there.
+fp8.py, so results have the same bits. Scales of blocks are read while the tensor cores multiply two blocks. Heads may
+be rotated and stored, as by the kernels there.
 Letters: M rows, I inputs, O outputs.
 """
 
@@ -60,7 +61,8 @@ def streamed_linear(
     scales: tuple[Tensor, Tensor] | None = None,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) in `dtype`; `scales` of FP8: of rows (M,) and outputs (O,).
+    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) in `dtype`; `scales` of FP8: of rows (M,) and outputs (O,), or
+    of blocks (B, M) and (ceil O / 128, B).
     A tiling with leaves cuts the inputs into two parts at most.
     With a `rotation` the queries (M, Q * D) as `linear_few_rows_triton` gives them."""
     num_rows, num_inputs = x.shape
@@ -80,10 +82,11 @@ def streamed_linear(
     streamed_linear_kernel[(num_outputs // outputs, split)](
         tiles_of(x, [rows, depth]), tiles_of(weight, [outputs // 2 if heads.head_dim else outputs, depth]),
         x_scales, output_scales, bias, out, partial, done_counters(device),
-        0 if x_scales is None else x_scales.stride(0), num_rows, num_outputs, num_inputs,
+        0 if x_scales is None else x_scales.stride(-1), 0 if x_scales is None else x_scales.stride(0),
+        0 if output_scales is None else output_scales.stride(0), num_rows, num_outputs, num_inputs,
         part_inputs(num_inputs, tiling), *arguments, D=heads.head_dim,
         ROWS=rows, DEPTH=depth, PARTS=parts, SPLIT=split, LEVELS=tiling.levels,
-        LAUNCH=HEADS_LAUNCH if heads.head_dim else 0,
+        BLOCKS=output_scales is not None and output_scales.dim() == 2, LAUNCH=HEADS_LAUNCH if heads.head_dim else 0,
         num_warps=4, maxnreg=MOST_REGISTERS, **pdl_options(device),
     )  # fmt: skip
     return out
@@ -155,12 +158,13 @@ def _bring_inputs(
 
 @gluon.jit
 def _add_products(
-    ring, full, empty, x_ring, x_full, x_empty, steps,
-    COLUMNS: gl.constexpr, LEVELS: gl.constexpr, IS_FP8: gl.constexpr, LAUNCH: gl.constexpr, PDL: gl.constexpr,
-    ACC: gl.constexpr,
+    ring, full, empty, x_ring, x_full, x_empty, steps, scales, x_scales, block_stride,
+    COLUMNS: gl.constexpr, LEVELS: gl.constexpr, IS_FP8: gl.constexpr, BLOCKS: gl.constexpr, LAUNCH: gl.constexpr,
+    PDL: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Sums (TILE, COLUMNS), of 2 ** LEVELS leaves along a tree. In FP8 every DEPTH inputs are added in the tensor cores
-    alone, then to a sum in fp32. The next kernel may start LAUNCH steps before the end; 0: after the last."""
+    alone, then to a sum in fp32, BLOCKS times scales: those of the first block are at `scales` (TILE,) and `x_scales`
+    (COLUMNS,). The next kernel may start LAUNCH steps before the end; 0: after the last."""
     zeros = gl.zeros((TILE, COLUMNS), gl.float32, ACC)
     sums = zeros
     branches = new_branches(zeros, LEVELS)
@@ -168,6 +172,12 @@ def _add_products(
     for number in range(steps):
         slot = number % SLOTS
         x_slot = number % X_SLOTS
+        if BLOCKS:  # read while the tensor cores multiply
+            block = 2 * number
+            scale = gl.load(scales + block)
+            next_scale = gl.load(scales + block + 1)
+            x_scale = gl.load(x_scales + block * block_stride)
+            next_x_scale = gl.load(x_scales + (block + 1) * block_stride)
         wait_full(full, number, SLOTS)
         wait_full(x_full, number, X_SLOTS)
         if number == gl.maximum(steps - LAUNCH, 0):
@@ -178,7 +188,11 @@ def _add_products(
             some = warpgroup_mma(ring.index(2 * slot), x, zeros, use_acc=False, is_async=True)
             more = warpgroup_mma(ring.index(2 * slot + 1), next_x, zeros, use_acc=False, is_async=True)
             some, more = warpgroup_mma_wait(0, deps=[some, more])
-            sums = sums + some + more
+            if BLOCKS:
+                sums = gl.fma(some, scale[:, None] * x_scale[None, :], sums)
+                sums = gl.fma(more, next_scale[:, None] * next_x_scale[None, :], sums)
+            else:
+                sums = sums + some + more
         else:
             sums = warpgroup_mma(ring.index(2 * slot), x, sums, is_async=True)
             sums = warpgroup_mma(ring.index(2 * slot + 1), next_x, sums, is_async=True)
@@ -252,11 +266,13 @@ def store_head_tile(
 @gluon.jit
 def _multiply(
     ring, full, empty, x_ring, x_full, x_empty, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
-    scale_stride, num_rows, num_outputs, steps, cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
-    D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, LEVELS: gl.constexpr,
-    LAUNCH: gl.constexpr, PDL: gl.constexpr,
+    scale_stride, block_stride, output_stride, num_rows, num_outputs, first, part_size, steps,
+    cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
+    D: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
+    LEVELS: gl.constexpr, BLOCKS: gl.constexpr, LAUNCH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     IS_FP8: gl.constexpr = scales_ptr is not None
+    BY_ROW: gl.constexpr = IS_FP8 and not BLOCKS
     OUTPUTS: gl.constexpr = TILE // PARTS
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PARTS * ROWS, 32 if IS_FP8 else 16])
     CELLS: gl.constexpr = gl.BlockedLayout([1, 1, PARTS * PARTS], [32, 1, 1], [1, 4, 1], [2, 0, 1])
@@ -273,20 +289,34 @@ def _multiply(
     scales = None
     bias = None
     row_scales = None
-    if IS_FP8:
+    block_scales = None
+    if BY_ROW:
         scales = gl.load(scales_ptr + outputs)
+    elif BLOCKS:
+        place_of_part = gl.arange(0, TILE, gl.SliceLayout(1, ACC))
+        output = place_of_part % OUTPUTS
+        output += gl.where(output < OUTPUTS // 2, first_row, other_row - OUTPUTS // 2)
+        start = (first + place_of_part // OUTPUTS * part_size) // DEPTH
+        block_scales = scales_ptr + output // DEPTH * output_stride + start
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + outputs).to(gl.float32)
     if PDL:
         gdc_wait()
-    if IS_FP8:
+    x_block_scales = None
+    if BY_ROW:
         row_scales = gl.load(x_scales_ptr + row * scale_stride, mask=row < num_rows, other=0.0)
+    elif BLOCKS:
+        column = gl.arange(0, PARTS * ROWS, gl.SliceLayout(0, ACC))
+        start = (first + column // ROWS * part_size) // DEPTH
+        # Rows beyond the last are zeros: any scale does.
+        x_block_scales = x_scales_ptr + gl.minimum(column % ROWS, num_rows - 1) * scale_stride + start * block_stride
     if D > 0:
         first_dim = tile % (D // OUTPUTS) * (OUTPUTS // 2)
     dim = first_dim + gl.arange(0, OUTPUTS // 2, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
     angles = load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, head_row, head_row < num_rows, D)
     sums = _add_products(
-        ring, full, empty, x_ring, x_full, x_empty, steps, PARTS * ROWS, LEVELS, IS_FP8, LAUNCH, PDL, ACC
+        ring, full, empty, x_ring, x_full, x_empty, steps, block_scales, x_block_scales, block_stride,
+        PARTS * ROWS, LEVELS, IS_FP8, BLOCKS, LAUNCH, PDL, ACC,
     )  # fmt: skip
     sums = add_parts(sums, ROWS, PARTS, OUT)
     valid = (row < num_rows)[None, :] & (place >= 0)[:, None]
@@ -294,7 +324,7 @@ def _multiply(
     if SPLIT > 1:
         parts = partial_ptr + tile * SPLIT * (TILE * ROWS)
         sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), place, row, valid, SPLIT)
-    if IS_FP8:
+    if BY_ROW:
         # In the order of the library.
         sums = sums * scales[:, None] * row_scales[None, :]  # type: ignore[index]
     if bias is not None:
@@ -312,10 +342,10 @@ def _multiply(
 @gluon.jit(do_not_specialize=["num_rows"])
 def streamed_linear_kernel(
     x, weights, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
-    scale_stride, num_rows, num_outputs, num_inputs, part_size,
+    scale_stride, block_stride, output_stride, num_rows, num_outputs, num_inputs, part_size,
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
     D: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
-    LEVELS: gl.constexpr, LAUNCH: gl.constexpr, PDL: gl.constexpr,
+    LEVELS: gl.constexpr, BLOCKS: gl.constexpr, LAUNCH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """TILE / PARTS features (axis 0) of all rows from PARTS parts of the inputs, or one of SPLIT parts (axis 1). With
     heads of D dims these are rotated and stored."""
@@ -331,8 +361,9 @@ def streamed_linear_kernel(
         [
             (_multiply, (
                 ring, full, empty, x_ring, x_full, x_empty, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr,
-                counters_ptr, scale_stride, num_rows, num_outputs, steps, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
-                keys_ptr, values_ptr, Q, G, D, ROWS, PARTS, SPLIT, LEVELS, LAUNCH, PDL,
+                counters_ptr, scale_stride, block_stride, output_stride, num_rows, num_outputs, first, part_size, steps,
+                cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
+                D, ROWS, DEPTH, PARTS, SPLIT, LEVELS, BLOCKS, LAUNCH, PDL,
             )),
             (_bring_weights, (weights, ring, full, empty, first, part_size, steps, D, DEPTH, PARTS)),
             (_bring_inputs, (x, x_ring, x_full, x_empty, first, part_size, steps, ROWS, DEPTH, PARTS, PDL)),

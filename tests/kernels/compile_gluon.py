@@ -66,6 +66,14 @@ def heads_fp8() -> None:
     streamed_linear.streamed_linear(x.codes, weight.codes, None, tiling, torch.bfloat16, scales, rotation())
 
 
+def linear_fp8_blocks() -> None:
+    x = zeros(32, 4096, dtype=E4M3)
+    weight = zeros(4096, 4096, dtype=E4M3)
+    scales = zeros(32, 32).float(), zeros(32, 32).float()
+    tiling = choose_fp8_tiling(4096, 4096, False, 32, True)
+    streamed_linear.streamed_linear(x, weight, None, tiling, torch.bfloat16, scales)
+
+
 def mlp_fp8() -> None:
     x = QuantizedRows(*matrix_of_8_bits(ROWS, 512), torch.bfloat16)
     streamed_fp8.fp8_mlp(x, matrix_of_8_bits(2048, 512), matrix_of_8_bits(512, 1024))
@@ -103,8 +111,8 @@ def gated_4_bits_wide() -> None:
 
 
 PRODUCTS = (
-    linear_16_bits, heads_fp8, mlp_fp8, linear_4_bits, heads_4_bits_ring, gated_4_bits_ring, linear_4_bits_wide,
-    gated_4_bits_wide,
+    linear_16_bits, heads_fp8, linear_fp8_blocks, mlp_fp8, linear_4_bits, heads_4_bits_ring, gated_4_bits_ring,
+    linear_4_bits_wide, gated_4_bits_wide,
 )  # fmt: skip
 
 
