@@ -157,14 +157,17 @@ class FixedOrder:
         choice = choose(product_of(x, weight, "rotated", True, rotation, library, leaves), device_of(x))
         return None if choice.kernel == "apart" else few_rows(choice, x, weight, bias, rotation)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
-        """activation_mul(x (..., I) @ weight (2 * O, I).T) -> (..., O), gate before up."""
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, activation: Activation = "silu", *, is_early: bool = False
+    ) -> Tensor:
+        """activation_mul(x (..., I) @ weight (2 * O, I).T) -> (..., O), gate before up. is_early: see
+        `gated_linear_few_rows_triton`."""
         rows = x.numel() // x.shape[-1]
         flat = x.reshape(rows, x.shape[-1])
         library = self._library(rows, weight, None, weight.shape[1], gated=True)
         choice = choose(product_of(flat, weight, "gated", True, library=library), device_of(x))
         if choice.kernel == "few rows":
-            out = gated_linear_few_rows_triton(flat, weight, choice.tiling, activation)
+            out = gated_linear_few_rows_triton(flat, weight, choice.tiling, activation, is_early=is_early)
         elif choice.kernel == "library":
             out = activation_mul(F.linear(flat, weight), activation)
         else:

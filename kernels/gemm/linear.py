@@ -63,12 +63,13 @@ def rotated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rot
     return None if choice.kernel == "apart" else few_rows(choice, x, weight, bias, rotation)
 
 
-def gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
-    """activation_mul(linear(x (..., H), weight (2 * I, H))) -> (..., I), gate before up."""
+def gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu", *, is_early: bool = False) -> Tensor:
+    """activation_mul(linear(x (..., H), weight (2 * I, H))) -> (..., I), gate before up. is_early: see
+    `gated_linear_few_rows_triton`."""
     flat = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
     if x.is_cuda:
         choice = choose(product_of(flat, weight, "gated"), device_of(x))
         if choice.kernel == "few rows":
-            out = gated_linear_few_rows_triton(flat, weight, choice.tiling, activation)
+            out = gated_linear_few_rows_triton(flat, weight, choice.tiling, activation, is_early=is_early)
             return out.view(*x.shape[:-1], len(weight) // 2)
     return activation_mul(linear(x, weight), activation)

@@ -55,13 +55,20 @@ def linear_few_rows_triton(
 
 
 def gated_linear_few_rows_triton(
-    x: Tensor, gate_up_weight: Tensor, tiling: Tiling | None = None, activation: Activation = "silu"
+    x: Tensor,
+    gate_up_weight: Tensor,
+    tiling: Tiling | None = None,
+    activation: Activation = "silu",
+    *,
+    is_early: bool = False,
 ) -> Tensor:
-    """activation_mul(x (M, I) @ gate_up_weight (2 * O, I).T) -> (M, O) for M up to MAX_ROWS, rounded twice."""
+    """activation_mul(x (M, I) @ gate_up_weight (2 * O, I).T) -> (M, O) for M up to MAX_ROWS, rounded twice. is_early: x
+    is older than the kernel before, which waits before it lets this one start: the two run side by side."""
     num_outputs = gate_up_weight.shape[0] // 2
     num_inputs = gate_up_weight.shape[1]
     tiling = tiling or choose_tiling(num_outputs, num_inputs, gated=True, num_rows=len(x))
-    return _launch(x, gate_up_weight, None, num_outputs, tiling, gated=True, gelu=activation == "gelu_tanh")
+    gelu = activation == "gelu_tanh"
+    return _launch(x, gate_up_weight, None, num_outputs, tiling, gated=True, gelu=gelu, is_early=is_early)
 
 
 def _launch(
@@ -75,6 +82,7 @@ def _launch(
     rotation: Rotation | None = None,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    is_early: bool = False,
 ) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_inputs = x.shape
@@ -94,7 +102,7 @@ def _launch(
     linear_kernel[(tiles, tiling.split)](
         x, weight, bias, out, partial, counters, x.stride(0), weight.stride(0), num_rows, num_outputs, num_inputs,
         part_inputs(num_inputs, tiling), *heads.arguments, D=heads.head_dim,
-        ROWS=rows, GATED=gated, GELU=gelu, EVEN=num_inputs % tiling.depth == 0, PRECISION="ieee",
+        ROWS=rows, GATED=gated, GELU=gelu, EARLY=is_early, EVEN=num_inputs % tiling.depth == 0, PRECISION="ieee",
         AHEAD=inputs_ahead(weight, part_inputs(num_inputs, tiling)) if num_rows <= AHEAD_ROWS else 0,
         **_options(x, tiling),
     )  # fmt: skip
@@ -126,8 +134,8 @@ def linear_kernel(
     x_stride, weight_stride, num_rows, num_outputs, num_inputs, part,
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, kv_scales_ptr, Q, G, D: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
-    GELU: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
-    LEVELS: tl.constexpr, TREE: tl.constexpr,
+    GELU: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, LEVELS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1).
 
@@ -149,7 +157,8 @@ def linear_kernel(
         prefetch(weights, start, AHEAD)
         if GATED:
             prefetch(up_weights, start, AHEAD)
-        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
 
     row = tl.arange(0, ROWS)
     angles = load_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, row, num_rows, tl.program_id(0), OUTPUTS, D)
@@ -170,6 +179,8 @@ def linear_kernel(
                 acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     acc = end_tree(acc, branches, LEVELS)
     if PDL:
+        if EARLY:  # the memory of `out` may have been read by the kernel before
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
     valid = (row < num_rows)[:, None]

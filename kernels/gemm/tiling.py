@@ -21,6 +21,7 @@ INT4_PART = 1024  # inputs of these that are not shared out
 SMALL_ROWS = 8  # of tiles of 4-bit weights that two warps multiply by `mma.sync`, which adds as `wgmma` does
 RING = 192 << 10  # bytes of the rings of wide_int4.py
 WIDE_TILES = 80  # of 128 outputs; fewer leave too many multiprocessors without a program
+NARROW_TILES = PROGRAMS // 2  # gates and ups of 64 outputs, for so few of which half of the GPU would idle
 MAX_OUTPUTS = 64 * PROGRAMS  # for more, the library is as fast (docs/log/2026-11-21.md)
 
 
@@ -57,6 +58,8 @@ def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_ro
         if num_rows > 64:
             outputs, stages = (64, 6) if triton.cdiv(num_outputs, 64) <= PROGRAMS else (128, 4)
             return Tiling(outputs=outputs, depth=64, split=1, stages=stages, warps=8)
+        if triton.cdiv(num_outputs, 64) <= NARROW_TILES:
+            return Tiling(outputs=16, depth=128, split=1, stages=6)
         stages = 4 if num_rows <= 32 else 3
         if triton.cdiv(num_outputs, 64) > 3 * PROGRAMS:
             stages = 5 if num_rows <= 16 else 4

@@ -137,6 +137,7 @@ class ScaledLayer(SandwichLayer):
         self.experts = None
         if spec.experts is not None:
             self.router = ScaledRouter(hidden_size, spec.experts, eps)
+            self.mlp.gate_up_proj.reads_early = True
             self.experts = Experts(hidden_size, spec.experts)
             self.pre_feedforward_layernorm_2 = RMSNorm(hidden_size, eps)
             self.post_feedforward_layernorm_1 = RMSNorm(hidden_size, eps)
@@ -180,9 +181,10 @@ class ScaledLayer(SandwichLayer):
         norms = (self.pre_feedforward_layernorm, self.pre_feedforward_layernorm_2, self.router.norm)
         (normed, expert_inputs, router_inputs), residual = add_for_all(norms, residual, attended)
         routing = self.router(router_inputs, self.experts.least_rows, self.experts.share)
+        dense = self.mlp(normed)  # begins beside the router
         mixed = self.experts.added(expert_inputs, routing)
         return residual, Increment(
-            self.post_feedforward_layernorm_1.branch(self.mlp(normed)),
+            self.post_feedforward_layernorm_1.branch(dense),
             self.post_feedforward_layernorm_2.branch(mixed),
             self.post_feedforward_layernorm.gain,
         )

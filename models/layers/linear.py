@@ -85,6 +85,7 @@ class Linear(nn.Linear):
     units = (1, 1)  # of outputs and of inputs, which a slice of the weights does not cut
     sections: Mapping[str | None, Sequence[int]] = {}  # outputs in a part by kind; a rank has a slice of each
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of parameters that are not stored in the network's dtype
+    reads_early = False  # whether `gated` reads what is older than the kernel before (kernels/gemm/small_m.py)
     change: LowRankChange | None = None  # adds to outputs what adapters make of inputs
     is_plain: ClassVar[bool] = True  # its weights are stored as one matrix (O, I) of floats
 
@@ -132,7 +133,7 @@ class Linear(nn.Linear):
         if self.bias is not None or self.change is not None:
             return activation_mul(self(x), activation)
         multiply = gated_linear if self.order is None else self.order.gated_linear
-        return multiply(x, self.weight, activation)
+        return multiply(x, self.weight, activation, is_early=self.reads_early)
 
     def gated_mlp(self, x: Tensor, down: "Linear", activation: Activation = "silu") -> Tensor | None:  # noqa: ARG002
         """down(self.gated(x, activation)) where one kernel computes all of it, with the same bits, else None."""

@@ -37,6 +37,8 @@ from slipstream.kernels.gemm.mxfp4 import (
     pack_words,
 )
 from slipstream.kernels.gemm.router import Routing, Scoring, Share, choose_block_rows, pair_counts, route, route_triton
+from slipstream.kernels.gemm.small_m import gated_linear_few_rows_triton
+from slipstream.kernels.norm import rms_norm
 from slipstream.tests.kernels.mxfp4_files import dequantize_mxfp4
 from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned, replayed
 from slipstream.tests.pairwise import gate_of, grouped, rotating, some_of
@@ -628,3 +630,24 @@ def test_whole_experts_of_ranks_add_up_to_one(kind: str, rows: int, block_rows: 
         assert torch.equal(sums[1], sums[0])
         assert torch.equal(sums[2], sums[0])
         assert (sums[0].double() - expected).norm() < (0.15 if device == "cuda" else 1e-4) * expected.norm()
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_gated_product_begins_beside_the_router() -> None:
+    """It has the bits of one that waits, among kernels that reuse each other's memory."""
+    router, _, _ = random_layer((2816, 8, 128, 8), torch.bfloat16, "cuda")
+    weight = random_rows(4224, 2816, torch.bfloat16, "cuda") / 53
+    gain = torch.ones(2816, device="cuda").bfloat16()
+
+    def chain(x: Tensor, *, is_early: bool) -> Tensor:
+        for _ in range(8):
+            normed, others = (rms_norm(x, gain, 1e-6) for _ in range(2))
+            routing = route_triton(others, router, None, 8, True)
+            out = gated_linear_few_rows_triton(normed, weight, is_early=is_early)
+            x = torch.cat((out, out), dim=1)[:, :2816] + routing.weights[:, :1].bfloat16()
+        return x
+
+    for rows in (1, 8, 32, 128):
+        x = random_rows(rows, 2816, torch.bfloat16, "cuda")
+        assert torch.equal(replayed(partial(chain, x, is_early=True)), chain(x, is_early=False)), rows

@@ -99,6 +99,7 @@ def test_tilings_fill_the_device_once() -> None:
         tiling = choose_tiling(outputs, inputs)
         programs = -(-outputs // tiling.outputs) * tiling.split
         assert PROGRAMS / 2 < programs <= PROGRAMS
+    assert 2112 / choose_tiling(2112, 2816, gated=True).outputs >= PROGRAMS / 2
 
 
 def test_no_rows_and_the_cpu() -> None:
@@ -128,7 +129,7 @@ def test_real_shapes(shape: tuple[int, int], rows: int) -> None:
 @pytest.mark.gpu
 @grouped()
 @pytest.mark.parametrize("rows", [33, 64, 65, 100, 128])
-@pytest.mark.parametrize("shape", [(28672, 4096), (24576, 4096), (19456, 2560)])
+@pytest.mark.parametrize("shape", [(28672, 4096), (24576, 4096), (19456, 2560), (4224, 2816)])
 def test_gated_products_of_more_rows(shape: tuple[int, int], rows: int) -> None:
     """They round as few rows do, whatever their tiling."""
     x, weight, _ = random(rows, *shape, torch.bfloat16, "cuda")
