@@ -31,7 +31,7 @@ from slipstream.train.options import DataOptions, EvaluationOptions, OptimOption
 from slipstream.train.training import DraftTraining
 from slipstream.train.warm_start import read_start
 
-LOSS = 0.03  # of the accept length of past texts, up to which new weights are worth having
+LOSS = 0.02  # of the accept length of past texts, up to which new weights are worth having; few texts say it to 1 %
 RATE = 0.3  # of the learning rate of a run from scratch
 WAY = 0.5  # from the first weights to the trained ones, which new weights have gone (Wortsman et al., 2109.01903)
 PAST = 0.5  # share of past texts in an epoch, if there are enough of them
