@@ -642,8 +642,8 @@ def test_a_gated_product_begins_beside_the_router() -> None:
 
     def chain(x: Tensor, *, is_early: bool) -> Tensor:
         for _ in range(8):
-            normed, others = (rms_norm(x, gain, 1e-6) for _ in range(2))
-            routing = route_triton(others, router, None, 8, True)
+            normed, routed = (rms_norm(x, gain, 1e-6) for _ in range(2))
+            routing = route_triton(routed, router, None, 8, True)
             out = gated_linear_few_rows_triton(normed, weight, is_early=is_early)
             x = torch.cat((out, out), dim=1)[:, :2816] + routing.weights[:, :1].bfloat16()
         return x
