@@ -127,18 +127,28 @@ def gathered_linear_triton(hidden: Tensor, weight: Tensor, ids: Tensor, tiling: 
 
 
 @Op
-def head_topk(head: DraftHead, hidden: Tensor, k: int, positions: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def head_topk(
+    head: DraftHead, hidden: Tensor, k: int, positions: Tensor, sampling: Sampling, *, as_ids: bool = False
+) -> tuple[Tensor, Tensor]:
     """hidden (R, H), positions (R,) of the token to propose -> log-probabilities (R, k) fp32, places (R, k) int64.
 
     Equals perturbed_topk(head_logits(head, hidden), k, ...): best first, ties to the lowest place; the first place is
     the sample. Needs at least k used places, 1 <= k <= MOST_SORTED; the fused kernel takes up to MAX_K and no soft cap.
+    `as_ids`: target ids instead of places.
     """
-    return perturbed_topk(head_logits(head, hidden), k, positions, sampling, head.ids)
+    return perturbed_topk(head_logits(head, hidden), k, positions, sampling, head.ids, as_ids=as_ids)
 
 
-@head_topk.kernel(when=lambda head, hidden, k, _, sampling: _fits_fused(head, hidden, k, sampling))
+@head_topk.kernel(when=lambda head, hidden, k, _, sampling, **__: _fits_fused(head, hidden, k, sampling))
 def head_topk_triton(
-    head: DraftHead, hidden: Tensor, k: int, positions: Tensor, sampling: Sampling, tiling: Tiling | None = None
+    head: DraftHead,
+    hidden: Tensor,
+    k: int,
+    positions: Tensor,
+    sampling: Sampling,
+    tiling: Tiling | None = None,
+    *,
+    as_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Without filters. Two launches."""
     assert 1 <= k <= min(MAX_K, head.size)
@@ -150,7 +160,7 @@ def head_topk_triton(
         out = candidates, sums
         _launch_fused(head_topk_kernel, head, hidden, positions, sampling, out, tiling, K=k)
         merge_topk_kernel[(R,)](
-            candidates, sums, values, places, tiles,
+            candidates, sums, values, places, head.ids if as_ids else None, head.size, tiles,
             K=k, **merge_blocks(tiles, k), num_warps=8, **pdl_options(hidden.device),
         )  # fmt: skip
     return values, places
@@ -236,12 +246,15 @@ def head_topk_kernel(
 
 @triton.jit
 def merge_topk_kernel(
-    candidates_ptr, sums_ptr, values_ptr, columns_ptr, tiles,
+    candidates_ptr, sums_ptr, values_ptr, columns_ptr, names_ptr, num_outputs, tiles,
     K: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per row. A separate launch, since the last program to finish would have all rows to merge."""
     wait_for_inputs(PDL)
-    merge_topk(candidates_ptr, sums_ptr, values_ptr, columns_ptr, tl.program_id(0), tiles, K, TILES, CANDIDATES)
+    merge_topk(
+        candidates_ptr, sums_ptr, values_ptr, columns_ptr, names_ptr, num_outputs, tl.program_id(0), tiles,
+        K, TILES, CANDIDATES,
+    )  # fmt: skip
 
 
 @triton.jit

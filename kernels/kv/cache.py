@@ -1,7 +1,9 @@
-"""The paged KV cache: slots of a chain of tokens, and moving accepted tree nodes to follow the committed tokens.
+"""The paged KV cache: slots of chains and of drafts, and moving accepted tree nodes to follow the committed tokens.
 
 Letters: B requests, N nodes per request, L layers, G KV heads, D head dim, R and P rows and columns of the page table.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,6 +14,14 @@ from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
 from slipstream.kernels.limits import MAX_NODES
 
 TILE = 8192  # numbers that a program reads before it writes
+
+
+class DraftPlaces(NamedTuple):
+    """Where B requests draft. Row i of a table: i tokens after the last committed one, from position 0 on."""
+
+    roots: Tensor  # (B,) int64 the token after the last committed one
+    positions: Tensor  # (count, B) int64
+    slots: Tensor  # (count, B) int64 KV slots
 
 
 @Op
@@ -108,3 +118,52 @@ def _chain_slots(
     page = tl.load(pages + tl.load(rows + request) * stride + position // page_size, mask=inside, other=0)
     tl.store(positions + request * count + index, position, mask=inside)
     tl.store(slots + request * count + index, page * page_size + position % page_size, mask=inside)
+
+
+@Op
+def draft_places(
+    pages: Tensor, page_size: int, rows: Tensor, lengths: Tensor, roots: Tensor, count: int
+) -> DraftPlaces:
+    """Looks up `rows` (B,) int64 of pages (R, P) int64, lengths (R,) int32 of committed tokens, and roots (R,) int64.
+
+    Positions beyond the page table have slots of its last page.
+    """
+    steps = torch.arange(-1, count - 1, device=rows.device)[:, None]
+    positions = (lengths[rows] + steps).clamp(min=0)
+    page = pages[rows, (positions // page_size).clamp(max=pages.shape[1] - 1)]
+    return DraftPlaces(roots[rows], positions, page * page_size + positions % page_size)
+
+
+@draft_places.kernel()
+def draft_places_triton(
+    pages: Tensor, page_size: int, rows: Tensor, lengths: Tensor, roots: Tensor, count: int
+) -> DraftPlaces:
+    """A program per request. Rows of tables begin at multiples of 16 bytes, since kernels are compiled by that."""
+    B = len(rows)
+    stride = B + B % 2
+    table = torch.empty(1 + 2 * count, stride, dtype=torch.int64, device=rows.device)[:, :B]
+    places = DraftPlaces(table[0], table[1 : 1 + count], table[1 + count :])
+    if B:
+        _draft_places[(B,)](
+            pages, rows, lengths, roots, places, pages.stride(0), pages.shape[1], stride, count, page_size,
+            BLOCK=triton.next_power_of_2(count), num_warps=1, **pdl_options(rows.device),
+        )  # fmt: skip
+    return places
+
+
+@triton.jit(do_not_specialize=["stride", "count"])
+def _draft_places(
+    pages, rows, lengths, roots, places, page_stride, num_pages, stride, count, page_size,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    request = tl.program_id(0)
+    row = tl.load(rows + request)
+    index = tl.arange(0, BLOCK)
+    inside = index < count
+    position = tl.maximum(tl.load(lengths + row).to(tl.int64) + index - 1, 0)
+    page = tl.load(pages + row * page_stride + tl.minimum(position // page_size, num_pages - 1), mask=inside, other=0)
+    out = index * stride + request
+    tl.store(places.roots + request, tl.load(roots + row))
+    tl.store(places.positions + out, position, mask=inside)
+    tl.store(places.slots + out, page * page_size + position % page_size, mask=inside)

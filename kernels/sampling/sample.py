@@ -160,9 +160,16 @@ def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Te
 
 @Op
 def perturbed_topk(
-    logits: Tensor, k: int, positions: Tensor, sampling: Sampling, ids: Tensor | None = None
+    logits: Tensor,
+    k: int,
+    positions: Tensor,
+    sampling: Sampling,
+    ids: Tensor | None = None,
+    *,
+    as_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """logits (R, V), positions (R,) of the token to propose -> log-probabilities (R, k) fp32, columns (R, k) int64.
+    `as_ids`: the columns' target ids instead.
 
     Ties go to the lower column. Columns that a row's filters cut have value -inf; a greedy row has no filters.
     `ids` (V,): the target id of each column (default: the column itself). k: 1 to MOST_SORTED, not above V.
@@ -170,12 +177,20 @@ def perturbed_topk(
     scores = perturbed(logits, positions, sampling, ids).float()
     # Sorting all for the best one alone would cost a CPU much of a round.
     best = scores.max(-1, keepdim=True) if k == 1 else scores.sort(dim=-1, descending=True, stable=True)
-    return best.values[:, :k] - scores.logsumexp(dim=-1, keepdim=True), best.indices[:, :k]
+    columns = best.indices[:, :k]
+    values = best.values[:, :k] - scores.logsumexp(dim=-1, keepdim=True)
+    return values, ids[columns] if as_ids and ids is not None else columns
 
 
 @perturbed_topk.kernel()
 def perturbed_topk_triton(
-    logits: Tensor, k: int, positions: Tensor, sampling: Sampling, ids: Tensor | None = None
+    logits: Tensor,
+    k: int,
+    positions: Tensor,
+    sampling: Sampling,
+    ids: Tensor | None = None,
+    *,
+    as_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One launch, and four more with filters."""
     R, V = logits.shape
@@ -190,7 +205,7 @@ def perturbed_topk_triton(
     if R:
         _perturbed_topk[(R, tiles)](
             logits, positions, sampling.keys, sampling.temperature, sampling.rows, arguments, thresholds, ids,
-            candidates, sums, done_counters(device), values, columns,
+            candidates, sums, done_counters(device), values, columns, ids if as_ids else None,
             logits.stride(0), V, sampling.repeats, tiles,
             K=k, TILE=TILE, **merge_blocks(tiles, k), num_warps=8, **pdl_options(device),
         )  # fmt: skip
@@ -354,7 +369,7 @@ def rank_score(rank):
 @triton.jit(do_not_specialize=["repeats"])
 def _perturbed_topk(
     logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, processors, thresholds_ptr, ids_ptr,
-    candidates_ptr, sums_ptr, counters_ptr, values_ptr, columns_ptr, stride, V, repeats, tiles,
+    candidates_ptr, sums_ptr, counters_ptr, values_ptr, columns_ptr, names_ptr, stride, V, repeats, tiles,
     K: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
@@ -376,7 +391,9 @@ def _perturbed_topk(
             best, ranks = take_best(ranks)
             tl.store(candidates_ptr + place * K + choice, best)
     if is_last_done(counters_ptr + row, tiles):
-        merge_topk(candidates_ptr, sums_ptr, values_ptr, columns_ptr, row, tiles, K, TILES, CANDIDATES)
+        merge_topk(
+            candidates_ptr, sums_ptr, values_ptr, columns_ptr, names_ptr, V, row, tiles, K, TILES, CANDIDATES
+        )  # fmt: skip
 
 
 @triton.jit
@@ -405,10 +422,11 @@ def take_best(ranks):
 
 @triton.jit
 def merge_topk(
-    candidates_ptr, sums_ptr, values_ptr, columns_ptr, row, tiles,
+    candidates_ptr, sums_ptr, values_ptr, columns_ptr, names_ptr, V, row, tiles,
     K: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """The k best of a row's candidates, and their log-probabilities from the sums of its tiles."""
+    """The k best of a row's candidates, by the V names of columns if there are any, and their log-probabilities from
+    the sums of its tiles."""
     tile = tl.arange(0, TILES)
     candidate = tl.arange(0, CANDIDATES)
     row = row.to(tl.int64)
@@ -419,9 +437,14 @@ def merge_topk(
         choice = tl.arange(0, SORTED)
         best_ranks = tl.topk(ranks, SORTED)
         tl.store(values_ptr + row * K + choice, (rank_score(best_ranks) - peak) - log_total, mask=choice < K)
-        tl.store(columns_ptr + row * K + choice, rank_column(best_ranks), mask=choice < K)
+        tl.store(columns_ptr + row * K + choice, _name(names_ptr, rank_column(best_ranks), V), mask=choice < K)
     else:
         for choice in range(K):
             best, ranks = take_best(ranks)
             tl.store(values_ptr + row * K + choice, (rank_score(best) - peak) - log_total)
-            tl.store(columns_ptr + row * K + choice, rank_column(best))
+            tl.store(columns_ptr + row * K + choice, _name(names_ptr, rank_column(best), V))
+
+
+@triton.jit
+def _name(names_ptr, column, V):
+    return column if names_ptr is None else tl.load(names_ptr + tl.minimum(column, V - 1))  # beyond: a row of NaN

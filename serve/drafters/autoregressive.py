@@ -68,8 +68,8 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.fused = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
 
     def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002
-        """The embeddings (n, H) of tokens (n,), -1 where there are none, that the draft reads at positions (n,)."""
-        return self.embed(tokens.clamp(min=0))
+        """The embeddings (n, H) of tokens (n,) that the draft reads at positions (n,); any token's where one is -1."""
+        return self.embed(tokens)
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         self.take_adapters(rows.owners)
@@ -90,31 +90,29 @@ class AutoregressiveDrafter(base.NetworkDrafter):
 
     def _start(self, batch: DraftBatch) -> Tensor:
         """The draft's states (B, H) at the last committed tokens."""
-        last = (batch.lengths - 1).clamp(min=0)  # padding has no tokens
-        self.attention.plan(batch.uniform(last, 1))
-        return self.module(self.embeds(batch.roots, last), self.fused[batch.requests], self.attention)
+        self.attention.plan(batch.at(0))
+        embeds = self.embeds(batch.roots, batch.places.positions[0])
+        return self.module(embeds, self.fused[batch.requests], self.attention)
 
     def _propose_chain(self, batch: DraftBatch, width: int) -> Proposal:
         sampling = batch.sampling
         states = self._start(batch)
         chain = [batch.roots]  # tokens
-        positions = [batch.lengths]  # committed length + 0, 1, ...
         log_probs = [base.root_scores(len(batch.roots), batch.roots.device)]
         for step in range(width - 1):
             if step:
                 states = self._continue(batch, chain, states)
-            positions.append(batch.lengths + (step + 1))
             head_input = self._head_input(states, step, 1)
-            values, columns = head_topk(self.head, head_input, 1, positions[-1], sampling)
+            positions = batch.places.positions[step + 2]
+            values, tokens = head_topk(self.head, head_input, 1, positions, sampling, as_ids=True)
             log_probs.append(values)
-            chain.append(self.vocabulary.target_ids(columns[:, 0]))
+            chain.append(tokens[:, 0])
         parents = base.chain_parents(len(batch.roots), width, batch.roots.device)
         return Proposal(torch.stack(chain, dim=1), parents, torch.cat(log_probs, dim=1).cumsum(dim=1))
 
     def _continue(self, batch: DraftBatch, chain: Sequence[Tensor], states: Tensor) -> Tensor:
         """The draft's states at the last of a chain's tokens (B,), roots first; `states`: those one token before."""
-        step = len(chain) - 1
-        self.attention.plan(batch.uniform(batch.lengths + (step - 1), 1, spare=step))
+        self.attention.plan(batch.at(len(chain) - 1))
         return self.module(self.embed(chain[-1]), states, self.attention)
 
     def _head_input(self, states: Tensor, level: int, count: int) -> Tensor:  # noqa: ARG002
@@ -128,7 +126,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         candidates = Candidates.empty(len(batch.roots), shape, batch.roots.device)
         sampling = batch.sampling
         states = self._start(batch)
-        positions = batch.lengths + 1
+        positions = batch.places.positions[2]
         frontiers: list[Frontier] = []
         for level in range(shape.depth):
             if frontiers:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention.paths import Paths
 from slipstream.kernels.attention.ragged import Segments
+from slipstream.kernels.kv.cache import DraftPlaces
 from slipstream.kernels.sampling.sample import Sampling
 from slipstream.serve.engine.plan import PromptChunk, PromptPhase
 from slipstream.serve.runner.request_state import KVSlots, RequestState
@@ -107,6 +108,25 @@ class DraftBatch:
     roots: Tensor  # (B,) int64 last emitted tokens, whose KV is not written yet
     kv_bound: int  # on the host: at least as many KV tokens as any request has before drafting
     sampling: Sampling
+    places: DraftPlaces  # at least one more than nodes that are drafted, the root included
+
+    def at(self, index: int) -> AttentionMetadata:
+        """A query for each request, `index` tokens after its last committed one."""
+        B = len(self.requests)
+        positions = self.places.positions[index]
+        return AttentionMetadata(
+            phase="draft",
+            state=self.state,
+            requests=self.requests,
+            lengths=positions,
+            positions=positions,
+            slots=KVSlots(
+                lambda group: self.state.slots(self.requests, positions, group), {0: self.places.slots[index]}
+            ),
+            query_lens=(1,) * B,
+            kv_bounds=(self.kv_bound + index,) * B,
+            read_starts=self.state.read_starts,
+        )
 
     def uniform(self, starts: Tensor, count: int, spare: int = 0) -> AttentionMetadata:
         """`count` chained queries for each request, at positions starts (B,) + 0..count-1.

@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.kernels.attention.paths import trace_paths
 from slipstream.kernels.attention.ragged import Segments
 from slipstream.kernels.gemm.fixed_order import FixedOrder
-from slipstream.kernels.kv.cache import move_rows
+from slipstream.kernels.kv.cache import draft_places, move_rows
 from slipstream.kernels.limits import MAX_NODES
 from slipstream.kernels.sampling.logprobs import COLUMNS, Emitted, emitted_logprobs
 from slipstream.kernels.sampling.sample import Sampling, sample
@@ -235,9 +235,9 @@ class StepPasses:
         """
         state = self.state
         stored = self.state.stored
-        lengths = stored.lengths[requests].long()
-        roots = stored.roots[requests]
-        batch = DraftBatch(state, requests, lengths, roots, kv_bound, state.sampling(requests, mode))
+        places = draft_places(state.pages[0], state.page_size, requests, stored.lengths, stored.roots, width + 1)
+        sampling = state.sampling(requests, mode)
+        batch = DraftBatch(state, requests, places.positions[1], places.roots, kv_bound, sampling, places)
         proposal = self.drafter.propose(batch, width)
         store(
             stored,

@@ -115,7 +115,9 @@ def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device
         assert (expected.values[:, :16].diff() == 0).any()  # there are ties
         with poisoned():
             values, places = head_topk.triton(head, hidden, k, positions, sampling, tiling)
+            tokens = head_topk.triton(head, hidden, k, positions, sampling, tiling, as_ids=True)[1]
         assert torch.equal(places, expected.indices[:, :k])
+        assert torch.equal(tokens, places if head.ids is None else head.ids[places])
         torch.testing.assert_close(values.double(), logits.log_softmax(dim=-1).gather(1, places), atol=2e-5, rtol=1e-5)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.kv.cache import chain_slots, move_rows
+from slipstream.kernels.kv.cache import chain_slots, draft_places, move_rows
 from slipstream.tests.kernels.triton_runs import each_device, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
@@ -106,3 +106,26 @@ def test_slots_of_a_chain_equal_indexing(device: str, page_size: int, count: int
     assert slots.tolist() == [table[row][p // page_size] * page_size + p % page_size for row, p in expected]
     for run in (chain_slots, chain_slots.reference):
         assert all(map(torch.equal, run(pages, page_size, rows, starts, count), (positions, slots)))
+
+
+@grouped()
+@each_device
+@pytest.mark.parametrize(("count", "page_size"), rotating([2, 5, 64], [1, 16]))
+def test_places_of_drafts_equal_indexing(device: str, page_size: int, count: int) -> None:
+    """Padding has no tokens; the last request's draft ends beyond the page table."""
+    generator = torch.Generator().manual_seed(count)
+    pages = torch.randint(1, 2**40, (7, 130), generator=generator).to(device)
+    rows = torch.tensor([3, 0, 6, 6, 2], device=device)
+    lengths = torch.tensor([1, 7, 130 * page_size - 1, 9, 9, 9, 0], dtype=torch.int32, device=device)
+    roots = torch.randint(2**20, (7,), generator=generator).to(device)
+    expected = [[(row, max(int(lengths[row]) + step, 0)) for row in rows.tolist()] for step in range(-1, count - 1)]
+    table = pages.tolist()
+    for run in (draft_places.triton, draft_places.reference):
+        places = run(pages, page_size, rows, lengths, roots, count)
+        assert torch.equal(places.roots, roots[rows])
+        assert places.positions.tolist() == [[position for _, position in step] for step in expected]
+        assert places.slots.tolist() == [
+            [table[row][min(p // page_size, 129)] * page_size + p % page_size for row, p in step] for step in expected
+        ]
+    aligned = draft_places.triton(pages, page_size, rows, lengths, roots, count)
+    assert all(row.is_contiguous() and row.data_ptr() % 16 == 0 for table in aligned[1:] for row in table)

@@ -65,6 +65,8 @@ def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, run, devic
         for target_ids in (None, ids):
             with poisoned():
                 values, columns = run(logits, k, positions, sampling, target_ids)
+                tokens = run(logits, k, positions, sampling, target_ids, as_ids=True)[1]
+            assert torch.equal(tokens, columns if target_ids is None else target_ids[columns])
             check(values, columns, exact_scores(logits, positions, sampling, target_ids), k)
 
 
