@@ -180,6 +180,51 @@ def choose_triton(candidates: Candidates, roots: Tensor, count: int) -> tuple[Te
     return tokens, parents, scores
 
 
+@Op
+def join_chain(roots: Tensor, tokens: tuple[Tensor, ...], log_probs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The chain of roots (B,) int64 and N - 1 tokens (B,) int64 with log_probs (B, 1) fp32: tokens (B, N) int64 and
+    scores (B, N) fp32, 0 of the root."""
+    zeros = torch.zeros(len(roots), 1, device=roots.device)
+    return torch.stack((roots, *tokens), dim=1), torch.cat((zeros, *log_probs), dim=1).cumsum(dim=1)
+
+
+@join_chain.kernel()
+def join_chain_triton(
+    roots: Tensor, tokens: tuple[Tensor, ...], log_probs: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """One launch, a program per request."""
+    shape = len(roots), 1 + len(tokens)
+    assert all(x.is_contiguous() for x in (roots, *tokens, *log_probs))
+    chain = torch.empty(shape, dtype=torch.int64, device=roots.device)
+    scores = torch.empty(shape, device=roots.device)
+    if len(roots):
+        _join_chain[(len(roots),)](
+            roots,
+            tokens or None,
+            log_probs or None,
+            chain,
+            scores,
+            LENGTH=shape[1],
+            num_warps=1,
+            **pdl_options(roots.device),
+        )
+    return chain, scores
+
+
+@triton.jit
+def _join_chain(roots, tokens, log_probs, chain, scores, LENGTH: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
+    request = tl.program_id(0)
+    out = request * LENGTH
+    score = 0.0
+    tl.store(chain + out, tl.load(roots + request))
+    tl.store(scores + out, score)
+    for node in tl.static_range(LENGTH - 1):
+        score += tl.load(log_probs[node] + request)
+        tl.store(chain + out + 1 + node, tl.load(tokens[node] + request))
+        tl.store(scores + out + 1 + node, score)
+
+
 @triton.jit
 def _best_first(scores, inside, index, count, BLOCK: tl.constexpr):
     """(BLOCK,) int32: rank of each of the `count` best scores, from 0; BLOCK for the others. Ties: lowest index."""

@@ -98,7 +98,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         sampling = batch.sampling
         states = self._start(batch)
         chain = [batch.roots]  # tokens
-        log_probs = [base.root_scores(len(batch.roots), batch.roots.device)]
+        log_probs = []
         for step in range(width - 1):
             if step:
                 states = self._continue(batch, chain, states)
@@ -107,8 +107,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
             values, tokens = head_topk(self.head, head_input, 1, positions, sampling, as_ids=True)
             log_probs.append(values)
             chain.append(tokens[:, 0])
-        parents = base.chain_parents(len(batch.roots), width, batch.roots.device)
-        return Proposal(torch.stack(chain, dim=1), parents, torch.cat(log_probs, dim=1).cumsum(dim=1))
+        return base.chain_proposal(chain, log_probs)
 
     def _continue(self, batch: DraftBatch, chain: Sequence[Tensor], states: Tensor) -> Tensor:
         """The draft's states at the last of a chain's tokens (B,), roots first; `states`: those one token before."""

@@ -3,7 +3,7 @@
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.gemm.low_rank import RowAdapters
+from slipstream.kernels.speculation.draft_tree import join_chain
 from slipstream.models.drafts.adapters import add_adapters, read_adapter
 from slipstream.models.drafts.base import (
     Choices,
@@ -287,6 +288,13 @@ def copy_of(piece: Tensor, *, is_pinned: bool) -> Tensor:
     copy = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=is_pinned)
     time.sleep(time.perf_counter() - began)
     return copy.copy_(piece)  # sync
+
+
+def chain_proposal(chain: Sequence[Tensor], log_probs: Sequence[Tensor]) -> Proposal:
+    """Proposes chains of tokens (B,), the roots first; log_probs (B, 1) of all others."""
+    roots, *drafted = chain
+    tokens, scores = join_chain(roots, tuple(drafted), tuple(log_probs))
+    return Proposal(tokens, chain_parents(len(roots), len(chain), roots.device), scores)
 
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:

@@ -60,16 +60,15 @@ class Drafter(base.NetworkDrafter):
         hidden = self.hidden[batch.requests]
         self._plan(batch, 1)
         chain = [batch.roots]
-        log_probs = [base.root_scores(len(batch.roots), batch.roots.device)]
-        for step in range(1, width):
+        log_probs = []
+        for positions in batch.places.positions[2 : width + 1]:
             states = self.module(self.target.embed(chain[-1].clamp(min=0)), hidden, self.attention)
-            values, columns = self._find(states, 1, batch.lengths + step, batch.sampling)
+            values, columns = self._find(states, 1, positions, batch.sampling)
             log_probs.append(values)
             chain.append(self.vocabulary.target_ids(columns[:, 0]))
-            if step < width - 1:
+            if len(chain) < width:
                 hidden = self.module.post_projection(states)
-        parents = base.chain_parents(len(batch.roots), width, batch.roots.device)
-        return Proposal(torch.stack(chain, dim=1), parents, torch.cat(log_probs, dim=1).cumsum(dim=1))
+        return base.chain_proposal(chain, log_probs)
 
     def _plan(self, batch: DraftBatch, count: int) -> None:
         """Plans `count` queries of each request. Rows of the last committed tokens see all of these; the queries are
@@ -86,7 +85,7 @@ class Drafter(base.NetworkDrafter):
         candidates = Candidates.empty(len(batch.roots), shape, batch.roots.device)
         tokens = batch.roots
         hidden = self.hidden[batch.requests]
-        positions = batch.lengths + 1
+        positions = batch.places.positions[2]
         sampling = batch.sampling
         frontier: Frontier | None = None
         for level in range(shape.depth):

@@ -108,7 +108,7 @@ class DraftBatch:
     roots: Tensor  # (B,) int64 last emitted tokens, whose KV is not written yet
     kv_bound: int  # on the host: at least as many KV tokens as any request has before drafting
     sampling: Sampling
-    places: DraftPlaces  # at least one more than nodes that are drafted, the root included
+    places: DraftPlaces  # count: the nodes to propose and 1
 
     def at(self, index: int) -> AttentionMetadata:
         """A query for each request, `index` tokens after its last committed one."""

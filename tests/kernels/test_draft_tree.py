@@ -186,3 +186,17 @@ def test_a_smaller_shape_finds_the_same_best_nodes(width: int) -> None:
         trees.append(draft_tree.choose.reference(candidates, torch.tensor([7, 8, 9]), width))
     for small, large in zip(trees[1], trees[0], strict=True):
         assert torch.equal(small, large)
+
+
+@each_run
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_a_chain_adds_up_log_probabilities(run: str, count: int) -> None:
+    """One more than `count` nodes; a token that filters cut ends the scores."""
+    columns = torch.arange(3 * (count + 1)).view(count + 1, 3)
+    log_probs = -columns[1:, :, None] / 8.0
+    log_probs[-1:, 1] = -torch.inf
+    tokens, scores = getattr(draft_tree.join_chain, run)(columns[0], tuple(columns[1:]), tuple(log_probs))
+    assert torch.equal(tokens, columns.t())
+    for request in range(3):
+        sums = [sum(log_probs[:end, request, 0].tolist()) for end in range(count + 1)]
+        assert scores[request].tolist() == sums
