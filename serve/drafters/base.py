@@ -61,6 +61,7 @@ class Drafter(ABC):
     aux_layers: tuple[int, ...] = ()  # target states it reads: 0..n-1 a layer's output, n after the final norm
     attends_to_context: bool = False  # `extend` attends, too, and needs rows.attention
     needs_first: bool = False  # `extend` needs rows.are_first
+    group: int = 0  # KV group of batch.places
 
     @classmethod
     def plan(cls, source: DraftSource, options: Any, target: TargetSpec) -> DraftPlan:  # noqa: ARG003

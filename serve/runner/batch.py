@@ -120,9 +120,7 @@ class DraftBatch:
             requests=self.requests,
             lengths=positions,
             positions=positions,
-            slots=KVSlots(
-                lambda group: self.state.slots(self.requests, positions, group), {0: self.places.slots[index]}
-            ),
+            slots=KVSlots(lambda _: self.places.slots[index]),  # of the one group that the draft has
             query_lens=(1,) * B,
             kv_bounds=(self.kv_bound + index,) * B,
             read_starts=self.state.read_starts,

@@ -235,7 +235,8 @@ class StepPasses:
         """
         state = self.state
         stored = self.state.stored
-        places = draft_places(state.pages[0], state.page_size, requests, stored.lengths, stored.roots, width + 1)
+        pages = state.pages[self.drafter.group]
+        places = draft_places(pages, state.page_size, requests, stored.lengths, stored.roots, width + 1)
         sampling = state.sampling(requests, mode)
         batch = DraftBatch(state, requests, places.positions[1], places.roots, kv_bound, sampling, places)
         proposal = self.drafter.propose(batch, width)
