@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -32,13 +32,25 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 
 from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.checkpoint import tokenizer_hash
-from slipstream.models.files.learning import LearnJob, Line, Load, Offer, Outcome, Ready, ServedText, Verdict
+from slipstream.models.files.learning import (
+    TEXT_LEN,
+    LearnJob,
+    Line,
+    Load,
+    Offer,
+    Outcome,
+    Ready,
+    ServedText,
+    StateAnswer,
+    StateQuestion,
+    Verdict,
+)
 from slipstream.models.files.outputs import CHECKPOINT
-from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.train.batches import PackedRows, Share, load_prepared
 from slipstream.train.checkpoints import Progress
@@ -56,6 +68,8 @@ LEAST_TEXTS = 16  # of the train split, from which on it trains
 LEAST_HELD_OUT = 4
 CLIENT_LOSS = 0.05  # of a client's accept length
 GAIN = 0.05  # of (accept length - 1) of recent texts, to offer weights; as great a loss drops them
+DATA_TOKENS = 512  # of texts of `data` whose states the engine computes at once, or one longer text
+DATA_SHARE = 0.2  # of the time, at most, that the engine computes such states while it has work
 NICE = 10
 WAIT_SECONDS = 0.5
 
@@ -69,10 +83,16 @@ class Channel:
         self.saving = threading.Lock()
         self._line = line
         self.verdicts: SimpleQueue[Outcome] = SimpleQueue()
+        self._answers: SimpleQueue[Tensor] = SimpleQueue()
         self._folder = folder
         threading.Thread(target=self._listen, name="slipstream-learn", daemon=True).start()
 
-    def send(self, message: Ready | Offer) -> None:
+    def states_of(self, texts: list[list[int]]) -> Tensor:
+        """Returns states as a StateAnswer has them, which the engine computes."""
+        self.send(StateQuestion(texts))
+        return self._answers.get()
+
+    def send(self, message: Ready | StateQuestion | Offer) -> None:
         with suppress(OSError):  # the engine is gone: so will this process be, at once
             self._line.send(message)
 
@@ -82,6 +102,8 @@ class Channel:
                 message = self._line.receive()
                 if isinstance(message, Verdict):
                     self.verdicts.put(message.outcome)
+                elif isinstance(message, StateAnswer):
+                    self._answers.put(message.states)
                 else:
                     self.texts.add(message)
         except (EOFError, OSError):
@@ -231,31 +253,50 @@ def shares_of(split: Split) -> list[Share]:
     ]
 
 
-def add_data(texts: ServedTexts, job: LearnJob, trainer: Trainer) -> None:
-    """Lets the past begin with texts that the draft was trained on, whose states the target computes."""
+def add_data(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
+    """Lets the past begin with texts that the draft was trained on, whose states the engine computes."""
     tokenizer = load_tokenizer(Path(job.target), job.trust_remote_code)
     splits, _ = load_prepared(Path(job.data or ""), tokenizer_hash(tokenizer))
-    device = torch.device(job.device)
-    target = load_frozen_target(Path(job.target), tuple(job.layers), device, job.trust_remote_code)
+    length = min(trainer.options.data.max_length, TEXT_LEN)
+    pace = Pace(DATA_SHARE, Load(job.folder).is_busy)
+    texts = channel.texts
     for name, memory in (("train", texts.train), ("heldout", texts.heldout)):
-        for row in splits[name].shuffle(seed=trainer.options.seed):
-            text = text_of(row, target, device, trainer.options.data.max_length)
-            if text is not None and texts.add_past(memory, text):
+        rows = splits[name].shuffle(seed=trainer.options.seed)
+        for documents in batches_of(first_answers(rows, length), DATA_TOKENS):
+            pace.begin()
+            states = channel.states_of([tokens for tokens, _ in documents])
+            pace.end()
+            if not len(states):
+                continue
+            parts = states.split([len(tokens) for tokens, _ in documents])
+            is_full = False
+            for (tokens, start), part in zip(documents, parts, strict=True):
+                is_full |= texts.add_past(memory, ServedText("learn.data", tokens, start, part[:-1]))
+            if is_full:
                 break
 
 
-def text_of(row: Mapping[str, Any], target: FrozenTarget, device: torch.device, max_length: int) -> ServedText | None:
-    """A document of a prepared dataset up to the end of its first answer; None where that is too short or too far."""
-    mask = [bool(value) for value in row["loss_mask"][:max_length]]
-    start = mask.index(True) if True in mask else max_length
-    end = start + sum(takewhile(bool, mask[start:]))
-    if end < start + 2:
-        return None
-    tokens = row["input_ids"][:end]
-    batch = torch.tensor([tokens], device=device)
-    states, _ = target.aux_states(batch, torch.arange(end, device=device)[None])
-    states = states[0, :-1].unflatten(1, (len(target.aux_layers), -1)).cpu()
-    return ServedText("learn.data", tokens, start, states)
+def first_answers(rows: Dataset, length: int) -> Iterator[tuple[list[int], int]]:
+    """Yields documents up to the end of their first answer, and where it begins; not those where that is too short, or
+    further than `length` tokens."""
+    for row in rows:
+        mask = [bool(value) for value in row["loss_mask"][:length]]
+        start = mask.index(True) if True in mask else length
+        end = start + sum(takewhile(bool, mask[start:]))
+        if end >= start + 2:
+            yield row["input_ids"][:end], start
+
+
+def batches_of(documents: Iterable[tuple[list[int], int]], most: int) -> Iterator[list[tuple[list[int], int]]]:
+    """Joins documents in turn while they have at most so many tokens."""
+    batch: list[tuple[list[int], int]] = []
+    for document in documents:
+        if batch and sum(len(tokens) for tokens, _ in (*batch, document)) > most:
+            yield batch
+            batch = []
+        batch.append(document)
+    if batch:
+        yield batch
 
 
 def mean_of(lengths: Mapping[str, float], part: str) -> float:
@@ -281,7 +322,7 @@ def least_gain(before: Lengths) -> float:
 def learn(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
     """Learns until the engine is gone."""
     if job.data is not None:
-        add_data(channel.texts, job, trainer)
+        add_data(job, trainer, channel)
     last_splits: Splits | None = None
     length = last_length = 0.0  # of recent texts, with the weights of the last two rounds over the same texts
     began = time.monotonic()

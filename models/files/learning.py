@@ -1,6 +1,7 @@
 """Messages between an engine and the process that trains its draft on what it serves: pickles on a socket.
 
-The engine (serve/engine/learning.py) sends ServedText and Verdict, the trainer (train/learn.py) Ready, then Offers.
+The engine (serve/engine/learning.py) sends ServedText and Verdict, the trainer (train/learn.py) Ready and Offers, and
+before them StateQuestions, one after the StateAnswer to another.
 Whether the engine has work stands in memory of both.
 """
 
@@ -50,6 +51,20 @@ class ServedText:
     @property
     def nbytes(self) -> int:
         return self.states.nbytes + (0 if self.scales is None else self.scales.nbytes) + 8 * len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StateQuestion:
+    """Texts whose states the trainer wants."""
+
+    texts: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateAnswer:
+    """`states`: (L, K, H) of all tokens of the texts, or of none if the engine had no memory to compute them."""
+
+    states: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from slipstream.serve.engine.idle import IdlePrompts
 from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, NO_EDITS, StepPlan
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
+from slipstream.serve.engine.state_passes import StatePasses
 from slipstream.serve.engine.team import Team
 from slipstream.serve.grammar.grammars import Grammars
 from slipstream.serve.options import TRIAL_ROUNDS, EngineConfig, ServeConfig
@@ -351,11 +352,14 @@ class Engine:
 
     def open_states(self, config: EngineConfig, post: Callable[[Callable[[], None]], None]) -> None:
         """Gives trainers states at the address in `config`, between steps: `post` calls in the thread of `step`."""
-        from slipstream.serve.engine.state_passes import StatePasses  # here, since few servers need it
-        from slipstream.serve.engine.state_service import open_service
+        from slipstream.serve.engine.state_service import open_service  # here, since few servers need it
 
         assert isinstance(config, ServeConfig)
-        open_service(config, self.engine_plan.path, StatePasses(self.runner.target, self.team), post)
+        open_service(config, self.engine_plan.path, self.state_passes(), post)
+
+    def state_passes(self) -> StatePasses:
+        """Returns passes of the target for states alone, for the thread of `step`."""
+        return StatePasses(self.runner.target, self.team)
 
     def metrics(self) -> dict[str, float]:
         """Returns current gauges; a request's counts come with its last Output."""

@@ -1,8 +1,9 @@
 """`serve --learn`: a process beside the engine trains the draft on what it serves (train/learn.py).
 
 The engine sends the tokens of each answer that is whole, with the target's states that it computed. It keeps none of
-them: a text for which the trainer has no time is dropped. Texts of requests with a `cache_salt` are never sent. What
-the trainer offers is a checkpoint, which comes in as any other weights do, on trial (draft_swaps.py).
+them: a text for which the trainer has no time is dropped. Texts of requests with a `cache_salt` are never sent. At the
+start the trainer asks for states of texts that the draft was trained on, which the engine computes between two steps.
+What the trainer offers is a checkpoint, which comes in as any other weights do, on trial (draft_swaps.py).
 The trainer ends with the engine. If it ends by itself, the engine goes on, and another trainer goes on from the last
 weights that passed their trial, unless it lived shorter than LEAST_SECONDS.
 On a GPU of the engine it starts first, so that the cache is sized by the memory that it leaves.
@@ -19,6 +20,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
 from queue import Empty, Full, Queue
@@ -36,13 +39,17 @@ from slipstream.models.files.learning import (
     Outcome,
     Ready,
     ServedText,
+    StateAnswer,
+    StateQuestion,
     Verdict,
 )
 from slipstream.models.files.scratch import ScratchFolder
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import EnginePlan, read_plan
 from slipstream.serve.engine.scheduler import Sequence
+from slipstream.serve.engine.state_passes import PackedText
 from slipstream.serve.options import EngineConfig, LearnOptions, find_target
+from slipstream.serve.runner.model_runner import is_out_of_memory
 
 MODULE = "slipstream.train.learn"
 MOST_UNSENT = 64  # texts
@@ -50,11 +57,13 @@ EXIT_SECONDS = 2.0
 LEAST_SECONDS = 60.0
 SHARE = 0.1  # of a GPU that the engine uses
 
+Post = Callable[[Callable[[], None]], None]
+
 logger = logging.getLogger(__name__)
 
 
 class Unsent(NamedTuple):
-    message: ServedText | Verdict
+    message: ServedText | StateAnswer | Verdict
     line: Line  # to the process that it is for
     landed: torch.cuda.Event | None = None  # after which the host has the states
 
@@ -84,10 +93,23 @@ def text_of(sequence: Sequence, read: Callable[[int], Tensor]) -> ServedText | N
     states = read(len(tokens) - 1)
     if len(states) < len(tokens) - 1:
         return None
+    return ServedText(request.client, [*tokens], len(request.prompt), to_host(states))
+
+
+def to_host(states: Tensor) -> Tensor:
+    """Starts a copy to the host, to pinned memory from a GPU."""
     dtype = states.dtype if states.dtype == torch.float32 else torch.bfloat16
     on_host = torch.empty(states.shape, dtype=dtype, pin_memory=states.device.type == "cuda")
-    on_host.copy_(states, non_blocking=True)
-    return ServedText(request.client, [*tokens], len(request.prompt), on_host)
+    return on_host.copy_(states, non_blocking=True)
+
+
+def end_of_copy(on_host: Tensor) -> torch.cuda.Event | None:
+    """Returns an event after the copies to pinned memory so far."""
+    if not on_host.is_pinned():
+        return None
+    landed = torch.cuda.Event()
+    landed.record()
+    return landed
 
 
 def is_shared(device: str, plan: EnginePlan) -> bool:
@@ -102,11 +124,6 @@ class Learner:
     def __init__(self, config: EngineConfig, options: LearnOptions) -> None:
         """`config`: the engine's. Raises ValueError where the engine's GPU has no place for the trainer."""
         shared = is_shared(options.device, read_plan(config))
-        if shared and options.data is not None:
-            raise ValueError(
-                f"learn.data is {options.data}, whose states the target would compute once more on {options.device}, "
-                "which serves; leave it out, or give learn.device another device"
-            )
         self.config = config
         self._folder = ScratchFolder("learn")
         _, target = find_target(config)
@@ -142,9 +159,11 @@ class Learner:
             "free memory of that GPU, or give another device"
         )
 
-    def attach(self, engine: Engine, offer: Callable[[Offer], None]) -> None:
-        """Begins to learn. `offer` is called with each Offer, from another thread."""
+    def attach(self, engine: Engine, offer: Callable[[Offer], None], post: Post) -> None:
+        """Begins to learn. `offer` is called with each Offer, from another thread; `post` calls in that of `step`."""
         self._offer = offer
+        self._post = post
+        self._passes = engine.state_passes()
         engine.on_load = Load(self._job.folder).set
         engine.on_states = self.note
         engine.draft.on_verdict = self.judge
@@ -172,23 +191,36 @@ class Learner:
         text = text_of(sequence, read)
         if text is None:
             return
-        landed = None
-        if text.states.is_pinned():
-            landed = torch.cuda.Event()
-            landed.record()
         try:
-            self._unsent.put_nowait(Unsent(text, self._line, landed))
+            self._unsent.put_nowait(Unsent(text, self._line, end_of_copy(text.states)))
         except Full:
             self.num_dropped += 1
+
+    def answer(self, question: StateQuestion, line: Line) -> None:
+        """Computes states that the trainer at the end of `line` wants, between two steps."""
+        tokens = torch.tensor([[*chain(*question.texts)]], dtype=torch.int32)
+        positions = torch.tensor([[*chain(*(range(len(text)) for text in question.texts))]], dtype=torch.int32)
+        try:
+            states, _ = self._passes.compute(PackedText(tokens, positions, tuple(self._job.layers)))
+            on_host = to_host(states)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            on_host = torch.empty(0, len(self._job.layers), 1)
+        self._put(Unsent(StateAnswer(on_host), line, end_of_copy(on_host)))
 
     def judge(self, outcome: Outcome) -> None:
         """Tells the trainer what became of its offer."""
         if not self._has_offer:
             return  # another trainer's
         self._has_offer = False
+        self._put(Unsent(Verdict(outcome), self._line))
+
+    def _put(self, unsent: Unsent) -> None:
+        """Queues what the trainer waits for. It waits for one thing at a time, so only texts are dropped."""
         while True:
             try:
-                self._unsent.put_nowait(Unsent(Verdict(outcome), self._line))
+                self._unsent.put_nowait(unsent)
                 return
             except Full:
                 self._drop_one()
@@ -227,7 +259,9 @@ class Learner:
             with suppress(EOFError, OSError, UnpicklingError):
                 while True:
                     message = self._line.receive()
-                    if not isinstance(message, Ready):
+                    if isinstance(message, StateQuestion):
+                        self._post(partial(self.answer, message, self._line))
+                    elif not isinstance(message, Ready):
                         self._has_offer = True
                         self._offer(message)
             if self._is_closed:

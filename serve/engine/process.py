@@ -214,7 +214,7 @@ def attach(learner: "Learner", engine: Any, inbox: Inbox) -> None:
             logger.warning("learn: %s", swapped.error)
             learner.judge("refused")
 
-    learner.attach(engine, offer)
+    learner.attach(engine, offer, inbox.put)
 
 
 def start_engine(

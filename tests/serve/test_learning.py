@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -22,14 +23,16 @@ import torch
 from torch import Tensor
 
 from slipstream.models.files.atomic import atomic_folder
-from slipstream.models.files.learning import LearnJob, Line, Load, Offer, ServedText, Verdict
+from slipstream.models.files.learning import LearnJob, Line, Load, Offer, ServedText, StateQuestion, Verdict
 from slipstream.models.files.outputs import CHECKPOINT
 from slipstream.models.files.state_store import encode
+from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.serve import cli
 from slipstream.serve.engine import learning
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.learning import Learner, Unsent
 from slipstream.serve.engine.scheduler import Sequence
+from slipstream.serve.engine.state_passes import StatePasses
 from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.options import LearnOptions, ServeConfig
 from slipstream.serve.request import Request, SamplingParams
@@ -160,8 +163,6 @@ def test_a_gpu_of_the_engine_without_room_is_refused(monkeypatch: pytest.MonkeyP
     """Before the engine loads anything."""
     monkeypatch.setattr(learning, "is_shared", lambda *_: True)
     config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
-    with pytest.raises(ValueError, match=r"learn\.data is x, whose states .* on cuda:0, which serves; leave it out"):
-        Learner(config, LearnOptions(device="cuda:0", data="x"))
     monkeypatch.setattr(learning, "MODULE", "slipstream.no_such_module")
     with pytest.raises(ValueError, match=r"learn\.device is cuda:0, where training does not start \(status 1, "):
         Learner(config, LearnOptions(device="cuda:0"))
@@ -179,7 +180,7 @@ def make_learner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[LearnOpt
         config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
         engine = build_engine(TINY, DRAFT, device="cpu", keep_states=config.keep_states)
         learners.append(Learner(engine.config, options))
-        learners[-1].attach(engine, offers.append)
+        learners[-1].attach(engine, offers.append, lambda call: call())
         return engine, learners[-1]
 
     offers: list[Offer] = []
@@ -209,6 +210,29 @@ def test_nothing_of_a_tenant_that_opted_out_is_in_the_trainers_memory(
     assert learner.num_dropped == 0
 
 
+def test_states_that_a_trainer_asks_for_are_the_targets(
+    make_learner: Callable[[LearnOptions], tuple[Engine, Learner]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory for them there are none, and the next ones come."""
+    engine, learner = make_learner(LearnOptions(device="cpu"))
+    layers = engine.config.keep_states
+    target = load_frozen_target(TINY, layers, torch.device("cpu"))
+    ends = [Line(end) for end in socket.socketpair()]
+    compute = StatePasses.compute
+    for lengths, has_memory in (((2,), True), ((9,), False), ((40, 7), True)):
+        documents = [list(range(3, 3 + length)) for length in lengths]
+        error = Mock(side_effect=torch.OutOfMemoryError)
+        monkeypatch.setattr(StatePasses, "compute", compute if has_memory else error)
+        learner.answer(StateQuestion(documents), ends[0])
+        states = ends[1].receive().states
+        if not has_memory:
+            assert len(states) == 0
+            continue
+        for tokens, part in zip(documents, states.split(lengths), strict=True):
+            expected, _ = target.aux_states(torch.tensor([tokens]), torch.arange(len(tokens))[None])
+            torch.testing.assert_close(part.flatten(1), expected[0])
+
+
 @pytest.mark.slow
 def test_a_trainer_beside_the_engine_is_told_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts with a tenth of the time, and is ready before the engine takes memory."""
@@ -219,7 +243,7 @@ def test_a_trainer_beside_the_engine_is_told_of_work(monkeypatch: pytest.MonkeyP
         assert job.share == 0.1
         load = Load(job.folder)
         engine = build_engine(TINY, DRAFT, device="cpu", keep_states=config.keep_states)
-        learner.attach(engine, lambda _: None)
+        learner.attach(engine, lambda _: None, lambda call: call())
         engine.add(make_request("a", [1, 2, 3]))
         assert load.is_busy()
         while engine.has_work:
@@ -235,7 +259,7 @@ def serve_and_learn(output: str, end: Connection) -> None:
     learner = Learner(config, LearnOptions(device="cpu", output=output))
     end.send((learner.process.pid, learner._folder.name))
     engine = build_engine(TINY, DRAFT, device="cpu", keep_states=config.keep_states)
-    learner.attach(engine, lambda _: learner.judge("passed"))
+    learner.attach(engine, lambda _: learner.judge("passed"), lambda call: call())
     for first in range(0, 64, 8):
         ask(engine, "", first)
     threading.Event().wait()
