@@ -58,7 +58,7 @@ def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_ro
         if num_rows > 64:
             outputs, stages = (64, 6) if triton.cdiv(num_outputs, 64) <= PROGRAMS else (128, 4)
             return Tiling(outputs=outputs, depth=64, split=1, stages=stages, warps=8)
-        if triton.cdiv(num_outputs, 64) <= NARROW_TILES:
+        if triton.cdiv(num_outputs, 64) <= NARROW_TILES and num_inputs % 128 == 0:
             return Tiling(outputs=16, depth=128, split=1, stages=6)
         stages = 4 if num_rows <= 32 else 3
         if triton.cdiv(num_outputs, 64) > 3 * PROGRAMS:
