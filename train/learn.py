@@ -262,7 +262,7 @@ def add_data(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
     texts = channel.texts
     for name, memory in (("train", texts.train), ("heldout", texts.heldout)):
         rows = splits[name].shuffle(seed=trainer.options.seed)
-        for documents in batches_of(first_answers(rows, length), DATA_TOKENS):
+        for documents in batches_of(first_answers(rows, length)):
             pace.begin()
             states = channel.states_of([tokens for tokens, _ in documents])
             pace.end()
@@ -287,11 +287,11 @@ def first_answers(rows: Dataset, length: int) -> Iterator[tuple[list[int], int]]
             yield row["input_ids"][:end], start
 
 
-def batches_of(documents: Iterable[tuple[list[int], int]], most: int) -> Iterator[list[tuple[list[int], int]]]:
-    """Joins documents in turn while they have at most so many tokens."""
+def batches_of(documents: Iterable[tuple[list[int], int]]) -> Iterator[list[tuple[list[int], int]]]:
+    """Joins documents in turn while they have at most DATA_TOKENS."""
     batch: list[tuple[list[int], int]] = []
     for document in documents:
-        if batch and sum(len(tokens) for tokens, _ in (*batch, document)) > most:
+        if batch and sum(len(tokens) for tokens, _ in (*batch, document)) > DATA_TOKENS:
             yield batch
             batch = []
         batch.append(document)
