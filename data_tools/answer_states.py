@@ -8,16 +8,16 @@ target runs twice. Invariant: a shard that the index lists is complete; what a k
 when it is captured.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
 from slipstream.data_tools.state_shards import Capturer, Document, empty_shard, keep, passes
+from slipstream.models.files.checkpoint import Values
 from slipstream.models.files.state_store import (
     INDEX,
     ShardRange,
@@ -84,7 +84,7 @@ class AnswerStates:
         turn = Turn(tokens, values.cpu(), None if scales is None else scales.cpu())
         self._turns.setdefault(identity, []).append(turn)
 
-    def end(self, identity: str, row: Mapping[str, Any] | None) -> None:
+    def end(self, identity: str, row: Values | None) -> None:
         """Takes the documents of a dialogue's row. Raises ValueError if the disk has no room."""
         turns = {tuple(turn.tokens): turn for turn in self._turns.pop(identity, [])}
         if row is None:

@@ -16,12 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.data_tools.rows import Row, RowError
+from slipstream.data_tools.rows import Columns, Row, RowError
 from slipstream.models.chat.messages import ROLES, Message, check_text, read_messages
 from slipstream.models.chat.quotes import json_type
 from slipstream.serve.chat.tools import read_calls, read_tools
 
-Columns = Mapping[str, Any]
 Forms = dict[str, Any]
 ROLE_ALIASES = {  # in lower case
     "human": "user",

@@ -53,6 +53,7 @@ from slipstream.models.drafts.speculators_layout import (
 )
 from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.checkpoint import (
+    Values,
     named_target,
     read_draft_tensors,
     read_json,
@@ -85,7 +86,7 @@ class Draft(NamedTuple):
     values: dict[str, Any]
     tensors: dict[str, Tensor]
     layers: tuple[int, ...]  # target states it picks (ids of models/targets/config.py); EAGLE picks none
-    options: Mapping[str, Any]  # those that made it (models/drafts/interchange.py)
+    options: Values  # those that made it (models/drafts/interchange.py)
 
 
 class TargetFiles(NamedTuple):
@@ -158,7 +159,7 @@ def changes(before: Iterable[str], after: Iterable[str]) -> str:
     return f"{len(new)}: {len(old & new)} of the {len(old)} that were read, {len(new - old)} under new names"
 
 
-def form_of(values: Mapping[str, Any], config: ConvertConfig) -> Form:
+def form_of(values: Values, config: ConvertConfig) -> Form:
     drafter = drafter_of(values, config.input)
     if drafter not in FORMS:
         raise ValueError(f"input {config.input} is a draft of the kind {drafter}; convert knows {', '.join(FORMS)}")
@@ -170,7 +171,7 @@ def form_of(values: Mapping[str, Any], config: ConvertConfig) -> Form:
     return form
 
 
-def check_fields(values: Mapping[str, Any], form: Form) -> None:
+def check_fields(values: Values, form: Form) -> None:
     """Raises ValueError for fields of a public config.json that no layout has a place for: what they say would be lost,
     or stand where no reader looks. Those that are off, null or empty say nothing."""
     nested = [values.get(name) or {} for name in ("eagle_config", "dflash_config")]
@@ -238,7 +239,7 @@ def check_loads_in_sglang(draft: Draft) -> None:
         )
 
 
-def heads_of(values: Mapping[str, Any]) -> set[str]:
+def heads_of(values: Values) -> set[str]:
     """The parts of a block draft besides its layers, by the fields of its dflash_config, as options name them."""
     fields = {"conv": "conv_kernel_size"} | {kind.option: kind.field for kind in CONFIGS}
     return {part for part, field in fields.items() if values.get(field)}

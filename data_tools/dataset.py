@@ -20,7 +20,7 @@ import pyarrow
 from datasets import Dataset, DatasetDict
 
 from slipstream.models.files.atomic import atomic_folder
-from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.checkpoint import Values, read_json
 from slipstream.models.files.outputs import DATASET
 
 REPORT = "report.json"
@@ -113,7 +113,7 @@ def write_dataset(
     *,
     heldout: float,
     seed: int,
-    describe: Callable[[], Mapping[str, Any]],
+    describe: Callable[[], Values],
     heldout_conversations: Iterable[Conversation] | None = None,
 ) -> dict[str, Any]:
     """Writes `conversations`, shuffled by `seed`, with the share `heldout` (at least one unless it is 0) in a split.

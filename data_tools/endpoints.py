@@ -10,7 +10,7 @@ import json
 import re
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from slipstream.data_tools.answers import Answers
 from slipstream.data_tools.dialogue import Answer, Dialogue, Prompt, Result
 from slipstream.data_tools.target_tokenizer import RowDropped
 from slipstream.models.chat.messages import REASONING_FIELDS, Message
+from slipstream.models.files.checkpoint import Values
 from slipstream.serve.request import SamplingParams
 
 LONGEST_PAUSE_S = 60.0
@@ -76,7 +77,7 @@ class Reply:
     num_tokens: int = 0
     model: str | None = None
 
-    def add(self, event: Mapping[str, Any]) -> None:
+    def add(self, event: Values) -> None:
         """Raises LookupError, TypeError or AttributeError for what is no completion."""
         self.model = event.get("model") or self.model
         self.num_tokens = (event.get("usage") or {}).get("completion_tokens") or self.num_tokens
@@ -90,7 +91,7 @@ class Reply:
             for place, piece in enumerate(part.get("tool_calls") or []):
                 self._add_call(piece.get("index", place), piece)
 
-    def _add_call(self, index: int, piece: Mapping[str, Any]) -> None:
+    def _add_call(self, index: int, piece: Values) -> None:
         call = self.calls.setdefault(index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
         call["id"] = piece.get("id") or call["id"]
         for name, text in (piece.get("function") or {}).items():
@@ -213,7 +214,7 @@ class EndpointAnswers(Answers):
         except OverContextError as error:
             raise RowDropped("prompt_too_long", str(error)) from error
 
-    async def _send(self, client: aiohttp.ClientSession, body: Mapping[str, Any], worker: int) -> Reply:
+    async def _send(self, client: aiohttp.ClientSession, body: Values, worker: int) -> Reply:
         """Retries go to the next endpoint."""
         fault = ""
         pause = 0.0
@@ -234,7 +235,7 @@ class EndpointAnswers(Answers):
                 fault = f"{base}: {type(error).__name__} {error}"
         raise EndpointError(f"{fault} (after {self.retries + 1} attempts)")
 
-    async def _post(self, client: aiohttp.ClientSession, base: str, body: Mapping[str, Any]) -> Reply:
+    async def _post(self, client: aiohttp.ClientSession, base: str, body: Values) -> Reply:
         """One request, repeated without the fields beyond OpenAI's that the endpoint does not know."""
         url = f"{base}/chat/completions" if self.chat is None else f"{base}/completions"
         extra = USAGE if self.chat is None else USAGE | EXACT

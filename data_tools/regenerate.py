@@ -35,7 +35,7 @@ from slipstream.data_tools.rows import check_data
 from slipstream.data_tools.target_tokenizer import ChatTemplate, TargetTokenizer, load_target_tokenizer
 from slipstream.data_tools.verb_options import CaptureConfig, RegenerateConfig
 from slipstream.models.files.atomic import LineFile, atomic_file, write_json
-from slipstream.models.files.checkpoint import read_json, resolve, weights_fingerprint
+from slipstream.models.files.checkpoint import Values, read_json, resolve, weights_fingerprint
 from slipstream.models.files.outputs import check_output_file
 from slipstream.models.files.state_store import StateIndex
 from slipstream.models.files.text import read_key
@@ -70,7 +70,7 @@ class Journal(LineFile):
                 size += len(line)
         return size
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Values) -> None:
         assert row["id"] not in self.ids
         self.write(row)
         self.ids.add(row["id"])
@@ -312,7 +312,7 @@ def is_dropped(path: Path) -> bool:
         return False
 
 
-def check_options(options: Mapping[str, Any], output: Path, dropped_path: Path, report_path: Path) -> None:
+def check_options(options: Values, output: Path, dropped_path: Path, report_path: Path) -> None:
     """Raises ValueError if `output` has rows made with other options, or with more samples; an option that their
     version did not have counts as its default. A run that ended before its first row, for example with a misspelt
     target, does not bind the next."""
@@ -339,7 +339,7 @@ def check_options(options: Mapping[str, Any], output: Path, dropped_path: Path, 
 
 
 def summary(
-    options: Mapping[str, Any], reader: DialogueReader, progress: Progress, dropped: Journal, failed: Set[str]
+    options: Values, reader: DialogueReader, progress: Progress, dropped: Journal, failed: Set[str]
 ) -> dict[str, Any]:
     """`reader` has read all rows; `failed` are ids of earlier runs."""
     with dropped.path.open() as file:
@@ -356,7 +356,7 @@ def summary(
     }
 
 
-def show_report(output: Path, report: Mapping[str, Any]) -> None:
+def show_report(output: Path, report: Values) -> None:
     figures = {**report, "rows_dropped": counted(report["rows_dropped"])}
     print(f"{output}:")
     show_table({name.replace("_", " "): figures[name] for name in figures if name not in ("options", "failed_ids")})

@@ -20,6 +20,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_f
 from slipstream.data_tools.options import SUFFIXES, ConversationOptions, check_source
 from slipstream.models.chat.quotes import json_type
 
+Columns = Mapping[str, Any]  # of a row, by name
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)  # of a .gz file
 
 
@@ -30,9 +31,9 @@ class RowError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Row:
     place: str  # "file, line 3"
-    content: bytes | Mapping[str, Any]  # a line of JSON, or columns that were never text
+    content: bytes | Columns  # a line of JSON, or columns that were never text
 
-    def columns(self) -> Mapping[str, Any]:
+    def columns(self) -> Columns:
         """The row's columns. Raises RowError when the line is not a JSON object."""
         if not isinstance(self.content, bytes):
             return self.content
@@ -79,7 +80,7 @@ def _source(name: str, options: ConversationOptions) -> Iterator[Row]:
     return _read_hub(name, options)
 
 
-def matches(columns: Mapping[str, Any], conditions: Mapping[str, str], place: str) -> bool:
+def matches(columns: Columns, conditions: Mapping[str, str], place: str) -> bool:
     """Whether all column=value conditions hold, true and false in any case. Raises RowError for a missing column."""
     for column, value in conditions.items():
         if column not in columns:
@@ -172,7 +173,7 @@ def _read_table(path: Path) -> Iterator[Row]:
     yield from _arrow_rows(str(path), (columns for batch in batches for columns in batch.to_pylist()), first=1)
 
 
-def _arrow_rows(name: str, rows: Iterable[Mapping[str, Any]], *, first: int) -> Iterator[Row]:
+def _arrow_rows(name: str, rows: Iterable[Columns], *, first: int) -> Iterator[Row]:
     """Rows that Arrow held, `first` being the number of the first."""
     for number, columns in enumerate(rows, first):
         yield Row(f"{name}, row {number}", without_nulls(columns))

@@ -17,7 +17,7 @@ which counts like any other.
 import itertools
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -31,7 +31,7 @@ from slipstream.data_tools.conversations import Example, read_category, to_examp
 from slipstream.data_tools.dataset import CATEGORY, Tokens
 from slipstream.data_tools.masking import Document, mask_conversation, token_ids
 from slipstream.data_tools.options import ConversationOptions, TokenizeOptions
-from slipstream.data_tools.rows import Row, RowError, matches
+from slipstream.data_tools.rows import Columns, Row, RowError, matches
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped, TargetTokenizer, load_target_tokenizer
 from slipstream.data_tools.verb_options import PrepareConfig
 from slipstream.models.chat.messages import MessageError, read_message
@@ -89,7 +89,7 @@ class RowTokenizer:
     def chunk(self, rows: Iterable[Row]) -> list[Outcome]:
         return [self(row) for row in rows]
 
-    def outcome(self, row: Row, columns: Mapping[str, Any]) -> Outcome:
+    def outcome(self, row: Row, columns: Columns) -> Outcome:
         """Outcome of a row that `where` lets through. Raises RowError and RowDropped."""
         example = to_example(row, columns, has_template=self.chat is not None)
         documents = self._documents(example, row.place)
@@ -152,7 +152,7 @@ class CategoryTokenizer(RowTokenizer):
 
     options: PrepareConfig
 
-    def outcome(self, row: Row, columns: Mapping[str, Any]) -> Outcome:
+    def outcome(self, row: Row, columns: Columns) -> Outcome:
         outcome = RowTokenizer.outcome(self, row, columns)
         column = self.options.category_column
         if column is not None and column not in columns:
@@ -242,13 +242,13 @@ class AnswerTokenizer(RowTokenizer):
 
     in_threads = True  # nearly all the time goes to the tokenizers library, which runs without the GIL
 
-    def outcome(self, row: Row, columns: Mapping[str, Any]) -> Outcome:
+    def outcome(self, row: Row, columns: Columns) -> Outcome:
         ids = list(itertools.chain.from_iterable(self._answers(row, columns)))
         if not ids:
             raise RowDropped("no_answer", "no text, a tool call or an error")
         return Outcome(status="kept", documents=((np.array(ids, np.int32), np.ones(len(ids), np.bool_)),))
 
-    def _answers(self, row: Row, columns: Mapping[str, Any]) -> Iterable[Sequence[int]]:
+    def _answers(self, row: Row, columns: Columns) -> Iterable[Sequence[int]]:
         """Token ids of each answer of one row; none if the request failed. Raises RowError for other rows."""
         while "choices" not in columns and (inner := _wrapped(columns)):
             columns = inner
@@ -272,7 +272,7 @@ class AnswerTokenizer(RowTokenizer):
         message = choice.get("message") or {"content": choice.get("text")}
         return self._text(_message_texts(row, message), choice.get("finish_reason") == "length")
 
-    def _example(self, row: Row, columns: Mapping[str, Any]) -> Iterable[Sequence[int]]:
+    def _example(self, row: Row, columns: Columns) -> Iterable[Sequence[int]]:
         """Answers of a row in one of the formats that conversations come in."""
         example = to_example(row, columns, has_template=False)
         if example.documents is not None:
@@ -288,7 +288,7 @@ class AnswerTokenizer(RowTokenizer):
             if example.weights.get(index, 1) > 0
         ]
 
-    def _served_ids(self, row: Row, columns: Mapping[str, Any]) -> Sequence[int] | None:
+    def _served_ids(self, row: Row, columns: Columns) -> Sequence[int] | None:
         ids = next((columns[name] for name in ID_COLUMNS if columns.get(name) is not None), None)
         if ids is not None:
             check_ids(ids, self.target, row.place)
@@ -307,7 +307,7 @@ class AnswerTokenizer(RowTokenizer):
         return ids + ([tokenizer.eos_token_id] if tokenizer.eos_token_id in end_ids else sorted(end_ids)[:1])
 
 
-def _wrapped(columns: Mapping[str, Any]) -> dict[str, Any] | None:
+def _wrapped(columns: Columns) -> dict[str, Any] | None:
     """The object inside the wrapper of a batch file or a log."""
     return next((columns[key] for key in WRAPPERS if isinstance(columns.get(key), dict)), None)
 

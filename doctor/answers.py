@@ -1,7 +1,7 @@
 """The target's own answers, made by the engine here with the draft that is examined, and its accept length there."""
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from slipstream.doctor.replay import FAMILIES
 from slipstream.doctor.texts import Answered, Conversation, usable
 from slipstream.models.drafts.base import Choices
 from slipstream.models.drafts.speculators_layout import from_speculators
-from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.checkpoint import Values, read_json
 from slipstream.models.targets.decoder import load_config
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
@@ -67,7 +67,7 @@ def open_engine(
         gc.collect()
 
 
-def drafting(target: Path, draft: Path | str, family: str, choices: Choices, depth: int) -> Mapping[str, Any]:
+def drafting(target: Path, draft: Path | str, family: str, choices: Choices, depth: int) -> Values:
     """Options of an engine that verifies all that the draft proposes, as the replay does. Raises ValueError for a
     config.json that cannot be read."""
     drafter: dict[str, Any] = {name: value for name, value in asdict(choices).items() if value is not None}

@@ -6,7 +6,7 @@ that windows.py describes. An epoch has a folder's rows as often as its weight s
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor
 
-from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.checkpoint import Values, read_json
 from slipstream.train.cached_states import CachedStates
 from slipstream.train.windows import WindowLayout, measure
 
@@ -236,7 +236,7 @@ class PackedRows:
         return int(self.windows.documents[window])
 
 
-def document_weights(columns: Mapping[str, Any]) -> list[Sequence[float]]:
+def document_weights(columns: Values) -> list[Sequence[float]]:
     """The weights of the tokens of each document; its loss mask where it has none."""
     weights = columns.get("loss_weights") or [None] * len(columns["loss_mask"])
     return [mask if row is None else row for mask, row in zip(columns["loss_mask"], weights, strict=True)]

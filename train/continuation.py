@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from slipstream.models.drafts.source import drafter_of
 from slipstream.models.files.atomic import FolderLock
-from slipstream.models.files.checkpoint import read_json, resolve
+from slipstream.models.files.checkpoint import Values, read_json, resolve
 from slipstream.models.files.learning import TEXT_LEN
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import load_config
@@ -152,7 +152,7 @@ class Continuation:
         names = {name: f"eval_accept_length_by_category/{name}" for name in self.training.categories}
         return {name: metrics[key] for name, key in names.items() if key in metrics}
 
-    def write(self, weights: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
+    def write(self, weights: Mapping[str, Tensor], folder: Path, run: Values) -> None:
         """Writes a servable checkpoint, whose run.json says from which draft it goes on, into an existing folder."""
         self.training.write(weights, folder, {**self.lineage, "step": self.progress.step, **run})
 

@@ -1,12 +1,12 @@
 """Options that the programs of several drafts share. Imports nothing that takes long, so that wrong ones are refused at
 once."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from slipstream.models.drafts.interchange import check_options, nearest_values
+from slipstream.models.files.checkpoint import Values
 from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, check_folder
 from slipstream.models.files.outputs import step_folders
 from slipstream.train.options import RunOptions
@@ -77,7 +77,7 @@ class DraftRunOptions(RunOptions):
     runs, sharded ones among them, on a GPU"""
 
     @classmethod
-    def choose_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def choose_defaults(cls, values: Values) -> dict[str, Any]:
         """Defaults of `draft` that `draft.interchange` chooses, given all options as they are without it."""
         draft = values["draft"]
         server = draft["interchange"]

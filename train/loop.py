@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
@@ -26,6 +25,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from slipstream import runtime
 from slipstream.config import option_defaults
 from slipstream.models.files.atomic import FolderLock
+from slipstream.models.files.checkpoint import Values
 from slipstream.train.batches import Batch, PackedRows, evaluation_batches, training_batches
 from slipstream.train.checkpoints import SHARDING, Checkpoints, Progress
 from slipstream.train.interrupts import Interrupt, end_with_launcher, mute_lost_streams
@@ -92,8 +92,8 @@ def fit(
     train: PackedRows,
     heldout: PackedRows,
     options: RunOptions,
-    identity: Mapping[str, Any],
-    run: Mapping[str, Any],
+    identity: Values,
+    run: Values,
     lock: FolderLock | None,
 ) -> Progress:
     """Trains to the last step, or until evaluations no longer improve; at SIGINT, SIGTERM, SIGHUP or its launcher's end

@@ -3,13 +3,14 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from slipstream.models.drafts.interchange import SERVERS, Server, broken_rules, layout_for, values_of_json
+from slipstream.models.files.checkpoint import Values
 
 DEPTH = re.compile(r"accept_length_at_depth_(\d+)")
 CATEGORY = re.compile(r"accept_length_by_category/(.+)")
@@ -33,9 +34,9 @@ class Card:
     drafter: str
     target: str  # on the hub; empty: unknown
     license: str
-    values: Mapping[str, Any]
-    run: Mapping[str, Any]
-    options: Mapping[str, Any]
+    values: Values
+    run: Values
+    options: Values
     layout: str
 
     def text(self) -> str:

@@ -10,7 +10,6 @@ sample answers, which are text from the user's data. The optimizer's state stays
 import json
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,7 +22,7 @@ from huggingface_hub.utils import get_token
 from slipstream.models.drafts.adapters import is_adapter
 from slipstream.models.drafts.speculators_layout import drafter_of_kind, from_speculators, speculators_kind
 from slipstream.models.files.atomic import atomic_folder
-from slipstream.models.files.checkpoint import INDEX, config_target, read_json, weight_files
+from slipstream.models.files.checkpoint import INDEX, Values, config_target, read_json, weight_files
 from slipstream.models.files.names import may_be_hub_id
 from slipstream.models.files.outputs import FolderKind, check_output_folder, step_folders
 from slipstream.train.model_card import TITLES, Card
@@ -90,7 +89,7 @@ def find(path: Path) -> Source:
     )
 
 
-def make_card(config: PushConfig, values: Mapping[str, Any], run: Any, source: Source, target: str) -> Card:
+def make_card(config: PushConfig, values: Values, run: Any, source: Source, target: str) -> Card:
     kind = speculators_kind(values)
     drafter = str(values.get("drafter", "")) if kind is None else drafter_of_kind(kind)
     if drafter not in TITLES:
@@ -119,13 +118,13 @@ def run_options(source: Source) -> dict[str, Any]:
     return {name: without_paths(value) for name, value in saved.get("identity", {}).items()}
 
 
-def public_target(values: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+def public_target(values: Values, run: Values) -> str:
     """The target's name on the hub; empty for a folder, which run.json of training and of `convert` tells."""
     name = config_target(values)
     return name if may_be_hub_id(name) and "target_path" not in run else ""
 
 
-def with_target(values: Mapping[str, Any], target: str) -> dict[str, Any]:
+def with_target(values: Values, target: str) -> dict[str, Any]:
     public = {**values, "target": target}
     layout = values.get("speculators_config")
     if layout is not None:
@@ -133,7 +132,7 @@ def with_target(values: Mapping[str, Any], target: str) -> dict[str, Any]:
     return public
 
 
-def target_license(target: str, run: Mapping[str, Any]) -> str:
+def target_license(target: str, run: Values) -> str:
     """From the target's README.md or config.json, in its folder or the hub's cache. Raises ValueError if neither says
     it."""
     folder = run.get("target_path")
@@ -173,7 +172,7 @@ def without_paths(value: Any, local: frozenset[str] = frozenset()) -> Any:
     return PATH.sub(last_part, value)
 
 
-def encoded(values: Mapping[str, Any]) -> bytes:
+def encoded(values: Values) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
 
 

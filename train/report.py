@@ -9,7 +9,7 @@ Reads metrics.jsonl and, where there is a checkpoint, its run.json and options; 
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter
 
 from slipstream.config import flatten, run
 from slipstream.models.files.atomic import atomic_file
-from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.checkpoint import Values, read_json
 from slipstream.models.files.outputs import begins_with, check_output_file, step_folders
 from slipstream.train.options import ReportConfig
 from slipstream.train.samples import Sample
@@ -110,11 +110,11 @@ Points = Sequence[tuple[float, float]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     name: str  # of the folder
-    draft: Mapping[str, Any]  # config.json of the newest checkpoint; empty before the first one
+    draft: Values  # config.json of the newest checkpoint; empty before the first one
     records: list[dict[str, Any]]  # one per optimizer step
     samples: list[tuple[int, Sample]]  # by rising step
-    options: Mapping[str, Any]  # dotted names; empty before the first checkpoint
-    provenance: Mapping[str, Any]  # run.json; empty before the first checkpoint
+    options: Values  # dotted names; empty before the first checkpoint
+    provenance: Values  # run.json; empty before the first checkpoint
 
     @property
     def title(self) -> str:
@@ -343,7 +343,7 @@ def samples(run: Run) -> str:
     return f"<p>Step {newest:,}. {legend}</p>{''.join(articles)}"
 
 
-def table(values: Mapping[str, Any]) -> str:
+def table(values: Values) -> str:
     rows = "".join(f"<tr><th>{escape(name)}<td>{escape(str(value))}" for name, value in values.items())
     return f"<table>{rows}</table>" if rows else ""
 

@@ -18,6 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.checkpoint import Values
 from slipstream.train.options import TrackerOptions
 from slipstream.train.samples import Sample
 
@@ -88,7 +89,7 @@ class WeightsAndBiases:
     """Continues the run whose id is stored in the output folder. Offline where there is neither a key nor WANDB_MODE,
     and where the service fails at the start; `wandb sync` uploads later."""
 
-    def __init__(self, folder: Path, options: TrackerOptions, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, options: TrackerOptions, config: Values) -> None:
         self.wandb = import_tracker("wandb", "wandb")
         id_path = folder / "wandb_id"
         if not id_path.exists() or not id_path.read_text():  # a kill may have left it empty
@@ -151,9 +152,7 @@ Tracker = TensorBoard | WeightsAndBiases
 class Trackers:
     """All of a run's. `config`: options and identity; `run`: provenance of the code, the system and the data."""
 
-    def __init__(
-        self, folder: Path, options: TrackerOptions, config: Mapping[str, Any], run: Mapping[str, Any], step: int
-    ) -> None:
+    def __init__(self, folder: Path, options: TrackerOptions, config: Values, run: Values, step: int) -> None:
         self.lines = JsonLines(folder / "metrics.jsonl", step)
         self.services: dict[str, Tracker] = {}
         if options.tensorboard:

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from slipstream.models.drafts.adapters import write_adapter
 from slipstream.models.drafts.base import DraftNetwork, write_draft
-from slipstream.models.files.checkpoint import resolve, weights_fingerprint
+from slipstream.models.files.checkpoint import Values, resolve, weights_fingerprint
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import category_metrics, depth_metrics, walk_answers, walk_metrics
@@ -156,7 +156,7 @@ class DraftTraining(nn.Module, ABC):
         ids = self.target_ids.to(rows.device)
         return self.temperature * noise_behind(tokens, logits, numbers[rows // width], rows % width, ids)
 
-    def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
+    def write(self, state: Mapping[str, Tensor], folder: Path, run: Values) -> None:
         """Writes a servable checkpoint of this module's full `state` into an existing folder; `run` is its run.json."""
         tensors = {name.removeprefix("draft."): tensor for name, tensor in state.items()}
         if self.base:

@@ -5,7 +5,7 @@ convention of its blocks may differ in a draft whose tensors have the same shape
 first tokens are called those of the other draft only if nothing differs but heads that start as the identity.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.models.drafts.base import HEAD, OWN_FIELDS, DraftConfig, DraftNetwork, load_draft
 from slipstream.models.drafts.heads.table import HEADS
 from slipstream.models.drafts.source import drafter_of
-from slipstream.models.files.checkpoint import read_json, resolve
+from slipstream.models.files.checkpoint import Values, read_json, resolve
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.config import TargetSpec
 
@@ -161,7 +161,7 @@ def differences(draft: DraftNetwork, source: DraftNetwork) -> Iterator[str]:
         yield f"the target has other weights than the one that draft was trained for, {source.config.target}"
 
 
-def values_of(config: DraftConfig) -> Mapping[str, Any]:
+def values_of(config: DraftConfig) -> Values:
     return {field.name: getattr(config, field.name) for field in fields(config)}
 
 

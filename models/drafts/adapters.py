@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from safetensors import safe_open
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from slipstream.kernels.gemm.low_rank import LowRankChange, LowRankFactors, RowAdapters
 from slipstream.models.drafts.heads.base import Head as BlockHead
 from slipstream.models.files.checkpoint import (
+    Values,
     disk_errors,
     read_json,
     read_tensors,
@@ -187,8 +188,8 @@ def write_adapter(
     folder: Path,
     base: str,
     factors: Mapping[str, Factors],
-    config: Mapping[str, Any],
-    run: Mapping[str, Any],
+    config: Values,
+    run: Values,
     fingerprint: str,
 ) -> None:
     """Writes factors without their scale, ALPHA, into an existing folder; `config`: the draft's config.json,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from slipstream.models.drafts.adapters import read_chain
 from slipstream.models.drafts.speculators_layout import from_speculators
 from slipstream.models.drafts.token_map import check_t2d, ids_of
-from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
+from slipstream.models.files.checkpoint import Values, read_draft_tensors, read_json, write_checkpoint
 from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers.attention import SelfAttention
 from slipstream.models.layers.formats.base import FLOATS, Tensors
@@ -44,7 +44,6 @@ OWN_FIELDS = ("target", "target_revision", "target_fingerprint", "tokenizer_hash
 
 DRAFT_ROPES = tuple(kind for kind in ROPE_TYPES if kind != "longrope")
 Network = TypeVar("Network", bound="DraftNetwork")
-Values = Mapping[str, Any]  # of config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +338,7 @@ def check_target(values: Values, **expected: int) -> None:
             )
 
 
-def write_draft(module: DraftNetwork, state: Tensors, path: Path, run: Mapping[str, Any]) -> None:
+def write_draft(module: DraftNetwork, state: Tensors, path: Path, run: Values) -> None:
     """Writes a servable checkpoint into the existing folder `path` (see atomic.atomic_folder).
 
     `state` is the module's state_dict, gathered by the caller where it is sharded.

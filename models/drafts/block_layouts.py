@@ -6,13 +6,12 @@ later ones of its block in layers with a window (`_is_non_causal`). Files that l
 heads that the network here lacks.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from slipstream.models.drafts.heads.table import CONFIGS, HEADS
 from slipstream.models.drafts.layouts import LAYOUTS
+from slipstream.models.files.checkpoint import Values
 
-Values = Mapping[str, Any]  # of config.json
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Fields of other trainers' files -> our fields of the same meaning.
 ALIASES = {"pard_token": "mask_token_id"} | {name: ours for kind in CONFIGS for name, ours in kind.aliases.items()}

@@ -11,7 +11,7 @@ On disk: the public config.json fields and key names (z-lab's, SpecForge's), our
 other trainers write (models/drafts/block_layouts.py, speculators_layout.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast, get_args
 
@@ -37,6 +37,7 @@ from slipstream.models.drafts.heads.config import BlockSizes, HeadConfig
 from slipstream.models.drafts.heads.table import CONFIGS, head_of, heads_from_json, heads_of
 from slipstream.models.drafts.maker_layouts import publish
 from slipstream.models.drafts.speculators_layout import without_last_layer
+from slipstream.models.files.checkpoint import Values
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import Linear, derive
@@ -47,7 +48,6 @@ from slipstream.models.targets.families import GateActivation, OutputGate
 if TYPE_CHECKING:  # serving a draft needs no tokenizer's type
     from transformers import PreTrainedTokenizerBase
 
-Values = Mapping[str, Any]  # of config.json
 
 CONVOLUTION_TAPS = (0, 2)
 PLAIN_FIELDS = (
@@ -267,7 +267,7 @@ class DFlashConfig(DraftConfig):
         )
 
 
-def _gate(values: Mapping[str, Any] | None) -> OutputGate | None:
+def _gate(values: Values | None) -> OutputGate | None:
     if not values:
         return None
     try:

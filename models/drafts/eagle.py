@@ -11,7 +11,6 @@ layers.0.self_attn.*, layers.0.mlp.*, layers.0.post_attention_layernorm.weight
 embed_tokens.weight                    in other trainers' files: mostly a copy of the target's, which is left out
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -29,6 +28,7 @@ from slipstream.models.drafts.base import (
     window_from_json,
     window_to_json,
 )
+from slipstream.models.files.checkpoint import Values
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.moe import feed_forward
@@ -67,7 +67,7 @@ class EagleConfig(DraftConfig):
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
+    def from_json(cls, values: Values, target: TargetSpec, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target)
         check_llama_layer(values)
         if values.get("num_hidden_layers", 1) != 1:

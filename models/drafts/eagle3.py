@@ -10,7 +10,6 @@ the top level (vLLM) they count layer inputs, one higher than outputs; in eagle_
 elsewhere it says too little, and the reader has to name them.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
@@ -34,6 +33,7 @@ from slipstream.models.drafts.base import (
     window_to_json,
 )
 from slipstream.models.drafts.speculators_layout import AUX_LAYERS, without_last_layer
+from slipstream.models.files.checkpoint import Values
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.decoder_layer import DecoderLayer
@@ -42,7 +42,6 @@ from slipstream.models.layers.moe import feed_forward
 from slipstream.models.layers.norm import PartNorms, RMSNorm
 from slipstream.models.targets.config import LayerSpec, TargetSpec, check_aux_layers
 
-Values = Mapping[str, Any]  # of config.json
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1, by their public names
 FLAG_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 POST_NORM = "return_hidden_post_norm"  # norm_output in eagle_config of NVIDIA's files

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.drafts.base import DraftConfig, DraftNetwork, Tensors, check_target
+from slipstream.models.files.checkpoint import Values
 from slipstream.models.layers.attention import Attention
 from slipstream.models.layers.decoder_layer import decoder_layer
 from slipstream.models.layers.linear import Head, Linear
@@ -35,7 +36,7 @@ class Gemma4AssistantConfig(DraftConfig):
     specs: tuple[LayerSpec, ...]
     num_centroids: int | None = None  # clusters of the vocabulary; None: it has none
     num_open: int = 0  # clusters whose tokens a step may propose
-    values: Mapping[str, Any] = field(default_factory=dict, hash=False)  # config.json
+    values: Values = field(default_factory=dict, hash=False)  # config.json
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -45,7 +46,7 @@ class Gemma4AssistantConfig(DraftConfig):
         return dict(self.values)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
+    def from_json(cls, values: Values, target: TargetSpec, tensors: Tensors | None = None) -> Self:
         text = values.get("text_config")
         if not isinstance(text, Mapping):
             raise ValueError(f"draft config: text_config is {text!r}; it must be an object")
@@ -66,7 +67,7 @@ class Gemma4AssistantConfig(DraftConfig):
         )
 
 
-def clusters_of(values: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+def clusters_of(values: Values, vocab_size: int) -> dict[str, Any]:
     """Fields of the config about clusters. Raises ValueError for numbers that cannot be."""
     if not values.get("use_ordered_embeddings"):
         return {}

@@ -45,7 +45,7 @@ from slipstream.models.drafts.base import (
     drop_copy,
     target_fields,
 )
-from slipstream.models.files.checkpoint import read_tensors, tensor_names
+from slipstream.models.files.checkpoint import Values, read_tensors, tensor_names
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import DecoderLayer
@@ -133,7 +133,7 @@ class MTPConfig(DraftConfig):
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
+    def from_json(cls, values: Values, target: TargetSpec, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target)
         expected = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         check_target(values, **expected, num_target_layers=target.num_layers)
@@ -167,7 +167,7 @@ class MTPConfig(DraftConfig):
         return (self.layer_spec,) * self.num_modules
 
 
-def plain_layer(fields: Mapping[str, Any]) -> LayerSpec:
+def plain_layer(fields: Values) -> LayerSpec:
     """Returns the layer of a module in no target's form, by the `fields` of its config: of Qwen3's kind."""
     names = (field.name for field in dataclass_fields(DecoderShape))
     return DecoderShape(**{name: fields[name] for name in names}).layer(qk_norm=True)

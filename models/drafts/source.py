@@ -5,14 +5,14 @@ A kind of source is a class here and its place in KINDS. Imports no torch, so th
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from slipstream.models.drafts.layouts import LAYOUTS
 from slipstream.models.drafts.speculators_layout import drafter_of_kind, speculators_kind
 from slipstream.models.files.checkpoint import (
+    Values,
     checkpoint_fingerprint,
     named_target,
     read_json,
@@ -80,11 +80,11 @@ class DraftSource(ABC):
         """Reads how its weights are stored; None: in 16 bits. `option`: that of the target, such as fp8."""
         return None
 
-    def read_config(self) -> Mapping[str, Any]:
+    def read_config(self) -> Values:
         """Reads config.json; empty without files."""
         return {}
 
-    def read_run(self) -> Mapping[str, Any]:
+    def read_run(self) -> Values:
         """Reads run.json, which our trainer writes; empty where there is none."""
         return {}
 
@@ -170,10 +170,10 @@ class DraftCheckpoint(DraftSource):
             ) from error
         raise ValueError(f"draft {self.name} names no target; add --target")
 
-    def read_config(self) -> Mapping[str, Any]:
+    def read_config(self) -> Values:
         return read_json(self.folder() / "config.json")
 
-    def read_run(self) -> Mapping[str, Any]:
+    def read_run(self) -> Values:
         path = self.folder() / "run.json"
         return read_json(path) if path.exists() else {}
 
@@ -199,7 +199,7 @@ def source_of(draft: str, target: str = "") -> DraftSource:
     return kind(draft, target)
 
 
-def drafter_of(config: Mapping[str, Any], draft: str) -> str:
+def drafter_of(config: Values, draft: str) -> str:
     """The drafter that config.json calls for. `draft` names the checkpoint.
 
     First asked is `speculators_model_type`, which says how the whole file is laid out: that library keeps fields that

@@ -13,7 +13,7 @@ head orders them by `ids_by_frequency`, where every prefix is the map of that si
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.models.files.atomic import atomic_file
-from slipstream.models.files.checkpoint import disk_errors
+from slipstream.models.files.checkpoint import Values, disk_errors
 
 METADATA_KEY = "token_map"
 SMALLEST_REPORTED_SIZE = 1024
@@ -42,7 +42,7 @@ class TokenMap:
 
     ids: Tensor  # (Vd,) int64 target id of each draft id, ascending
     counts: Tensor  # (V,) int64 occurrences of each target id
-    metadata: Mapping[str, Any]
+    metadata: Values
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 1 or self.counts.ndim != 1 or len(self.ids) == 0:
@@ -57,7 +57,7 @@ class TokenMap:
             raise ValueError(f"token map: ids {first} to {last} leave the vocabulary of {self.vocab_size} tokens")
 
     @classmethod
-    def build(cls, counts: Tensor, size: int, kept_ids: list[int], metadata: Mapping[str, Any]) -> "TokenMap":
+    def build(cls, counts: Tensor, size: int, kept_ids: list[int], metadata: Values) -> "TokenMap":
         """The `size` most frequent tokens, always including `kept_ids`; equal counts go to the lower id.
 
         counts (V,) int64. Raises ValueError if nothing was counted or the sizes do not fit.

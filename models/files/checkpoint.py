@@ -19,6 +19,7 @@ from slipstream.models.files.names import may_be_hub_id
 if TYPE_CHECKING:
     from torch import Tensor
 
+Values = Mapping[str, Any]  # of a JSON object, such as config.json
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")

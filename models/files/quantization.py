@@ -9,9 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.checkpoint import Values, read_json
 
-Values = Mapping[str, Any]  # of a config
 BLOCK = 128  # rows and columns of an FP8 block
 PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")  # that a file's names may have
 GROUP_SIZES = (32, 64, 128)  # of int4; and multiples of 256, and -1

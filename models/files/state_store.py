@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -29,7 +29,7 @@ from torch import Tensor
 from xxhash import xxh3_64
 
 from slipstream.models.files.atomic import atomic_file, write_json
-from slipstream.models.files.checkpoint import read_header, read_json
+from slipstream.models.files.checkpoint import Values, read_header, read_json
 
 INDEX = "index.json"
 VERSION = 1
@@ -320,7 +320,7 @@ class StateStore:
         for number, shard in enumerate(self.index.shards):
             self._numbers.setdefault(shard.split, []).append(number)
 
-    def check(self, identity: Mapping[str, Any]) -> None:
+    def check(self, identity: Values) -> None:
         """Raises ValueError if a run's target_fingerprint, tokenizer_hash or data_hash differ."""
         for name, remedy in REMEDIES.items():
             expected = getattr(self.index, name)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
+from slipstream.models.files.checkpoint import Values
 from slipstream.models.states.address import Address
 
 MAGIC = b"SLS1"
@@ -48,7 +49,7 @@ class RefusedError(ValueError):
 
 class Frame(NamedTuple):
     kind: str
-    fields: Mapping[str, Any]
+    fields: Values
     tensors: Mapping[str, Tensor]
 
 
@@ -68,7 +69,7 @@ class Connection:
                 if hasattr(socket, name):
                     self.end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def send(self, kind: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+    def send(self, kind: str, fields: Values, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Sends contiguous tensors of the host. Raises OSError if the other side is gone."""
         tensors = tensors or {}
         shapes = [[name, NAMES_OF[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
@@ -152,7 +153,7 @@ def proof(key: str, role: str, nonces: str) -> str:
     return hmac.digest(key.encode(), f"{role} {nonces}".encode(), "sha256").hex()
 
 
-def greet_client(connection: Connection, keys: Sequence[str], facts: Mapping[str, Any], memory: str) -> bool:
+def greet_client(connection: Connection, keys: Sequence[str], facts: Values, memory: str) -> bool:
     """Lets a client prove that it has one of `keys` (none: anybody may come), and proves to have it, too; `facts` go to
     the client. Returns whether it maps `memory`, as `connect` names it. Raises RefusedError for a client without."""
     connection.end.settimeout(GREETING_SECONDS)

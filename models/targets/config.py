@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+from slipstream.models.files.checkpoint import Values
 from slipstream.models.targets import families
-from slipstream.models.targets.families import Norms, OutputGate, PerLayerSpec, Values
+from slipstream.models.targets.families import Norms, OutputGate, PerLayerSpec
 
 if TYPE_CHECKING:
     from slipstream.models.targets.families import MLPActivation
@@ -46,7 +47,7 @@ class RopeConfig:
 
     theta: float = 10000.0
     rope_type: str = "default"
-    scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    scaling: Values = field(default_factory=dict, hash=False)
     partial: float = 1.0
     """The share of a head's dims, the first ones, that are rotated."""
     rotates: bool = True
@@ -125,7 +126,7 @@ class RopeConfig:
         return int(head_dim * self.partial)
 
 
-def most_positions(num_positions: int, rope: Mapping[str, Any]) -> int:
+def most_positions(num_positions: int, rope: Values) -> int:
     """Returns the longest text that a model reads, by its config's `num_positions` and rotary parameters. YaRN extends
     the original positions by a factor, and recipes add it without a change of the config's number."""
     factor = rope.get("factor")
@@ -489,7 +490,7 @@ class DecoderShape:
     def layer(
         self,
         *,
-        mlp: Mapping[str, Any] | None = None,
+        mlp: Values | None = None,
         norms: Norms = "pre",
         norm_offset: bool = False,
         post_norm_eps: float | None = None,
@@ -619,7 +620,7 @@ class TargetSpec(DecoderShape):
         )
 
 
-def mtp_count(values: Mapping[str, Any]) -> int:
+def mtp_count(values: Values) -> int:
     """Returns the number of modules that can draft in turn: 1 where the config does not say, where modules differ, and
     of families whose files have no names for more. Raises ValueError for what is no number."""
     form = families.MTP.get(families.architecture_of(values))
@@ -633,7 +634,7 @@ def mtp_count(values: Mapping[str, Any]) -> int:
     return max(count, 1) if form.has_several and are_alike else 1
 
 
-def mtp_layer(values: Mapping[str, Any]) -> LayerSpec | None:
+def mtp_layer(values: Values) -> LayerSpec | None:
     """Returns the layer of each module that predicts a token more: the only one of a model of one layer. Raises
     ValueError for fields of the module that no file can mean."""
     form = families.MTP.get(families.architecture_of(values))
@@ -658,7 +659,7 @@ def mtp_layer(values: Mapping[str, Any]) -> LayerSpec | None:
     return TargetSpec.from_json({**values, **one_layer}).layers[0]
 
 
-def first_kind(values: Mapping[str, Any], name: str, default: str, kinds: Collection[str]) -> list[str]:
+def first_kind(values: Values, name: str, default: str, kinds: Collection[str]) -> list[str]:
     """Returns the first entry of a list of kinds of layers, as a list. Raises ValueError for one outside `kinds`."""
     entries = values.get(name) or [default]
     first = entries[0] if isinstance(entries, Sequence) else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
+from slipstream.models.files.checkpoint import Values
 from slipstream.models.files.tables import read_tables
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     MLPActivation = Activation | Literal["relu2"]
 
-Values = Mapping[str, Any]  # of config.json
 GateActivation = Literal["sigmoid", "softplus"]
 Hidden = Literal["after_norm", "before_norm"]
 Norms = Literal["pre", "post", "sandwich"]
@@ -84,11 +84,11 @@ class PerLayerSpec:
 class Traits:
     """Traits of all layers of a family, unless `attention` says otherwise."""
 
-    attention: Mapping[str, Any] = field(default_factory=dict)
+    attention: Values = field(default_factory=dict)
     """Fields of AttentionSpec."""
-    attention_by_layer: Sequence[Mapping[str, Any]] = ()
+    attention_by_layer: Sequence[Values] = ()
     """Fields of AttentionSpec that differ by layer."""
-    layer: Mapping[str, Any] = field(default_factory=dict)
+    layer: Values = field(default_factory=dict)
     """Other fields of LayerSpec."""
     mlp_sizes: Sequence[int] = ()
     """Intermediate size of each layer's MLP; empty: `intermediate_size` for all."""
@@ -106,7 +106,7 @@ class Traits:
     """MLPs have a gate."""
     mlp_bias: str = ""
     """The config's field that decides whether MLPs have biases; empty: they have none."""
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Values = field(default_factory=dict)
     """Fields in place of the config's."""
     query_growth: bool = False
     """Rotary parameters have a growth of queries by position."""
@@ -383,7 +383,7 @@ def laguna(values: Values) -> Traits:
     return Traits(attention={"qk_norm": True, "gate": gate}, attention_by_layer=by_layer, partial_rotary=True)
 
 
-def check_unread(values: Values, supported: Mapping[str, Any]) -> None:
+def check_unread(values: Values, supported: Values) -> None:
     """Raises ValueError where a field that transformers does not read asks for another model than it makes."""
     for name, value in supported.items():
         if values.get(name) not in (None, value):

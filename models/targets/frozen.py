@@ -6,7 +6,6 @@ Layer ids are those of config.py: 0..n-1 is the output of that layer, n the hidd
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import HEAD
-from slipstream.models.files.checkpoint import read_json, read_tensors
+from slipstream.models.files.checkpoint import Values, read_json, read_tensors
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.formats.base import QuantizedLinear
 from slipstream.models.targets import families
@@ -385,7 +384,7 @@ def ties_head(config: PretrainedConfig) -> bool:
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
-def is_served(values: Mapping[str, Any]) -> bool:
+def is_served(values: Values) -> bool:
     """Whether the decoder runs targets with such a config.json."""
     is_known = families.architecture_of(values) in ARCHITECTURES
     return is_known and not families.refusal(values)

@@ -18,6 +18,7 @@ from slipstream.kernels.speculation.lattice import Confidence
 from slipstream.models.drafts.heads.base import Head, HeadLosses, TokenLosses, TrainedSlots
 from slipstream.models.drafts.heads.config import BlockSizes, HeadConfig
 from slipstream.models.drafts.heads.markov import MarkovHead
+from slipstream.models.files.checkpoint import Values
 from slipstream.models.layers.linear import Linear, derive
 
 
@@ -56,18 +57,18 @@ class ConfidenceConfig(HeadConfig):
         return {self.option: True}
 
     @classmethod
-    def _read(cls, values: Mapping[str, Any]) -> Self:
+    def _read(cls, values: Values) -> Self:
         return cls(
             confidence_temperatures=tuple(values.get("confidence_temperatures") or ()),
             confidence_biases=tuple(values.get("confidence_biases") or ()),
         )
 
-    def to_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def to_json(self, values: Values) -> dict[str, Any]:
         flags = {self.field: True, "confidence_head_with_markov": bool(values.get("markov_rank"))}
         return flags | {name: list(numbers) for name, numbers in self._write().items() if numbers}
 
     @classmethod
-    def refuse(cls, values: Mapping[str, Any]) -> None:
+    def refuse(cls, values: Values) -> None:
         reads_markov = values.get("confidence_head_with_markov")
         if values.get(cls.field) and reads_markov is not None and bool(reads_markov) != bool(values.get("markov_rank")):
             raise ValueError(

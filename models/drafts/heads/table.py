@@ -1,25 +1,23 @@
 """The heads that block drafts may have, in the order in which a draft holds them."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from slipstream.models.drafts.heads.base import Head
 from slipstream.models.drafts.heads.confidence import ConfidenceHead
 from slipstream.models.drafts.heads.config import HeadConfig
 from slipstream.models.drafts.heads.lilicorr import LiLiCorr
 from slipstream.models.drafts.heads.markov import MarkovHead
 from slipstream.models.drafts.heads.selector import CandidateSelector
+from slipstream.models.files.checkpoint import Values
 
 HEADS: tuple[type[Head], ...] = (CandidateSelector, MarkovHead, LiLiCorr, ConfidenceHead)
 CONFIGS: tuple[type[HeadConfig], ...] = tuple(head.Config for head in HEADS)
 
 
-def heads_of(options: Mapping[str, Any]) -> tuple[HeadConfig, ...]:
+def heads_of(options: Values) -> tuple[HeadConfig, ...]:
     """The heads that options of training ask for."""
     return tuple(config for kind in CONFIGS if (config := kind.from_options(options)) is not None)
 
 
-def heads_from_json(values: Mapping[str, Any]) -> tuple[HeadConfig, ...]:
+def heads_from_json(values: Values) -> tuple[HeadConfig, ...]:
     """The heads of a draft, by its dflash_config."""
     return tuple(config for kind in CONFIGS if (config := kind.from_json(values)) is not None)
 

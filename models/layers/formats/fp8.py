@@ -18,7 +18,8 @@ from slipstream.kernels.gemm.expert_weights import FP8Weight
 from slipstream.kernels.gemm.fixed_order import FP8Product
 from slipstream.kernels.gemm.tiling import choose_tiling
 from slipstream.kernels.kv.rope import Rotation
-from slipstream.models.files.quantization import BLOCK, Values, expect, expect_blocks, object_field
+from slipstream.models.files.checkpoint import Values
+from slipstream.models.files.quantization import BLOCK, expect, expect_blocks, object_field
 from slipstream.models.layers.formats.base import FileTensor, Format, Quantization, QuantizedLinear, Tensors
 from slipstream.models.layers.linear import CHUNK, Linear, copy_converted
 

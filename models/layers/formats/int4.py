@@ -16,7 +16,8 @@ from slipstream.kernels.gemm import int4, int4_weight
 from slipstream.kernels.gemm.activation import Activation
 from slipstream.kernels.gemm.choose import choose, device_of
 from slipstream.kernels.kv.rope import Rotation
-from slipstream.models.files.quantization import Values, expect, group_size_field, object_field
+from slipstream.models.files.checkpoint import Values
+from slipstream.models.files.quantization import expect, group_size_field, object_field
 from slipstream.models.layers.formats.base import INTEGERS, FileTensor, Format, Quantization, QuantizedLinear, Tensors
 from slipstream.models.layers.linear import CHUNK, Linear
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.models.files.quantization import Values, find_config, module_field, object_field, read_ignored
+from slipstream.models.files.checkpoint import Values
+from slipstream.models.files.quantization import find_config, module_field, object_field, read_ignored
 from slipstream.models.layers.formats.base import Format, Quantization
 from slipstream.models.layers.formats.fp8 import FP8Format
 from slipstream.models.layers.formats.int4 import Int4Format
