@@ -63,6 +63,7 @@ from slipstream.models.files.checkpoint import (
 )
 from slipstream.models.files.outputs import CHECKPOINT, check_output_folder
 from slipstream.models.files.weights import public_tensors
+from slipstream.models.layers.formats.base import Tensors
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import decoder_tensors, drop_tied_head, load_config
 from slipstream.models.targets.families import MTP as MTP_FORMS
@@ -209,7 +210,7 @@ def read_draft(form: Form, path: Path, target: TargetFiles, choices: Choices) ->
     return Draft(values, tensors, layers, draft_values(module.config))
 
 
-def dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:
+def dtype_of(tensors: Tensors) -> torch.dtype:
     return next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
 
 
@@ -333,9 +334,7 @@ def eagle3_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
     return _speculators_draft(draft, tensors, {EMBEDDING: target.shared[EMBEDDING]}, target)
 
 
-def _speculators_draft(
-    draft: Draft, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], target: TargetFiles
-) -> Draft:
+def _speculators_draft(draft: Draft, tensors: Tensors, copies: Tensors, target: TargetFiles) -> Draft:
     dtype = dtype_of(draft.tensors)
     values = to_speculators(draft.values, draft.values["target"], target.architectures)
     tensors = {**{key: copy.to(dtype) for key, copy in copies.items()}, **tensors}

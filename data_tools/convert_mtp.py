@@ -36,6 +36,7 @@ from slipstream.models.files.checkpoint import (
     write_checkpoint,
 )
 from slipstream.models.files.outputs import CHECKPOINT, FolderKind
+from slipstream.models.layers.formats.base import Tensors
 from slipstream.models.layers.quantized import CACHE_SCALES
 from slipstream.models.targets.adapt import NORM
 from slipstream.models.targets.config import TargetSpec
@@ -70,7 +71,7 @@ class Source:
     name: str
     path: Path
     config: TargetSpec
-    shared: Mapping[str, Tensor]  # EMBEDDING and HEAD, (V, H)
+    shared: Tensors  # EMBEDDING and HEAD, (V, H)
 
     def places(self) -> dict[str, Place]:
         """Returns the places of all tensors, by their names in the files."""
@@ -118,7 +119,7 @@ def stitch(config: ConvertConfig, draft: Path, source: Source) -> None:
 
 
 def replacements(
-    tensors: Mapping[str, Tensor], keys: Mapping[str, str], places: Mapping[str, Place], source: Source
+    tensors: Tensors, keys: Mapping[str, str], places: Mapping[str, Place], source: Source
 ) -> dict[str, Tensor]:
     """Returns the head's tensors by their names in the target's files, in the files' dtypes. `keys` maps their public
     names to the files'. Copies of embedding and head stay, and scales of a cache."""
@@ -158,7 +159,7 @@ def stacked(name: str, weights: dict[str, Tensor]) -> Tensor | None:
     return torch.stack(experts) if experts else None
 
 
-def copy_with(tensors: Mapping[str, Tensor], places: Mapping[str, Place], source: Source, folder: Path) -> None:
+def copy_with(tensors: Tensors, places: Mapping[str, Place], source: Source, folder: Path) -> None:
     """Copies the weight files, with `tensors` in the places of theirs."""
     changed = {places[key].file for key in tensors}
     for file in weight_files(source.path):
@@ -175,7 +176,7 @@ def copy_with(tensors: Mapping[str, Tensor], places: Mapping[str, Place], source
         shutil.copyfile(source.path / INDEX, folder / INDEX)
 
 
-def add_file(tensors: Mapping[str, Tensor], places: Mapping[str, Place], source: Source, folder: Path) -> None:
+def add_file(tensors: Tensors, places: Mapping[str, Place], source: Source, folder: Path) -> None:
     """Links the weight files, and writes `tensors` to one more."""
     if read_json(source.path / "config.json").get("quantization_config"):
         raise ValueError(

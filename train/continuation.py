@@ -4,7 +4,6 @@ lies between its first weights and the trained ones, so that it forgets little. 
 """
 
 import importlib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from slipstream.models.drafts.source import drafter_of
 from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import Values, read_json, resolve
 from slipstream.models.files.learning import TEXT_LEN
+from slipstream.models.layers.formats.base import Tensors
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
@@ -106,10 +106,10 @@ class Continuation:
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.training.state_dict().items()}
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
+    def load(self, weights: Tensors) -> None:
         self.training.load_state_dict(weights)
 
-    def exchange(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def exchange(self, weights: Tensors) -> dict[str, Tensor]:
         """Takes these in place of the weights there, which it returns. Copies nothing."""
         parameters = self.training.state_dict(keep_vars=True)
         before = {name: parameter.data for name, parameter in parameters.items()}
@@ -141,7 +141,7 @@ class Continuation:
             self.training,
         )
 
-    def lengths(self, loop: Loop, weights: Mapping[str, Tensor]) -> dict[str, float]:
+    def lengths(self, loop: Loop, weights: Tensors) -> dict[str, float]:
         """Simulated accept lengths of held-out texts with these weights, by category; the trained weights stay."""
         self.training.categories = sorted({*map(str, loop.heldout.categories)})
         trained = self.exchange(weights)
@@ -152,7 +152,7 @@ class Continuation:
         names = {name: f"eval_accept_length_by_category/{name}" for name in self.training.categories}
         return {name: metrics[key] for name, key in names.items() if key in metrics}
 
-    def write(self, weights: Mapping[str, Tensor], folder: Path, run: Values) -> None:
+    def write(self, weights: Tensors, folder: Path, run: Values) -> None:
         """Writes a servable checkpoint, whose run.json says from which draft it goes on, into an existing folder."""
         self.training.write(weights, folder, {**self.lineage, "step": self.progress.step, **run})
 

@@ -22,7 +22,7 @@ of a family without such modules it has the form above, with a plain layer.
 """
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -37,7 +37,6 @@ from slipstream.models.drafts.base import (
     OWN_FIELDS,
     DraftConfig,
     DraftNetwork,
-    Tensors,
     check_llama_layer,
     check_target,
     decoder_from_json,
@@ -49,7 +48,7 @@ from slipstream.models.files.checkpoint import Values, read_tensors, tensor_name
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import DecoderLayer
-from slipstream.models.layers.formats.base import Quantization
+from slipstream.models.layers.formats.base import Quantization, Tensors
 from slipstream.models.layers.linear import Embedding, Head, Linear
 from slipstream.models.layers.moe import Router
 from slipstream.models.layers.norm import RMSNorm
@@ -337,7 +336,7 @@ def read_mtp(
     quantization: Quantization | None,
     dtype: torch.dtype,
     device: torch.device,
-    shared: Mapping[str, Tensor],
+    shared: Tensors,
 ) -> MTP:
     """`load_mtp` of the target in `path`, without it: `quantization` says how its weights are stored, `shared` are its
     EMBEDDING and HEAD."""
@@ -361,7 +360,7 @@ def is_later_copy(name: str) -> bool:
     return name.startswith("later.") and name.endswith((EMBEDDING, HEAD))
 
 
-def drop_later_copies(tensors: dict[str, Tensor], shared: Mapping[str, Tensor], path: Path) -> None:
+def drop_later_copies(tensors: dict[str, Tensor], shared: Tensors, path: Path) -> None:
     """Removes the embeddings and heads of modules after the first, copies of the first's or the target's. Raises
     ValueError for others."""
     for name in list(filter(is_later_copy, tensors)):

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from slipstream.models.layers.formats.base import Tensors
 from slipstream.models.layers.formats.table import FORMATS
 from slipstream.models.targets.config import AttentionSpec, DeltaNetSpec, LayerSpec, TargetSpec
 from slipstream.models.targets.families import DELTA_NETS, INTERLEAVED, MTP, TABLES
@@ -55,7 +56,7 @@ def mtp_names(keys: Iterable[str], config: TargetSpec) -> dict[str, str]:
     return names
 
 
-def mtp_tensors(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
+def mtp_tensors(tensors: Tensors, config: TargetSpec) -> dict[str, Tensor]:
     """Returns the module's tensors of all that files have, by names as `mtp_names` has them; with the target's final
     norm, where the module has none."""
     names = mtp_names(tensors, config)
@@ -83,7 +84,7 @@ def mtp_beginnings(architecture: str, num_layers: int, index: int) -> dict[str, 
 
 
 def mtp_file_tensors(
-    tensors: Mapping[str, Tensor], architecture: str, num_layers: int, layer: LayerSpec, num_modules: int = 1
+    tensors: Tensors, architecture: str, num_layers: int, layer: LayerSpec, num_modules: int = 1
 ) -> dict[str, Tensor]:
     """Returns the modules' tensors as files of `architecture` have them: the inverse of `mtp_tensors`. `layer` is a
     module's; files of its family may call a tensor differently, too. As they are where there is no such family."""
@@ -118,7 +119,7 @@ def mtp_file_names(architecture: str, num_layers: int, num_modules: int = 1) -> 
     return begins if MTP[architecture].has_norm else begins | {NORM: NORM}
 
 
-def gates_joined(tensors: Mapping[str, Tensor], layer: LayerSpec) -> dict[str, Tensor]:
+def gates_joined(tensors: Tensors, layer: LayerSpec) -> dict[str, Tensor]:
     """Tensors with those of attention's gate between the queries', head by head: the inverse of what
     `delta_net_tensors` does to layers with attention."""
     parts = dict(tensors)
@@ -129,7 +130,7 @@ def gates_joined(tensors: Mapping[str, Tensor], layer: LayerSpec) -> dict[str, T
     return parts
 
 
-def named(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
+def named(tensors: Tensors, config: TargetSpec) -> dict[str, Tensor]:
     """Returns tensors of layers by our names, with the axes in our order."""
     tensors = {scale_name(key, tensor): tensor for key, tensor in tensors.items()}
     if config.architecture == "Qwen3MoeForCausalLM":
@@ -158,7 +159,7 @@ def adapt_values(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Te
     return tensors
 
 
-def delta_net_tensors(tensors: Mapping[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
+def delta_net_tensors(tensors: Tensors, config: TargetSpec) -> dict[str, Tensor]:
     """Tensors of Qwen3-Next's and Qwen3.5's projections in parts: of queries and of the gate of attention, which stand
     together head by head, and of Qwen3-Next's delta nets, whose heads have queries, keys, values and gates together.
 
@@ -313,7 +314,7 @@ def half_order(layer: AttentionSpec) -> Tensor:
     return torch.cat((dims[:rotated:2], dims[1:rotated:2], dims[rotated:]))
 
 
-def scaled(key: str, tensors: Mapping[str, Tensor], factor: float, layers: tuple[str, ...]) -> Tensor:
+def scaled(key: str, tensors: Tensors, factor: float, layers: tuple[str, ...]) -> Tensor:
     """A tensor of `layers`, whose outputs are added to the residual, times `factor`: the bias, and the scales of the
     weight, or the weight itself where it has none. Others as they are."""
     path, _, name = FUSED_EXPERTS.sub(".experts.down_proj.weight", key).rpartition(".")

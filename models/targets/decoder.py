@@ -20,7 +20,7 @@ from slipstream.models.files.ranks import check_units, rank_heads, rank_tensors,
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import MixingLayer, PerLayerInputs, decoder_layer
-from slipstream.models.layers.formats.base import Quantization
+from slipstream.models.layers.formats.base import Quantization, Tensors
 from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.linear import Embedding, Head
 from slipstream.models.layers.norm import Delta, RMSNorm
@@ -198,7 +198,7 @@ def load_config(path: Path, trust_remote_code: bool = False) -> TargetSpec:
     return TargetSpec.from_json(values)
 
 
-def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def decoder_tensors(tensors: Tensors) -> dict[str, Tensor]:
     """Returns tensors by their names in `Target`; of a multimodal checkpoint only the text part's, which
     `language_model` or `model.language_model` precedes, or that is all but OTHER_PARTS."""
     prefix = "language_model."
@@ -223,7 +223,7 @@ def target_name(key: str) -> str:
     return key
 
 
-def leave_out_layers(target: Target, tensors: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+def leave_out_layers(target: Target, tensors: Tensors, count: int) -> dict[str, Tensor]:
     """Empties the first `count` layers and what they alone read; returns the tensors of the rest."""
     for index in range(count):
         target.layers[index] = nn.Module()

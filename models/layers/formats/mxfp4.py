@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix
 from slipstream.kernels.gemm.mxfp4 import BLOCK, CHUNK, GROUP, WIDEST, MXFP4Weight, pack_words
-from slipstream.models.layers.formats.base import FilePiece, FileTensor, Format, Quantization, QuantizedExperts
+from slipstream.models.layers.formats.base import FilePiece, FileTensor, Format, Quantization, QuantizedExperts, Tensors
 from slipstream.models.layers.linear import CHUNK as BYTES
 from slipstream.models.layers.moe import Experts
 
@@ -54,7 +53,7 @@ class MXFP4Experts(QuantizedExperts):
                 pieces[f"{path}.{name}{end}"] = FilePiece(name, FileTensor((shape,), (torch.uint8,)))
         return pieces
 
-    def load_part(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+    def load_part(self, part: str, tensors: Tensors) -> None:
         blocks = tensors[part + MXFP4_BLOCKS]
         scales = tensors[part + MXFP4_SCALES]
         largest = int(scales.max())
