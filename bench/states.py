@@ -148,8 +148,8 @@ def ask(config: StatesConfig, training: DraftTraining, address: Address, *, is_m
 def read(batch: Batch, device: torch.device) -> int:
     """Waits for a batch's states; returns their bytes."""
     assert batch.cached is not None
-    states = batch.cached.to(device)
-    return states.aux_states.nbytes + states.final.nbytes
+    states = batch.cached.to(device).states
+    return states["aux_states"].nbytes + states["final"].nbytes
 
 
 def train(config: StatesConfig, training: DraftTraining, accelerator: Accelerator, rows: Iterator[Batch]) -> float:

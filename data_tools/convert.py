@@ -66,8 +66,7 @@ from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.formats.base import Tensors
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import decoder_tensors, drop_tied_head, load_config
-from slipstream.models.targets.families import MTP as MTP_FORMS
-from slipstream.models.targets.families import architecture_of
+from slipstream.models.targets.families import MTP_FORMS, architecture_of
 
 CPU = torch.device("cpu")
 # Fields of config.json that drafts of every kind may have.

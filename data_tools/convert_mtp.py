@@ -41,7 +41,7 @@ from slipstream.models.layers.quantized import CACHE_SCALES
 from slipstream.models.targets.adapt import NORM
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import target_name
-from slipstream.models.targets.families import MTP as FORMS
+from slipstream.models.targets.families import MTP_FORMS
 
 CPU = torch.device("cpu")
 HEAD_FILE = "model-mtp.safetensors"
@@ -203,7 +203,7 @@ def copy_small_files(source: Source, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
     values = read_json(folder / "config.json")
     text = values["text_config"] if isinstance(values.get("text_config"), dict) else values
-    count = FORMS[source.config.architecture].count
+    count = MTP_FORMS[source.config.architecture].count
     if not text.get(count):
         text[count] = 1
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
@@ -233,7 +233,7 @@ def extract(config: ConvertConfig, source: Source) -> None:
         )
     origin = {"target": source.name, "target_fingerprint": weights_fingerprint(source.path)}
     values = {**MTPConfig.from_target(source.config, **origin).to_json(), "torch_dtype": "bfloat16"}
-    if not FORMS[source.config.architecture].has_norm:
+    if not MTP_FORMS[source.config.architecture].has_norm:
         norm = next(key for key in tensors if target_name(key) == NORM)
         keys = {**keys, NORM: norm}
     drop_later_copies({name: tensors[key] for name, key in keys.items()}, source.shared, source.path)

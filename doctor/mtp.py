@@ -15,8 +15,7 @@ from slipstream.models.layers.formats.base import QuantizedExperts, QuantizedLin
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import MoESpec
 from slipstream.models.targets.decoder import Target
-from slipstream.models.targets.families import MTP as FORMS
-from slipstream.models.targets.families import Hidden
+from slipstream.models.targets.families import MTP_FORMS, Hidden
 
 PLACES: dict[Hidden, str] = {"after_norm": "after the final norm", "before_norm": "before the final norm"}
 
@@ -88,7 +87,7 @@ def head_readings(case: Case) -> Iterator[Reading]:
         replace(subject, edits=(*subject.edits, move_norms)),
     )
     if module.config.num_modules > 1:
-        count = FORMS[module.config.form].count if case.subject.in_target else "num_hidden_layers"
+        count = MTP_FORMS[module.config.form].count if case.subject.in_target else "num_hidden_layers"
         yield Reading(
             "later steps",
             "the first module for all tokens",
@@ -103,7 +102,7 @@ def other_state(case: Case, module: MTP) -> Reading:
     """The head with the other one of the states that heads are known to read."""
     hidden = module.config.hidden
     [other] = [state for state in get_args(Hidden) if state != hidden]
-    is_open = FORMS[module.config.form].hidden is None
+    is_open = MTP_FORMS[module.config.form].hidden is None
     why = "which a trial on a short text chose" if is_open else "as all of its family"
     return Reading(
         "target's states",
@@ -126,7 +125,7 @@ def name_of(case: Case, public: str) -> str:
 def facts(module: MTP, target: Target, *, in_target: bool) -> Iterator[tuple[str, str]]:
     """Names and values of what the head holds, how it is read, and how often it agrees with its target."""
     config = module.config
-    form = FORMS.get(config.form)
+    form = MTP_FORMS.get(config.form)
     quantised = [part for part in module.modules() if isinstance(part, QuantizedLinear | QuantizedExperts)]
     weights = f"{len(quantised)} layers quantised" if quantised else str(target.dtype).removeprefix("torch.")
     yield "where", "the target's files" if in_target else "a draft checkpoint"

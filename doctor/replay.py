@@ -25,8 +25,7 @@ from slipstream.models.drafts.mtp import MTP, load_mtp
 from slipstream.models.drafts.mtp_trial import choose_hidden
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target
-from slipstream.models.targets.families import MTP as FORMS
-from slipstream.models.targets.families import Hidden
+from slipstream.models.targets.families import MTP_FORMS, Hidden
 from slipstream.models.targets.frozen import DecoderTarget
 from slipstream.train import dflash, eagle, eagle3, mtp
 from slipstream.train.acceptance import Walk
@@ -231,7 +230,7 @@ class Replay:
         network: Any
         if subject.in_target:
             network = load_mtp(model)
-            choose_hidden(network, model, subject.hidden or FORMS[model.config.architecture].hidden)
+            choose_hidden(network, model, subject.hidden or MTP_FORMS[model.config.architecture].hidden)
         else:
             network = build_draft(
                 FAMILIES[subject.family].network,

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from slipstream.kernels.gemm.grouped import TILINGS
 from slipstream.models.drafts.layouts import LAYOUTS
-from slipstream.models.targets.families import FAMILIES, MIXTURES, MTP, TABLES, TEXT_PARTS
+from slipstream.models.targets.families import FAMILIES, MIXTURES, MTP_FORMS, TABLES, TEXT_PARTS
 from slipstream.serve.chat.forms import REASONING_FORMS, TOOL_FORMS
 from slipstream.serve.drafters.options import DRAFTERS
 from slipstream.serve.http.schemas import NEUTRAL_BY_PLACE, Neutral
@@ -22,7 +22,7 @@ PARTS = ("data_tools", "doctor", "kernels", "models", "serve", "train")
 MERGE = "tag:yaml.org,2002:merge"
 ROWS: dict[str, Mapping[Any, Any]] = {
     "experts": MIXTURES,
-    "mtp": MTP,
+    "mtp": MTP_FORMS,
     "tools": TOOL_FORMS,
     "reasoning": REASONING_FORMS,
     **{f"tilings {format}": tilings for format, tilings in TILINGS.items()},

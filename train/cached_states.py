@@ -6,8 +6,7 @@ layers, Ht the target's hidden size. Rows are indices into the flattened batch.
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,17 +17,17 @@ from slipstream.models.targets.frozen import FrozenTarget
 
 @dataclass(frozen=True, slots=True)
 class CachedStates:
-    """In the dtype of the source, fp8 included: half the bytes to copy. Rows in no index are zero."""
+    """Rows in no index are zero.
+
+    `states`, in the dtype of the source, fp8 included, which halves the bytes to copy: `aux_states` (R, K, Ht), and
+    `final` (M, Ht) after the target's final norm, empty where that is one of the K; in fp8 `aux_scales` (R, K) and
+    `final_scales` (M,), too. An engine's answer may bring other tensors in their place."""
 
     rows: Tensor  # (R,) int64
-    aux_states: Tensor  # (R, K, Ht)
-    aux_scales: Tensor | None  # (R, K) fp32
     final_rows: Tensor  # (M,) int64
-    final: Tensor  # (M, Ht) after the target's final norm; empty where that is one of the K
-    final_scales: Tensor | None  # (M,) fp32
     online_rows: Tensor  # (L,) int64, of whole documents' beginnings, in reading order
-    copies: tuple[Future[None], ...] = ()  # pending jobs that fill these tensors
-    places: dict[str, Tensor] = field(default_factory=dict)  # tensors that replace these then, by name
+    states: dict[str, Tensor]
+    copies: tuple[Future[None], ...] = ()  # pending jobs that fill `states`
     waits: list[float] = field(default_factory=list)  # seconds that `to` has waited for them
 
     def to(self, device: torch.device) -> "CachedStates":
@@ -38,14 +37,13 @@ class CachedStates:
         for copy in self.copies:
             copy.result()
         self.waits.append(time.perf_counter() - began)
-        columns = {column.name: getattr(self, column.name) for column in fields(self)} | self.places
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in columns.items() if isinstance(value, Tensor)
-        }
-        for value in self.places.values():
+        for value in self.states.values():
             if value.is_cuda:  # it came by another stream, which may not write there once more before this one has read
                 value.record_stream(torch.cuda.current_stream(device))
-        return replace(self, copies=(), places={}, **moved)
+        indices = (self.rows, self.final_rows, self.online_rows)
+        rows, final_rows, online_rows = (index.to(device, non_blocking=True) for index in indices)
+        states = {name: value.to(device, non_blocking=True) for name, value in self.states.items()}
+        return CachedStates(rows, final_rows, online_rows, states)
 
     def spread(self, target: FrozenTarget, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The result of `FrozenTarget.aux_states` for `tokens` and `positions` (B, S): (B, S, K * Ht) and (B, S, Ht).
@@ -54,15 +52,16 @@ class CachedStates:
         """
         dtype = target.head.dtype
         shape = tokens.shape
-        layers, size = self.aux_states.shape[1:]
+        states = self.states
+        layers, size = states["aux_states"].shape[1:]
         aux_states = torch.zeros(tokens.numel(), layers * size, dtype=dtype, device=tokens.device)
         final = aux_states.new_zeros(tokens.numel(), size)
-        aux_states.index_copy_(0, self.rows, decode(self.aux_states, self.aux_scales, dtype).flatten(1))
+        aux_states.index_copy_(0, self.rows, decode(states["aux_states"], states.get("aux_scales"), dtype).flatten(1))
         if len(target.layers) in target.aux_layers:
             place = target.aux_layers.index(len(target.layers))
             final = aux_states.view(-1, layers, size)[:, place]
         else:
-            final.index_copy_(0, self.final_rows, decode(self.final, self.final_scales, dtype))
+            final.index_copy_(0, self.final_rows, decode(states["final"], states.get("final_scales"), dtype))
         if len(self.online_rows):
             online_tokens = tokens.flatten()[self.online_rows].unsqueeze(0)
             online_positions = positions.flatten()[self.online_rows].unsqueeze(0)
@@ -84,7 +83,6 @@ def empty_states(
 ) -> CachedStates:
     """Room for the states of these rows, of `shape` (K, Ht); with scales if `dtype` is that of fp8. `on_meta`: takes
     no memory for them yet."""
-    is_scaled = dtype == DTYPES["fp8"]
 
     def empty(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
         device = "meta" if on_meta else "cpu"
@@ -94,12 +92,8 @@ def empty_states(
         return indices.pin_memory() if pinned else indices
 
     layers, hidden_size = shape
-    return CachedStates(
-        rows=host(rows),
-        aux_states=empty(len(rows), layers, hidden_size),
-        aux_scales=empty(len(rows), layers, dtype=torch.float32) if is_scaled else None,
-        final_rows=host(final_rows),
-        final=empty(len(final_rows), hidden_size),
-        final_scales=empty(len(final_rows), dtype=torch.float32) if is_scaled else None,
-        online_rows=host(online_rows),
-    )
+    states = {"aux_states": empty(len(rows), layers, hidden_size), "final": empty(len(final_rows), hidden_size)}
+    if dtype == DTYPES["fp8"]:
+        states["aux_scales"] = empty(len(rows), layers, dtype=torch.float32)
+        states["final_scales"] = empty(len(final_rows), dtype=torch.float32)
+    return CachedStates(host(rows), host(final_rows), host(online_rows), states)

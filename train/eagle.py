@@ -37,7 +37,6 @@ class EagleTraining(FrozenHeadTraining):
 
     Network = Eagle
     drafter = "eagle"
-    rates = {"muon": 0.015, "adamw": 0.003}
     token_weight = 0.1  # of the distance of the distributions, beside 1 for the features
     noise_spread = 0.2
 

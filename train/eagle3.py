@@ -36,7 +36,6 @@ class Eagle3Training(ChainTraining):
 
     Network = Eagle3
     drafter = "eagle3"
-    rates = {"muon": 0.015, "adamw": 0.003}
     state_weight = 1.0  # of a smooth L1 loss between the states that the heads of draft and target read
 
     @classmethod

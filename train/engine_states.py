@@ -24,7 +24,7 @@ from slipstream.models.states.address import Address
 from slipstream.models.states.client import StateClient, StateFacts, StateRequest
 from slipstream.models.states.wire import NAMES
 from slipstream.train.batches import Batch, PackedRows
-from slipstream.train.cached_states import CachedStates, empty_states
+from slipstream.train.cached_states import empty_states
 from slipstream.train.options import StateOptions
 from slipstream.train.state_source import document_rows, rows_of
 from slipstream.train.training import DraftTraining
@@ -48,7 +48,7 @@ class EngineStates:
         self.is_fp8 = is_fp8
         self.pinned = pinned
 
-    def add(self, batch: Batch, documents: list[int]) -> Batch:  # noqa: ARG002
+    def add(self, batch: Batch, documents: list[int]) -> Batch:
         """Asks for the states of a batch and returns at once. Raises ValueError for one that is too large."""
         if batch.tokens.numel() > self.facts.max_tokens:
             raise ValueError(
@@ -67,22 +67,16 @@ class EngineStates:
             pinned=self.pinned,
             on_meta=True,
         )
-        request = self.request(batch, states)
-        return replace(batch, cached=replace(states, copies=(self.client.ask(request),), places=request.places))
-
-    def request(self, batch: Batch, states: CachedStates) -> StateRequest:
-        places = {"aux_states": states.aux_states, "final": states.final}
-        if states.aux_scales is not None and states.final_scales is not None:
-            places |= {"aux_scales": states.aux_scales, "final_scales": states.final_scales}
-        return StateRequest(
+        request = StateRequest(
             layers=self.layers,
             tokens=batch.tokens.int(),
             positions=batch.positions.int(),
             rows=states.rows,
             final_rows=states.final_rows,
-            places=places,
+            places=states.states,
             pinned=self.pinned,
         )
+        return replace(batch, cached=replace(states, copies=(self.client.ask(request),)))
 
 
 class Engines:

@@ -29,7 +29,7 @@ from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.moe import Router
 from slipstream.models.targets.config import AttentionSpec, MoESpec
 from slipstream.models.targets.decoder import decoder_tensors, target_name
-from slipstream.models.targets.families import MTP as FORMS
+from slipstream.models.targets.families import MTP_FORMS
 from slipstream.models.targets.frozen import dequantized_tensors
 from slipstream.train.draft_setup import train
 from slipstream.train.loop import leave_processes
@@ -48,7 +48,6 @@ class MTPTraining(FrozenHeadTraining):
 
     Network = MTP
     drafter = "mtp"
-    rates = {"muon": 0.015, "adamw": 0.003}
     share_of_rate = 0.33  # of a layer that is trained already
     state_weight = 1.0  # of a smooth L1 loss between the states that the head reads
 
@@ -61,9 +60,9 @@ class MTPTraining(FrozenHeadTraining):
         return draft
 
     @torch.no_grad()
-    def start(self, *, continues: bool = False) -> str:  # noqa: ARG002
+    def start(self, *, continues: bool = False) -> str:
         """Routers keep sending tokens to the experts that know them, and a final norm that is the target's stays."""
-        form = FORMS.get(self.draft.config.form)
+        form = MTP_FORMS.get(self.draft.config.form)
         if form is not None and not form.has_norm:
             for module in self.draft.in_turn:
                 module.norm.requires_grad_(False)

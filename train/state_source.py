@@ -170,9 +170,10 @@ class StateSource:
         stored = place.store.read(place.number, place.slot)
         if not torch.equal(stored["tokens"][: len(tokens)].long(), tokens):
             place.store.fail(place.number, "holds other tokens than the data")
-        self.take(stored, "", supervised, states.aux_states[rows], states.final[final])
-        if states.aux_scales is not None and states.final_scales is not None:
-            self.take(stored, "_scales", supervised, states.aux_scales[rows], states.final_scales[final])
+        places = states.states
+        self.take(stored, "", supervised, places["aux_states"][rows], places["final"][final])
+        if "aux_scales" in places:
+            self.take(stored, "_scales", supervised, places["aux_scales"][rows], places["final_scales"][final])
 
     def take(
         self, stored: dict[str, Tensor], ending: str, supervised: Tensor, aux_states: Tensor, final: Tensor

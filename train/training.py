@@ -73,7 +73,7 @@ class DraftTraining(nn.Module, ABC):
         """A draft for the target, not trained yet; `options` of the draft."""
 
     @classmethod
-    def starting_layers(cls, draft: Any) -> int:  # noqa: ARG003
+    def starting_layers(cls, draft: Any) -> int:
         """How many of the target's last layers `start` copies into a new draft."""
         return 0
 

@@ -306,6 +306,8 @@ class ChainTraining(DraftTraining):
     """Training of a draft that continues from its own states (EAGLE, EAGLE3): its chain, the sum of its losses and the
     held-out walk."""
 
+    rates = {"muon": 0.015, "adamw": 0.003}
+
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.is_known = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
@@ -392,7 +394,7 @@ class ChainTraining(DraftTraining):
         """The part of the draft that runs a step, and in how many steps it has run before."""
         return self.draft, step
 
-    def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002
+    def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The embeddings (N, H) of tokens (N,) that the draft reads at positions (N,)."""
         return self.target.embed(tokens)
 

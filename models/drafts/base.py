@@ -140,9 +140,9 @@ class DraftConfig(DecoderShape, ABC):
     def settle(
         cls,
         values: Values,
-        target: TargetSpec,  # noqa: ARG003
+        target: TargetSpec,
         choices: Choices,
-        evidence: Evidence | None,  # noqa: ARG003
+        evidence: Evidence | None,
     ) -> Values:
         """A config.json, ours or another trainer's, as `from_json` reads it: fields by their public names, and what
         trainers mean differently decided by `choices` or by what the file shows. Without `evidence`, where the tensors
@@ -237,7 +237,7 @@ class DraftNetwork(DraftModule):
         self.config = config
 
     @classmethod
-    def read_tensors(cls, tensors: Tensors, target: TargetSpec) -> dict[str, Tensor]:  # noqa: ARG003
+    def read_tensors(cls, tensors: Tensors, target: TargetSpec) -> dict[str, Tensor]:
         """Returns a file's tensors by their public names."""
         return {_public_name(cls, key): tensor for key, tensor in tensors.items()}
 

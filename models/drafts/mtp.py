@@ -8,7 +8,7 @@ Files may have several modules. Row t of module i reads the embedding of token t
 at t, and predicts token t + 2 + i: the first drafted token comes from the first module, the next one from the second,
 and those beyond the last module from the last, whose next row reads its own state.
 
-Names of tensors here; families.MTP says what files call them (N: the target's number of layers):
+Names of tensors here; families.MTP_FORMS says what files call them (N: the target's number of layers):
 
 enorm.weight, hnorm.weight             norms of embedding and state
 eh_proj.weight                         (H, 2 * H): reads [embedding ; state]
@@ -64,8 +64,7 @@ from slipstream.models.targets.adapt import (
 )
 from slipstream.models.targets.config import DecoderShape, LayerSpec, TargetSpec
 from slipstream.models.targets.decoder import Target, target_name
-from slipstream.models.targets.families import MTP as FORMS
-from slipstream.models.targets.families import Hidden
+from slipstream.models.targets.families import MTP_FORMS, Hidden
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +89,15 @@ class MTPConfig(DraftConfig):
     def of(cls, target: TargetSpec, path: Path) -> Self:
         """Returns the config of the module in the target's files, which lie in `path`. Raises ValueError where they
         have none."""
-        if target.architecture not in FORMS:
+        if target.architecture not in MTP_FORMS:
             raise ValueError(
                 f"draft is 'mtp', but no MTP head of {target.architecture}, the architecture of {path}, is served; "
-                f"those of {', '.join(FORMS)} are. Name a draft checkpoint, ngram or none instead"
+                f"those of {', '.join(MTP_FORMS)} are. Name a draft checkpoint, ngram or none instead"
             )
         if target.mtp is None:
             raise ValueError(
                 f"draft is 'mtp', but the config.json of {path} has no MTP layers "
-                f"({FORMS[target.architecture].count}); name a draft checkpoint, ngram or none instead"
+                f"({MTP_FORMS[target.architecture].count}); name a draft checkpoint, ngram or none instead"
             )
         return cls.from_target(target)
 
@@ -116,7 +115,7 @@ class MTPConfig(DraftConfig):
             **values | heads,
             layer_spec=model.mtp,
             norm_offset=model.norm_offset,
-            zero_first=FORMS[model.architecture].zero_first,
+            zero_first=MTP_FORMS[model.architecture].zero_first,
             form=model.architecture,
             num_modules=num_modules,
         )
@@ -181,7 +180,7 @@ class MTPModule(nn.Module):
         """Makes the layers of module `index`."""
         size = config.hidden_size
         eps = config.rms_norm_eps
-        assert config.layer_spec.norms == "pre", "the layers of families.MTP"
+        assert config.layer_spec.norms == "pre", "the layers of families.MTP_FORMS"
         self.enorm = RMSNorm(size, eps, config.norm_offset)
         self.hnorm = RMSNorm(size, eps, config.norm_offset)
         self.eh_proj = Linear(2 * size, size)
@@ -308,7 +307,7 @@ def check_count(names: Collection[str], target: TargetSpec, path: Path) -> None:
     if names and len(later) + 1 < target.mtp_modules:
         raise ValueError(
             f"the files in {path} have {len(later) + 1} of the {target.mtp_modules} MTP modules that "
-            f"{FORMS[target.architecture].count} of their config.json says; fetch a checkpoint that keeps all, or "
+            f"{MTP_FORMS[target.architecture].count} of their config.json says; fetch a checkpoint that keeps all, or "
             "write the number of those there"
         )
 

@@ -76,7 +76,7 @@ class DraftSource(ABC):
         """Returns the folder of its files, fetched from the hub. Raises ValueError for a source without files."""
         return resolve(self.name)
 
-    def quantization(self, target: "TargetSpec", option: str | None) -> "Quantization | None":  # noqa: ARG002
+    def quantization(self, target: "TargetSpec", option: str | None) -> "Quantization | None":
         """Reads how its weights are stored; None: in 16 bits. `option`: that of the target, such as fp8."""
         return None
 

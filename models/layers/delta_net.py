@@ -58,7 +58,7 @@ class DeltaNet(RecurrentMixer):
         self.out_proj = Linear(values, hidden_size)
         self.out_proj.shares_inputs = True
 
-    def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor | RankSum:  # noqa: ARG002
+    def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor | RankSum:
         """Its tokens are in the order of the text, or along a tree's paths: who keeps the states knows."""
         projected = self.in_proj(x)
         channels = sum(self.sizes)

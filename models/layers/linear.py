@@ -136,7 +136,7 @@ class Linear(nn.Linear):
         multiply = gated_linear if self.order is None else self.order.gated_linear
         return multiply(x, self.weight, activation, is_early=self.reads_early)
 
-    def gated_mlp(self, x: Tensor, down: "Linear", activation: Activation = "silu") -> Tensor | None:  # noqa: ARG002
+    def gated_mlp(self, x: Tensor, down: "Linear", activation: Activation = "silu") -> Tensor | None:
         """down(self.gated(x, activation)) where one kernel computes all of it, with the same bits, else None."""
         return None
 
@@ -150,11 +150,11 @@ class Linear(nn.Linear):
         product = Product(self.product_format, num_rows, self.out_features, self.in_features, kind, is_exact, dtype)
         return product._replace(leaves=self.leaves if is_exact else 0)
 
-    def gated_kind(self, num_rows: int, activation: Activation) -> Kind:  # noqa: ARG002
+    def gated_kind(self, num_rows: int, activation: Activation) -> Kind:
         """Returns the kind of the product that `gated` computes."""
         return "gated" if self.bias is None else "plain"
 
-    def mlp_product(self, down: "Linear", num_rows: int, dtype: torch.dtype) -> Product | None:  # noqa: ARG002
+    def mlp_product(self, down: "Linear", num_rows: int, dtype: torch.dtype) -> Product | None:
         """Describes the product of `gated_mlp`; None where there is none."""
         return None
 

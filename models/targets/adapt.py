@@ -14,13 +14,13 @@ from torch import Tensor
 from slipstream.models.layers.formats.base import Tensors
 from slipstream.models.layers.formats.table import FORMATS
 from slipstream.models.targets.config import AttentionSpec, DeltaNetSpec, LayerSpec, TargetSpec
-from slipstream.models.targets.families import DELTA_NETS, INTERLEAVED, MTP, TABLES
+from slipstream.models.targets.families import DELTA_NETS, INTERLEAVED, MTP_FORMS, TABLES
 
 NORM = "norm.weight"  # the final one
 SCALES = {name for format in FORMATS for name in format.scale_tensors}
 ACROSS_OUTPUTS = {name for format in FORMATS for name in format.across_outputs}
 NAMES: dict[str, dict[str, str]] = TABLES["tensor_names"]  # of architectures
-# Families that are not in MTP, in whose files modules that predict more tokens are layers after the last.
+# Families that are not in MTP_FORMS, in whose files modules that predict more tokens are layers after the last.
 LATER_LAYERS = frozenset({"Dots1ForCausalLM", "MiniMaxM2ForCausalLM", "SolarOpenForCausalLM"})
 FUSED_EXPERTS = re.compile(r"\.experts\.down_proj(?=_scale_inv$|$)")
 OUTPUTS = (".o_proj", ".down_proj")
@@ -43,7 +43,7 @@ def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Ten
 def mtp_names(keys: Iterable[str], config: TargetSpec) -> dict[str, str]:
     """Maps names of the tensors of the module that predicts a token more, in files but without a leading "model.", to
     those in `MTP` (models/drafts/mtp.py)."""
-    if config.architecture not in MTP:
+    if config.architecture not in MTP_FORMS:
         return {}
     begins: dict[str, str] = {}
     for index in range(config.mtp_modules):
@@ -60,7 +60,7 @@ def mtp_tensors(tensors: Tensors, config: TargetSpec) -> dict[str, Tensor]:
     """Returns the module's tensors of all that files have, by names as `mtp_names` has them; with the target's final
     norm, where the module has none."""
     names = mtp_names(tensors, config)
-    form = MTP.get(config.architecture)
+    form = MTP_FORMS.get(config.architecture)
     parts = {name: tensors[key] for key, name in names.items()}
     if form is not None and not form.has_norm and NORM in tensors:
         prefixes = [
@@ -79,7 +79,7 @@ def mtp_prefix(index: int) -> str:
 def mtp_beginnings(architecture: str, num_layers: int, index: int) -> dict[str, str]:
     """Returns how names of the tensors of module `index` begin in files of `architecture` -> here; empty: left out."""
     fill = partial(str.format, last=num_layers + index, index=index)
-    names = MTP[architecture].names.items()
+    names = MTP_FORMS[architecture].names.items()
     return {fill(file_name): mtp_prefix(index) + fill(name) if name else "" for file_name, name in names}
 
 
@@ -88,7 +88,7 @@ def mtp_file_tensors(
 ) -> dict[str, Tensor]:
     """Returns the modules' tensors as files of `architecture` have them: the inverse of `mtp_tensors`. `layer` is a
     module's; files of its family may call a tensor differently, too. As they are where there is no such family."""
-    form = MTP.get(architecture)
+    form = MTP_FORMS.get(architecture)
     if form is None:
         return dict(tensors)
     begins = mtp_file_names(architecture, num_layers, num_modules)
@@ -116,7 +116,7 @@ def mtp_file_names(architecture: str, num_layers: int, num_modules: int = 1) -> 
         for file_name, name in mtp_beginnings(architecture, num_layers, index).items():
             if name:
                 begins.setdefault(name, file_name)
-    return begins if MTP[architecture].has_norm else begins | {NORM: NORM}
+    return begins if MTP_FORMS[architecture].has_norm else begins | {NORM: NORM}
 
 
 def gates_joined(tensors: Tensors, layer: LayerSpec) -> dict[str, Tensor]:
@@ -225,7 +225,7 @@ def flat(key: str, tensor: Tensor) -> Tensor:
 
 def without_later_layers(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
     """Leaves out the layers after the last one, where they are modules that predict more tokens."""
-    form = MTP.get(config.architecture)
+    form = MTP_FORMS.get(config.architecture)
     if not (config.architecture in LATER_LAYERS if form is None else form.has_later_layers):
         return tensors
     layers = tuple(f"layers.{index}." for index in range(config.num_layers))

@@ -526,7 +526,7 @@ class TargetSpec(DecoderShape):
     wrapper: str = ""
     """Architecture of the multimodal model that this is the text part of."""
     mtp: LayerSpec | None = None
-    """The layer of the module that predicts a token more (families.MTP), where the config has one."""
+    """The layer of the module that predicts a token more (families.MTP_FORMS), where the config has one."""
     mtp_modules: int = 1
     """How many such modules the files have, each of which predicts a token more than the one before."""
 
@@ -623,7 +623,7 @@ class TargetSpec(DecoderShape):
 def mtp_count(values: Values) -> int:
     """Returns the number of modules that can draft in turn: 1 where the config does not say, where modules differ, and
     of families whose files have no names for more. Raises ValueError for what is no number."""
-    form = families.MTP.get(families.architecture_of(values))
+    form = families.MTP_FORMS.get(families.architecture_of(values))
     count = None if form is None else values.get(form.count)
     if form is None or count is None:
         return 1
@@ -637,7 +637,7 @@ def mtp_count(values: Values) -> int:
 def mtp_layer(values: Values) -> LayerSpec | None:
     """Returns the layer of each module that predicts a token more: the only one of a model of one layer. Raises
     ValueError for fields of the module that no file can mean."""
-    form = families.MTP.get(families.architecture_of(values))
+    form = families.MTP_FORMS.get(families.architecture_of(values))
     if form is None:
         return None
     if values.get(form.count) == 0:

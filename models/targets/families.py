@@ -583,7 +583,7 @@ INTERLEAVED = frozenset(
     {"Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM", "HeliumForCausalLM"}
 )
 MIXTURES = {name: Mixture(**fields) for name, fields in TABLES["experts"].items()}
-MTP = {name: MTPForm(**fields) for name, fields in TABLES["mtp"].items()}
+MTP_FORMS = {name: MTPForm(**fields) for name, fields in TABLES["mtp"].items()}
 
 
 def architecture_of(values: Values) -> str:

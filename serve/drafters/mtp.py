@@ -10,7 +10,7 @@ from slipstream.models.drafts.source import DraftSource
 from slipstream.models.layers.formats.base import Tensors
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target
-from slipstream.models.targets.families import MTP as FORMS
+from slipstream.models.targets.families import MTP_FORMS
 from slipstream.serve.drafters.mtp_modules import ModulesDrafter
 from slipstream.serve.drafters.options import MTPOptions
 
@@ -26,7 +26,7 @@ class Drafter(ModulesDrafter):
         path = source.folder()
         config = MTPConfig.of(target, path)
         check_files(target, path)
-        if FORMS[target.architecture].hidden is not None:
+        if MTP_FORMS[target.architecture].hidden is not None:
             check_no_choice(options, f"MTP heads of {target.architecture} read")
         return config
 
@@ -37,7 +37,7 @@ class Drafter(ModulesDrafter):
         if not source.is_in_target:
             return super().read_network(source, options, target, device, shared)
         module = load_mtp(target)
-        choose_hidden(module, target, options.hidden or FORMS[target.config.architecture].hidden)
+        choose_hidden(module, target, options.hidden or MTP_FORMS[target.config.architecture].hidden)
         return module
 
     def embeds(self, tokens: Tensor, positions: Tensor) -> Tensor:

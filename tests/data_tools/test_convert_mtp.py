@@ -20,7 +20,7 @@ from slipstream.models.drafts.base import write_draft
 from slipstream.models.drafts.mtp import MTP, MTPConfig, load_mtp
 from slipstream.models.files.checkpoint import INDEX, read_tensors
 from slipstream.models.targets.decoder import load_config, load_target
-from slipstream.models.targets.families import MTP as MTP_FORMS
+from slipstream.models.targets.families import MTP_FORMS
 from slipstream.tests.mtp_targets import KINDS, MakeMTP, module_tensors
 from slipstream.tests.pairwise import some_of
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized

@@ -71,8 +71,11 @@ class Int8Linear(QuantizedLinear):
     def dequantized(self) -> Tensor:
         return self.stored_in(dict(self.named_buffers()))
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.dequantized(), self.bias)
+    def _multiply(self, x: Tensor, gated: bool) -> Tensor:
+        return F.linear(x, self.dequantized(), self.bias)
+
+    def _add_leaves(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._multiply(x, gated=False).to(dtype)
 
 
 def int8(weight: Tensor) -> Quantized:

@@ -76,10 +76,21 @@ class QuantizedLinear(Linear, ABC):
             tensors["bias"] = FileTensor(((self.size_of(part),),))
         return tensors
 
-    @abstractmethod
-    def forward(self, input: Tensor) -> Tensor: ...
+    def forward(self, input: Tensor) -> Tensor:
+        return self._add_leaves(input, input.dtype) if self.leaves else self._multiply(input, gated=False)
 
-    def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:  # noqa: ARG002
+    def partial(self, x: Tensor) -> Tensor:
+        return self._add_leaves(x, torch.float32) if self.leaves else super().partial(x)
+
+    @abstractmethod
+    def _multiply(self, x: Tensor, gated: bool) -> Tensor:
+        """x (..., I) -> (..., O), or the `gated` product (..., O / 2)."""
+
+    @abstractmethod
+    def _add_leaves(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x (..., I) -> (..., O) in `dtype`, added along the tree of leaves."""
+
+    def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:
         return None
 
     def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
@@ -104,7 +115,7 @@ class QuantizedLinear(Linear, ABC):
         """Weights in `buffers`, by the names of this layer's, as kernels take them. Those of experts have the experts
         in front."""
 
-    def dequantized_bytes(self, dtype: torch.dtype) -> int:  # noqa: ARG002
+    def dequantized_bytes(self, dtype: torch.dtype) -> int:
         """Counts the bytes of the weights in `dtype`, where they multiply many rows."""
         return 0
 
@@ -181,7 +192,6 @@ class Format(ABC):
         cls, kind: str, weights: Mapping[str, object], inputs: Mapping[str, object] | None
     ) -> "Format | None":
         """Reads a group of a compressed-tensors config, whose format is called `kind`; None if it is another one."""
-        del kind, weights, inputs
         return None
 
     @property
@@ -197,7 +207,6 @@ class Format(ABC):
     def joins(self, num_outputs: int, names: Sequence[str], tensors: Tensors) -> bool:
         """Whether projections of one input, `names` of files with `tensors`, keep their numbers in one layer;
         `num_outputs`: those of all but the last."""
-        del num_outputs, names, tensors
         return False
 
     def layer(self, linear: Linear, names: Sequence[str], tensors: Tensors) -> QuantizedLinear:

@@ -109,15 +109,12 @@ class FP8Format(Format):
 
     def joins(self, num_outputs: int, names: Sequence[str], tensors: Tensors) -> bool:
         """A layer has one scale of its inputs, and no block of scales has outputs of two projections."""
-        del names, tensors
         return not self.static and (self.scales != "block" or num_outputs % BLOCK == 0)
 
     def layer(self, linear: Linear, names: Sequence[str], tensors: Tensors) -> "FP8Linear":
-        del names, tensors
         return FP8Linear(linear, self)
 
     def stand_ins(self, num_inputs: int) -> dict[str, Tensor]:
-        del num_inputs
         return {"weight": torch.empty(0, dtype=fp8.E4M3, device="meta")}
 
     @staticmethod
@@ -201,14 +198,6 @@ class FP8Linear(QuantizedLinear):
             quantized, new_scales = fp8.quantize_weight(chunk.to(place.device))
             codes.copy_(quantized)
             chunk_scales.copy_(new_scales)
-
-    def forward(self, input: Tensor | fp8.QuantizedRows) -> Tensor:
-        if self.leaves:
-            return self._add_leaves(input, input.dtype)
-        return self._multiply(input, gated=False)
-
-    def partial(self, x: Tensor | fp8.QuantizedRows) -> Tensor:
-        return self._add_leaves(x, torch.float32) if self.leaves else super().partial(cast(Tensor, x))
 
     @property
     def scales_leaves(self) -> bool:

@@ -97,7 +97,6 @@ class Int4Format(Format):
 
     def joins(self, num_outputs: int, names: Sequence[str], tensors: Tensors) -> bool:
         """A layer has one order of its inputs."""
-        del num_outputs
         return not self._has_order(names, tensors)
 
     def _has_order(self, names: Sequence[str], tensors: Tensors) -> bool:
@@ -260,12 +259,6 @@ class Int4Linear(QuantizedLinear):
     @property
     def stored(self) -> int4_weight.Int4Weight:
         return self.stored_in(cast(dict[str, Tensor], self._buffers))
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self._add_leaves(input, input.dtype) if self.leaves else self._multiply(input, gated=False)
-
-    def partial(self, x: Tensor) -> Tensor:
-        return self._add_leaves(x, torch.float32) if self.leaves else super().partial(x)
 
     def _add_leaves(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         flat = self._sorted(x.reshape(-1, self.in_features))

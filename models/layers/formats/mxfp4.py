@@ -83,7 +83,6 @@ class MXFP4Format(Format):
 
     @classmethod
     def read(cls, method: str, values: Mapping[str, Any]) -> Quantization | None:
-        del values
         return Quantization("mxfp4", [((), cls())]) if method == "mxfp4" else None
 
     @property
