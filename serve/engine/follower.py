@@ -30,13 +30,13 @@ from slipstream.serve.engine.team import (
     BEAT,
     BEAT_SECONDS,
     MOST_BYTES,
-    Channel,
     Order,
     RankRunner,
     bytes_of_process,
     digest_of,
     meet,
 )
+from slipstream.serve.pipe import Pipe
 from slipstream.serve.runner.model_runner import InFlight
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Follower:
     runner: RankRunner
     _states: StatePasses
 
-    def __init__(self, rank: int, channel: Channel, join: Callable[[], Ranks]) -> None:
+    def __init__(self, rank: int, channel: Pipe, join: Callable[[], Ranks]) -> None:
         self.rank = rank
         self.channel = channel
         self._join = join
@@ -153,7 +153,7 @@ def main() -> None:
     channel_end, life_end, rank, world, name, file = sys.argv[1:]
     device = torch.device(name)
     life = socket.socket(fileno=int(life_end))
-    channel = Channel(socket.socket(fileno=int(channel_end)))
+    channel = Pipe(socket.socket(fileno=int(channel_end)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     follower = Follower(int(rank), channel, partial(meet, device, int(rank), int(world), file))

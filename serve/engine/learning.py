@@ -11,7 +11,6 @@ On a GPU of the engine it starts first, so that the cache is sized by the memory
 
 import json
 import logging
-import os
 import socket
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
-from queue import Empty, Full, Queue
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -44,15 +43,17 @@ from slipstream.models.files.learning import (
     Verdict,
 )
 from slipstream.models.files.scratch import ScratchFolder
+from slipstream.serve import processes
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import EnginePlan, read_plan
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.engine.state_passes import PackedText
 from slipstream.serve.options import EngineConfig, LearnOptions, find_target
+from slipstream.serve.processes import child_environment
 from slipstream.serve.runner.model_runner import is_out_of_memory
 
 MODULE = "slipstream.train.learn"
-MOST_UNSENT = 64  # texts
+MOST_UNSENT = 64  # messages, above which texts are dropped
 EXIT_SECONDS = 2.0
 LEAST_SECONDS = 60.0
 SHARE = 0.1  # of a GPU that the engine uses
@@ -142,7 +143,7 @@ class Learner:
         )
         self.num_dropped = 0  # texts
         self._has_offer = False  # of this process, without a verdict
-        self._unsent: Queue[Unsent] = Queue(MOST_UNSENT)
+        self._unsent: SimpleQueue[Unsent] = SimpleQueue()  # texts, and one thing that the trainer waits for
         self._is_closed = False
         self._start()
         if shared:
@@ -178,10 +179,13 @@ class Learner:
         end, other = socket.socketpair()
         with other:
             argv = [sys.executable, "-P", "-m", MODULE, str(other.fileno()), json.dumps(asdict(job))]
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
             # A session of its own: Ctrl-C is for the server, at whose end the socket closes.
             self.process = subprocess.Popen(
-                argv, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+                argv,
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=child_environment(),
+                start_new_session=True,
             )
         self._line = Line(end)
         self._has_offer = False
@@ -191,9 +195,9 @@ class Learner:
         text = text_of(sequence, read)
         if text is None:
             return
-        try:
-            self._unsent.put_nowait(Unsent(text, self._line, end_of_copy(text.states)))
-        except Full:
+        if self._unsent.qsize() < MOST_UNSENT:
+            self._unsent.put(Unsent(text, self._line, end_of_copy(text.states)))
+        else:
             self.num_dropped += 1
 
     def answer(self, question: StateQuestion, line: Line) -> None:
@@ -207,40 +211,20 @@ class Learner:
             if not is_out_of_memory(error):
                 raise
             on_host = torch.empty(0, len(self._job.layers), 1)
-        self._put(Unsent(StateAnswer(on_host), line, end_of_copy(on_host)))
+        self._unsent.put(Unsent(StateAnswer(on_host), line, end_of_copy(on_host)))
 
     def judge(self, outcome: Outcome) -> None:
         """Tells the trainer what became of its offer."""
         if not self._has_offer:
             return  # another trainer's
         self._has_offer = False
-        self._put(Unsent(Verdict(outcome), self._line))
-
-    def _put(self, unsent: Unsent) -> None:
-        """Queues what the trainer waits for. It waits for one thing at a time, so only texts are dropped."""
-        while True:
-            try:
-                self._unsent.put_nowait(unsent)
-                return
-            except Full:
-                self._drop_one()
-
-    def _drop_one(self) -> None:
-        try:
-            self._unsent.get_nowait()
-            self.num_dropped += 1
-        except Empty:
-            return
+        self._unsent.put(Unsent(Verdict(outcome), self._line))
 
     def close(self) -> None:
         """Ends the trainer, whose texts are gone then."""
         self._is_closed = True
         self._line.close()
-        try:
-            self.process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        processes.end(self.process, EXIT_SECONDS)
         self._folder.cleanup()
 
     def _send(self) -> None:

@@ -5,15 +5,13 @@ process put calls between these. Messages out: `engine.info` once it is ready, t
 before an end that nobody asked for. A step and its Outputs are one message, so that a step costs one write. Every
 message is answered by a Step: at once by an idle engine, else after the step, within METRICS_SECONDS more.
 
-A message travels as an 8-byte length and a pickle. The engine's end of the pipe blocks; the server's is an asyncio
-stream, so that neither a full pipe nor half a message stops its event loop.
+The engine's end of the pipe blocks; the server's is an asyncio stream, so that neither a full pipe nor half a message
+stops its event loop.
 """
 
 import logging
 import os
-import pickle
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from slipstream.serve import logs
 from slipstream.serve.engine.counts import DraftState, EngineCounts
 from slipstream.serve.options import TRIAL_ROUNDS, EngineConfig, ServeConfig
+from slipstream.serve.pipe import Pipe
 from slipstream.serve.request import EngineInfo, Output, Request, RequestStats
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 METRICS_SECONDS = 0.1  # a busy engine sends its gauges at most this often
 QUIET_SECONDS = 0.05  # without a message or a request, after which the engine works for later ones
-HEADER = struct.Struct("!Q")
 
 logger = logging.getLogger(__name__)
 
@@ -115,32 +113,6 @@ class Rejected:
 @dataclass(frozen=True, slots=True)
 class Failed:
     reason: str
-
-
-class Pipe:
-    """The engine's end of the pipe. Threads may send, and one may receive, at the same time."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-        self._sending = threading.Lock()
-        self._file = end.makefile("rb")
-
-    def send(self, message: object) -> None:
-        """Raises ConnectionError if the server has closed the pipe."""
-        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with self._sending:
-            self._socket.sendall(HEADER.pack(len(payload)) + payload)
-
-    def receive(self) -> Any:
-        """Blocks for the next message. Raises EOFError or OSError at the end."""
-        (size,) = HEADER.unpack(self._read(HEADER.size))
-        return pickle.loads(self._read(size))
-
-    def _read(self, size: int) -> bytes:
-        data = self._file.read(size)
-        if len(data) < size:
-            raise EOFError
-        return data
 
 
 def build_engine(config: EngineConfig) -> EngineLike:

@@ -34,12 +34,10 @@ class StatePasses:
         """The states (B * S, K, Ht) of the text's layers and those after the final norm (B * S, Ht), on the device."""
         if self.team is None:
             return self._compute(text)
-        try:
+        with self.team.guard():
             self.team.check()
             self.team.order("compute_states", text)
             return self._compute(text)
-        except BaseException as error:
-            raise self.team.blame(error) from error
 
     @torch.inference_mode()
     def _compute(self, text: PackedText) -> tuple[Tensor, Tensor]:

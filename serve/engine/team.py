@@ -9,7 +9,6 @@ import logging
 import os
 import pickle
 import selectors
-import signal
 import socket
 import struct
 import subprocess
@@ -34,8 +33,11 @@ from slipstream.models.files.cost_tables import CostTables
 from slipstream.models.files.scratch import ScratchFolder
 from slipstream.models.layers.linear import Head, Linear
 from slipstream.models.targets.decoder import Target
+from slipstream.serve import processes
 from slipstream.serve.drafters.base import DraftWeights
 from slipstream.serve.engine.plan import StepOutput, StepPlan
+from slipstream.serve.pipe import Pipe
+from slipstream.serve.processes import blocked_signals, child_environment
 from slipstream.serve.runner.cuda_graphs import REMEDY
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
@@ -44,7 +46,6 @@ BEAT_SECONDS = 0.25  # between two signs of life of a rank
 SILENCE_SECONDS = 4.0  # without a sign of life, after which a rank that serves counts as lost
 BUILD_SILENCE_SECONDS = 60.0  # likewise while it builds: compilers hold Python's lock
 BLAME_SECONDS = 1.0  # in which the watch finds out why a call failed
-HEADER = struct.Struct("!Q")
 BEAT = struct.Struct("!QQI")  # bytes of memory; number of the last step that was read, and a digest of its tokens
 MOST_DIGESTS = 1024  # of steps, that rank 0 keeps
 MOST_BYTES = 1 << 16  # of a sign of life, or of a sentence
@@ -63,42 +64,13 @@ class Order(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
-class Channel:
-    """An end of a stream of pickled messages."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-        self._file = end.makefile("rb")
-
-    def send(self, message: object) -> None:
-        """Raises OSError where the other end is closed."""
-        self.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-    def send_bytes(self, payload: bytes) -> None:
-        self._socket.sendall(HEADER.pack(len(payload)) + payload)
-
-    def receive(self) -> Any:
-        """Blocks for the next message. Raises EOFError or OSError at the end."""
-        return pickle.loads(self._read(*HEADER.unpack(self._read(HEADER.size))))
-
-    def _read(self, size: int) -> bytes:
-        data = self._file.read(size)
-        if len(data) < size:
-            raise EOFError
-        return data
-
-    def close(self) -> None:
-        self._file.close()
-        self._socket.close()
-
-
 @dataclass(slots=True, eq=False)
 class Member:
     """A rank above 0, as rank 0 sees it."""
 
     name: str  # rank and device, for messages
     process: subprocess.Popen[bytes]
-    channel: Channel
+    channel: Pipe
     life: socket.socket  # brings signs of life (BEAT), or a last sentence
     heard: float = field(default_factory=time.monotonic)
     memory: int = 0
@@ -233,11 +205,7 @@ class Team:
             member.life.close()
         self._folder.cleanup()
         for member in self.members:
-            try:
-                member.process.wait(SILENCE_SECONDS)
-            except subprocess.TimeoutExpired:
-                member.process.kill()
-                member.process.wait()
+            processes.end(member.process, SILENCE_SECONDS)
         if self.ranks is not None and not self.failure:
             self.ranks.close()
 
@@ -364,18 +332,14 @@ class LeadingRunner(RankRunner):
         super().load_draft(weights)
 
     def launch(self, plan: StepPlan, *, up_to_sampling: bool = False) -> InFlight:
-        try:
+        with self.team.guard():
             self.team.order("launch", plan, up_to_sampling)
             return super().launch(plan, up_to_sampling=up_to_sampling)
-        except BaseException as error:
-            raise self.team.blame(error) from error
 
     def finish(self, flight: InFlight, plan: StepPlan) -> InFlight:
-        try:
+        with self.team.guard():
             self.team.order("finish", plan)
             return super().finish(flight, plan)
-        except BaseException as error:
-            raise self.team.blame(error) from error
 
     def check(self) -> None:
         self.team.check()
@@ -401,15 +365,9 @@ def start_member(rank: int, world: int, device: torch.device, file: str) -> Memb
         ends = (peer.fileno(), peer_life.fileno())
         name = device.type if device.type == "cpu" else f"{device.type}:{rank}"
         argv = [sys.executable, "-P", "-m", MODULE, *map(str, ends), str(rank), str(world), name, file]
-        # A rank finds the modules that this process finds, and none in the working directory.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
-        # Ctrl-C and service managers signal every process. A rank inherits this mask, and ends with rank 0.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
-        try:
-            process = subprocess.Popen(argv, pass_fds=ends, stdin=subprocess.DEVNULL, env=environment)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return Member(f"rank {rank} ({name})", process, Channel(channel), life)
+        with blocked_signals():
+            process = subprocess.Popen(argv, pass_fds=ends, stdin=subprocess.DEVNULL, env=child_environment())
+    return Member(f"rank {rank} ({name})", process, Pipe(channel), life)
 
 
 def digest_of(output: StepOutput) -> int:
@@ -419,13 +377,9 @@ def digest_of(output: StepOutput) -> int:
 
 def how_it_ended(process: subprocess.Popen[bytes]) -> str:
     try:
-        code = process.wait(BLAME_SECONDS)
+        return processes.how_it_ended(process.wait(BLAME_SECONDS))
     except subprocess.TimeoutExpired:
         return "closed its end"
-    if code >= 0:
-        return f"ended with status {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
-    return f"was killed by signal {-code} ({name})"
 
 
 def bytes_of_process(device: torch.device) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from slipstream.serve.grammar.grammars import JSON_WHITESPACE, NICENESS
 from slipstream.serve.grammar.trial_process import COMPILED, FORK, NUMBER, REFUSED, SLOW, TooSlow
+from slipstream.serve.processes import blocked_signals
 from slipstream.serve.request import Grammar
 
 MODULE = "slipstream.serve.grammar.trial_process"
@@ -57,12 +58,8 @@ class TrialProcess:
         self._socket, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with peer:
             argv = [sys.executable, "-m", MODULE, str(peer.fileno())]
-            # Ctrl-C and service managers signal every process of a server. Those inherit this mask, and end with it.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
-            try:
+            with blocked_signals():
                 self._process = subprocess.Popen(argv, pass_fds=(peer.fileno(),), stdin=subprocess.DEVNULL)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
         self._socket.setblocking(False)
         self._socket.send(self._load_tokenizer)

@@ -8,16 +8,15 @@ import asyncio
 import logging
 import multiprocessing
 import pickle
-import signal
 import socket
 import time
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
+from slipstream.serve import processes
 from slipstream.serve.engine.counts import DraftState, EngineCounts
 from slipstream.serve.engine.process import (
-    HEADER,
     Abort,
     EngineFactory,
     Failed,
@@ -30,6 +29,8 @@ from slipstream.serve.engine.process import (
     run_engine,
 )
 from slipstream.serve.options import EngineConfig
+from slipstream.serve.pipe import HEADER
+from slipstream.serve.processes import blocked_signals
 from slipstream.serve.request import EngineInfo, Output, Request
 
 STOP_SECONDS = 10.0  # for the current step to end before the process is killed
@@ -126,16 +127,10 @@ class EngineClient:
         arguments = (self._make_engine, engine_end)
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=run_engine, args=arguments, name="slipstream-engine", daemon=True)
-        # Ctrl-C and service managers signal every process of the server. The engine inherits this mask, so that only
-        # this process acts on signals.
         resource_tracker.ensure_running()  # or process.start() would start it, and that unblocks the signals
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
-        try:
+        with engine_end, blocked_signals():  # the end closes here, so that it closes with the engine's process
             process.start()
             self._process = process  # before a Ctrl-C that waits is raised
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            engine_end.close()  # here, so that it closes with the engine's process
 
     def kill(self) -> None:
         """Ends a process that was spawned and not stopped, without an event loop."""
@@ -328,9 +323,5 @@ class EngineClient:
 
 def how_it_ended(process: BaseProcess | None) -> str:
     code = None if process is None else process.exitcode
-    if code is None:
-        return "the engine's process closed its pipe"
-    if code >= 0:
-        return f"the engine's process ended with status {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
-    return f"the engine's process was killed by signal {-code} ({name})"
+    end = "closed its pipe" if code is None else processes.how_it_ended(code)
+    return f"the engine's process {end}"

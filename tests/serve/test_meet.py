@@ -20,6 +20,7 @@ from slipstream.serve.engine import team as teams
 from slipstream.serve.engine.build import build
 from slipstream.serve.engine.engine_plan import read_plan
 from slipstream.serve.options import EngineConfig
+from slipstream.serve.pipe import Pipe
 
 CPU = torch.device("cpu")
 WORLD = 3
@@ -109,7 +110,7 @@ def test_a_rank_is_not_missed_while_rank_0_was_stopped(monkeypatch: pytest.Monke
 
     process: Any = SimpleNamespace(kill=lambda: None, poll=lambda: None, wait=lambda _: None)
     ends = socket.socketpair()
-    member = teams.Member("rank 1", process, teams.Channel(ends[0]), ends[1], heard=0.0)
+    member = teams.Member("rank 1", process, Pipe(ends[0]), ends[1], heard=0.0)
     monkeypatch.setattr(teams, "start_member", lambda *_: member)
     monkeypatch.setattr(teams, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(teams, "selectors", SimpleNamespace(DefaultSelector=Selector, EVENT_READ=1))

@@ -18,9 +18,10 @@ import pytest
 
 from slipstream.config import build_parser, option_names
 from slipstream.serve.cli import options_class, read_config, run
-from slipstream.serve.engine.process import Pipe, run_engine
+from slipstream.serve.engine.process import run_engine
 from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.options import EngineConfig, ServeConfig
+from slipstream.serve.pipe import Pipe
 from slipstream.tests.serve.fake_engine import FakeEngine, ForgetfulEngine, refuse_to_start
 from slipstream.tests.serve.fake_server import read_banner, start, wait_until, write_target
 from slipstream.tests.sources import ROOT
