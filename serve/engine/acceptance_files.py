@@ -7,6 +7,7 @@ and target, by name, so that a new target, template or draft under an old name i
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.models.drafts.source import DraftSource
@@ -15,6 +16,7 @@ from slipstream.serve.engine.acceptance_alarm import AcceptanceAlarm, Baseline
 from slipstream.serve.engine.cost_files import FOLDER_VARIABLE, text_hash
 
 FORMAT = 1
+DIGITS = 12  # of a fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -31,20 +33,21 @@ def trained_record(source: DraftSource) -> Baseline | None:
     return Baseline(float(rate), float(length))
 
 
-def draft_facts(source: DraftSource, target_fingerprint: str, quantization: str, kv_cache: str) -> dict[str, str]:
-    """Returns facts of draft and target that may explain its acceptance. `trained_target`: whether the target is the
-    one that it was trained for (same, other, unknown)."""
+def draft_facts(source: DraftSource, of_target: Mapping[str, str]) -> dict[str, str]:
+    """Returns facts of draft and target that may explain its acceptance. `of_target`: the beginning of the target's
+    fingerprint (`target`), its `quantization` and `kv_cache`. `trained_target`: whether the target is the one that the
+    draft was trained for (same, other, unknown)."""
     trained_for = source.read_config().get("target_fingerprint")
     trained_target = "unknown"
     if trained_for:
-        trained_target = "same" if trained_for == target_fingerprint else "other"
+        trained_target = "same" if trained_for[:DIGITS] == of_target["target"] else "other"
     return {
-        "draft": source.fingerprint[:12],
-        "target": target_fingerprint[:12],
+        "draft": source.fingerprint[:DIGITS],
+        "target": of_target["target"],
         "trained_target": trained_target,
         "trained_length": str(source.read_run().get("max_length") or ""),
-        "quantization": quantization or "none",
-        "kv_cache": kv_cache,
+        "quantization": of_target["quantization"],
+        "kv_cache": of_target["kv_cache"],
         "changed": "",
     }
 

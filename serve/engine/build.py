@@ -25,7 +25,7 @@ from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.drafters.registry import load_drafter
 from slipstream.serve.engine import cost_files
 from slipstream.serve.engine.acceptance_alarm import AcceptanceAlarm
-from slipstream.serve.engine.acceptance_files import draft_facts, trained_record
+from slipstream.serve.engine.acceptance_files import DIGITS, draft_facts, trained_record
 from slipstream.serve.engine.budget import BudgetPolicy
 from slipstream.serve.engine.calibration import fill_scales, prefill, read_text, read_user_text, scales_of, tokens_of
 from slipstream.serve.engine.constraints import Constraints
@@ -429,8 +429,12 @@ def make_planner(
 def make_alarm(plan: EnginePlan, networks: Networks) -> AcceptanceAlarm:
     source = plan.draft.source
     alarm = AcceptanceAlarm(plan.config.max_running, trained_record(source))
-    kv_cache = "fp8" if plan.config.has_fp8_cache else "auto"
-    alarm.facts = draft_facts(source, weights_fingerprint(plan.path), format_of(networks.target), kv_cache)
+    of_target = {
+        "target": weights_fingerprint(plan.path)[:DIGITS],
+        "quantization": format_of(networks.target) or "none",
+        "kv_cache": "fp8" if plan.config.has_fp8_cache else "auto",
+    }
+    alarm.facts = draft_facts(source, of_target)
     return alarm
 
 

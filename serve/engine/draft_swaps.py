@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from slipstream.models.drafts.source import DraftSource, source_of
+from slipstream.models.drafts.source import source_of
 from slipstream.models.files.learning import Outcome
 from slipstream.serve.drafters.base import DraftWeights
 from slipstream.serve.drafters.registry import read_weights
@@ -82,7 +82,7 @@ class DraftSwaps:
         source = source_of(name, plan.config.target)
         drafter = self._runner.drafter
         weights = read_weights(source, plan.config.drafter, drafter, plan.draft.name, self._runner.target)
-        facts = facts_of_files(source, self._alarm.facts)
+        facts = draft_facts(source, self._alarm.facts)
         with self._saving:  # no other weights serve before a `stage` has ended
             self._serving = self._serving or drafter.save_weights(self.fingerprint)
         return StagedDraft(name, weights, facts, trained_record(source))
@@ -139,9 +139,3 @@ class DraftSwaps:
         self.fingerprint = weights.fingerprint
         self._scheduler.change_draft(self.fingerprint)
         return before
-
-
-def facts_of_files(source: DraftSource, facts: Mapping[str, str]) -> dict[str, str]:
-    """Returns the facts of a draft and of the target, of which `facts` says the rest."""
-    of_target = {name: facts.get(name, "") for name in ("target", "quantization", "kv_cache")}
-    return draft_facts(source, of_target["target"], of_target["quantization"], of_target["kv_cache"])

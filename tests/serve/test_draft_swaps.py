@@ -305,6 +305,7 @@ def test_noise_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         engine.swap_draft(engine.stage_draft(str(noise)))
     run(engine, questions(100, 10))
     assert engine.counts().draft.trial == "passed"
+    assert engine.counts().acceptance.facts["trained_target"] == "same"
     expected = weights_of(engine)
     engine.swap_draft(engine.stage_draft(str(noise)))
     for request in questions(200, 64):
