@@ -4,10 +4,9 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from itertools import chain, count
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +25,8 @@ from slipstream.models.files.state_store import decode
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
 from slipstream.models.targets.pretrained import load_tokenizer
+from slipstream.serve.engine import scheduler
 from slipstream.serve.engine.learning import text_of
-from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.sources import ROOT, TINY
@@ -35,10 +34,57 @@ from slipstream.train import learn as learn_module
 from slipstream.train.batches import Batch, PackedRows
 from slipstream.train.continuation import MOST_PASSES
 from slipstream.train.learn import Lengths, Trainer, add_data, is_better, learn, num_rows, shares_of
+from slipstream.train.loop import Loop
 from slipstream.train.pace import Pace
 from slipstream.train.text_ring import HELD_OUT, ServedTexts, Split, Splits, TextRing, dataset_of, in_fp8
 
 CPU = torch.device("cpu")
+LAYERS = {"eagle3": (3, 6), "eagle": (6,), "dflash": (5, 6)}  # whose states a draft needs
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    trainer = make_trainer("eagle3", tmp_path)
+    set_length(trainer, 256)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[ServedText]:
+    """An engine's answers, with the states that it has computed."""
+    engine = build_engine(TINY, folder_of("eagle3"), device="cpu", keep_states=LAYERS["eagle3"])
+    texts: list[ServedText | None] = []
+    engine.on_states = lambda sequence, read: texts.append(text_of(sequence, read))
+    run(engine, [make_request(str(seed), [1, 300 + seed, 17, 25], max_tokens=40) for seed in range(12)])
+    return [entry for entry in texts if entry is not None]
+
+
+def folder_of(draft: str) -> Path:
+    return ROOT / "tests" / "assets" / draft
+
+
+def make_trainer(draft: str, folder: Path) -> Trainer:
+    job: dict[str, Any] = {"target": str(TINY), "draft": str(folder_of(draft)), "trust_remote_code": False}
+    job |= {"device": "cpu", "share": 1.0, "memory": 10**9, "data": None}
+    return Trainer(LearnJob(**job, folder=str(folder), output=str(folder / "passed"), layers=[*LAYERS[draft]]))
+
+
+def set_length(trainer: Trainer, length: int) -> None:
+    """In tokens of a row."""
+    trainer.options = replace(trainer.options, data=replace(trainer.options.data, max_length=length))
+
+
+def in_memory(texts: Iterable[ServedText], num_bytes: int = 10**9) -> ServedTexts:
+    memory = ServedTexts(num_bytes, 2048)
+    for entry in texts:
+        memory.add(entry)
+    return memory
+
+
+def loop_of(
+    trainer: Trainer, train: list[ServedText], heldout: list[ServedText], past: Sequence[ServedText] = ()
+) -> Loop:
+    return trainer.loop(Splits(Split({"": train}, {}), Split({"": heldout}, {"": [*past]} if past else {})))
 
 
 def text(client: str, number: int, length: int = 10) -> ServedText:
@@ -76,10 +122,8 @@ def number_of(entry: ServedText) -> int:
 def test_the_past_is_a_sample_of_the_stream() -> None:
     """A tenth of 3,000 texts is past: their mean age is that of all, and what is held out stays so."""
     random.seed(0)
-    texts = ServedTexts(1500 * in_fp8(text("", 0)).nbytes, 2048)
-    for number in range(3000):
-        texts.add(text("a", number))
-    train, heldout = texts.now()
+    texts = (text("a", number) for number in range(3000))
+    train, heldout = in_memory(texts, 1500 * in_fp8(text("", 0)).nbytes).now()
     for split, share in ((train, 0.4), (heldout, 0.1)):
         recent, past = ([number_of(entry) for entry in part["a"]] for part in split)
         assert {len(recent), len(past)} == {int(share * 1500)}
@@ -106,7 +150,7 @@ def test_held_out_texts_are_never_trained_on() -> None:
 def test_texts_that_opted_out_are_not_taken(salt: str, length: int, is_learnt: bool) -> None:
     """Nor those whose states are not all there."""
     params = SamplingParams(max_tokens=8)
-    sequence = Sequence.of(Request(id="a", prompt=[1, 2, 3], params=params, namespace=salt), frozenset(), 1)
+    sequence = scheduler.Sequence.of(Request(id="a", prompt=[1, 2, 3], params=params, namespace=salt), frozenset(), 1)
     sequence.tokens += [4, 5, 6, 7, 8, 9, 10]
     states = torch.randn(length, 2, 8)
     entry = text_of(sequence, lambda count: states[:count])
@@ -118,7 +162,7 @@ def test_texts_that_opted_out_are_not_taken(salt: str, length: int, is_learnt: b
 @pytest.mark.parametrize(("num_prompt", "num_read"), [(30, [TEXT_LEN - 1]), (TEXT_LEN - 1, [])])
 def test_no_more_of_a_text_is_copied_than_a_trainer_reads(num_prompt: int, num_read: list[int]) -> None:
     request = Request(id="a", prompt=[*range(num_prompt)], params=SamplingParams(max_tokens=8))
-    sequence = Sequence.of(request, frozenset(), 1)
+    sequence = scheduler.Sequence.of(request, frozenset(), 1)
     sequence.tokens += range(TEXT_LEN)
     calls: list[int] = []
 
@@ -144,9 +188,8 @@ def served_texts(target: FrozenTarget, layers: tuple[int, ...]) -> list[ServedTe
 
 @pytest.mark.parametrize("draft", ["eagle3", "eagle", "dflash"])
 def test_states_in_memory_teach_as_the_targets_own(draft: str, tmp_path: Path) -> None:
-    folder = ROOT / "tests" / "assets" / draft
-    trainer = make_trainer(folder, tmp_path)
-    layers = tuple(trainer.job.layers)
+    trainer = make_trainer(draft, tmp_path)
+    layers = LAYERS[draft]
     target = load_frozen_target(TINY, layers, CPU)
     texts = served_texts(target, layers)
     rows = trainer.rows(Split({"": texts}, {}))
@@ -172,13 +215,10 @@ def test_states_in_memory_teach_as_the_targets_own(draft: str, tmp_path: Path) -
 @pytest.mark.parametrize("draft", ["eagle3", "dflash"])
 def test_states_are_kept_in_fp8(draft: str, tmp_path: Path) -> None:
     """They take half of the bytes of 16 bits, but for scales, and teach as what they decode to does."""
-    trainer = make_trainer(ROOT / "tests" / "assets" / draft, tmp_path)
-    layers = tuple(trainer.job.layers)
+    trainer = make_trainer(draft, tmp_path)
+    layers = LAYERS[draft]
     raw = served_texts(load_frozen_target(TINY, layers, CPU), layers)
-    memory = ServedTexts(10**9, 2048)
-    for entry in raw:
-        memory.add(entry)
-    entries = memory.now().train.recent[""]
+    entries = in_memory(raw).now().train.recent[""]
     decoded = []
     for entry, before in zip(entries, raw, strict=True):
         assert entry.scales is not None
@@ -192,28 +232,9 @@ def test_states_are_kept_in_fp8(draft: str, tmp_path: Path) -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
-def make_trainer(draft: Path, folder: Path) -> Trainer:
-    layers = {"eagle3": (3, 6), "eagle": (6,), "dflash": (5, 6)}[draft.name]
-    job: dict[str, Any] = {"target": str(TINY), "draft": str(draft), "trust_remote_code": False, "device": "cpu"}
-    job["share"] = 1.0
-    job |= {"memory": 10**9, "folder": str(folder), "output": str(folder / "passed"), "data": None}
-    return Trainer(LearnJob(**job, layers=list(layers)))
-
-
-@cache
-def answers_of(draft: Path, layers: tuple[int, ...]) -> list[ServedText]:
-    """An engine's answers, with the states that it has computed."""
-    engine = build_engine(TINY, draft, device="cpu", keep_states=layers)
-    texts: list[ServedText | None] = []
-    engine.on_states = lambda sequence, read: texts.append(text_of(sequence, read))
-    run(engine, [make_request(str(seed), [1, 300 + seed, 17, 25], max_tokens=40) for seed in range(12)])
-    return [entry for entry in texts if entry is not None]
-
-
-def test_clients_and_the_past_have_their_share_of_an_epoch(tmp_path: Path) -> None:
+def test_clients_and_the_past_have_their_share_of_an_epoch(trainer: Trainer) -> None:
     """Against a count of tokens: a flood takes half at most, and a text is read MOST_PASSES times at most."""
-    trainer = make_trainer(ROOT / "tests" / "assets" / "eagle3", tmp_path)
-    trainer.options = replace(trainer.options, data=replace(trainer.options.data, max_length=11))  # a row has a text
+    set_length(trainer, 11)  # a row has a text
 
     def tokens_of(recent: dict[str, int], past: dict[str, int]) -> Counter[str]:
         split = Split(*({client: [text(client, 7)] * size for client, size in part.items()} for part in (recent, past)))
@@ -254,11 +275,9 @@ def test_nobody_pays_for_the_gain_of_others(before: float, after: float, best: f
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 100), marks=pytest.mark.slow)])
-def test_noise_is_never_offered(seeds: range, tmp_path: Path) -> None:
-    draft = ROOT / "tests" / "assets" / "eagle3"
-    trainer = make_trainer(draft, tmp_path)
-    texts = answers_of(draft, tuple(trainer.job.layers))[:4]
-    loop = trainer.loop(Splits(Split({"": texts}, {}), Split({"": texts}, {})))
+def test_noise_is_never_offered(trainer: Trainer, answers: list[ServedText], seeds: range) -> None:
+    texts = answers[:4]
+    loop = loop_of(trainer, texts, texts)
     before = trainer.accept_lengths(loop, trainer.serving)
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -269,20 +288,17 @@ def test_noise_is_never_offered(seeds: range, tmp_path: Path) -> None:
         assert not is_better(before, trainer.accept_lengths(loop, weights), before), seed
 
 
-def test_evaluations_walk_each_held_out_text_once(tmp_path: Path) -> None:
+def test_evaluations_walk_each_held_out_text_once(trainer: Trainer, answers: list[ServedText]) -> None:
     """Whatever share of an epoch its client or the past would have."""
-    draft = ROOT / "tests" / "assets" / "eagle3"
-    trainer = make_trainer(draft, tmp_path)
-    texts = answers_of(draft, tuple(trainer.job.layers))
-    parts = {"a": texts[:6], "b": texts[6:7], "past": texts[7:]}
+    parts = {"a": answers[:6], "b": answers[6:7], "past": answers[7:]}
 
     def lengths(recent: dict[str, list[ServedText]], past: dict[str, list[ServedText]]) -> Lengths:
-        loop = trainer.loop(Splits(Split({"": texts}, {}), Split(recent, past)))
+        loop = trainer.loop(Splits(Split({"": answers}, {}), Split(recent, past)))
         return trainer.accept_lengths(loop, trainer.serving)
 
     alone = {name: lengths({"": part}, {}).recent for name, part in parts.items()}
-    for length in (trainer.options.data.max_length, 48):  # one row, several
-        trainer.options = replace(trainer.options, data=replace(trainer.options.data, max_length=length))
+    for length in (1024, 48):  # one row, several
+        set_length(trainer, length)
         together = lengths({"a": parts["a"], "b": parts["b"]}, {"": parts["past"]})
         assert together[:2] == pytest.approx(((alone["a"] + alone["b"]) / 2, alone["past"]))
         assert together.clients == pytest.approx({"recent a": alone["a"]})
@@ -311,18 +327,24 @@ class FakeChannel:
         return self._outcomes.pop(0)
 
 
-def test_what_passed_is_kept_and_what_did_not_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def learn_from(
+    answers: list[ServedText], trainer: Trainer, outcomes: Sequence[Outcome] = (), judge: Any = None
+) -> None:
+    """Three times the answers, up to the offer after the last outcome."""
+    channel: Any = FakeChannel(in_memory(answers * 3), [*outcomes], judge)
+    with pytest.raises(Verdicts):
+        learn(trainer.job, trainer, channel)
+
+
+def test_what_passed_is_kept_and_what_did_not_is_dropped(
+    trainer: Trainer, answers: list[ServedText], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At every moment the output is the last draft that passed, whole; from it a trainer goes on."""
     monkeypatch.setattr(learn_module, "STEPS", 4)
     monkeypatch.setattr(learn_module, "GAIN", 0.0)
-    draft = ROOT / "tests" / "assets" / "eagle3"
-    trainer = make_trainer(draft, tmp_path)
     output = Path(trainer.job.output)
     dead = tmp_path / "step-4"  # a trainer that was killed in a trial had its weights there
     dead.mkdir()
-    texts = ServedTexts(10**9, 2048)
-    for entry in answers_of(draft, tuple(trainer.job.layers)) * 3:
-        texts.add(entry)
     offers: list[bytes] = []
 
     def judge(folder: Path) -> None:
@@ -330,26 +352,22 @@ def test_what_passed_is_kept_and_what_did_not_is_dropped(tmp_path: Path, monkeyp
             assert (output / "model.safetensors").read_bytes() == offers[0], "the first, which passed"
         offers.append((folder / "model.safetensors").read_bytes())
 
-    with pytest.raises(Verdicts):
-        learn(trainer.job, trainer, FakeChannel(texts, ["passed", "worse"], judge))  # type: ignore[arg-type]
+    learn_from(answers, trainer, ["passed", "worse"], judge)
     assert len({*offers}) == len(offers) == 2
     assert (output / "model.safetensors").read_bytes() == offers[0]
     (last,) = {*tmp_path.glob("step-*")} - {dead}
     assert (last / "model.safetensors").is_file(), "the last one, which nobody judged"
     later = Trainer(replace(trainer.job, draft=str(output)))
-    assert later.lineage["learned_from"] == str(draft)
+    assert later.lineage["learned_from"] == trainer.job.draft
     for name, x in later.serving.items():
         torch.testing.assert_close(x, trainer.serving[name], rtol=2**-8, atol=0)
 
 
-def test_weights_that_went_astray_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_went_astray_are_dropped(
+    trainer: Trainer, answers: list[ServedText], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Training goes on from those that serve."""
     monkeypatch.setattr(learn_module, "STEPS", 1)
-    draft = ROOT / "tests" / "assets" / "eagle3"
-    trainer = make_trainer(draft, tmp_path)
-    texts = ServedTexts(10**9, 2048)
-    for entry in answers_of(draft, tuple(trainer.job.layers)) * 3:
-        texts.add(entry)
     trainer.load({name: 3 * x if x.is_floating_point() else x for name, x in trainer.serving.items()})
     load = trainer.load
 
@@ -358,26 +376,21 @@ def test_weights_that_went_astray_are_dropped(tmp_path: Path, monkeypatch: pytes
         raise Verdicts
 
     monkeypatch.setattr(trainer, "load", load_and_end)
-    with pytest.raises(Verdicts):
-        learn(trainer.job, trainer, FakeChannel(texts, [], lambda _: None))  # type: ignore[arg-type]
+    learn_from(answers, trainer)
     for name, x in trainer.weights().items():
         assert torch.equal(x, trainer.serving[name]), name
 
 
-def test_a_trainer_rests_after_each_piece_of_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_rests_after_each_piece_of_work(
+    trainer: Trainer, answers: list[ServedText], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps and evaluations, three seconds for each that a forward pass takes, by a clock of its own."""
     monkeypatch.setattr(learn_module, "STEPS", 4)
     monkeypatch.setattr(learn_module, "GAIN", 0.0)
-    draft = ROOT / "tests" / "assets" / "eagle3"
-    trainer = make_trainer(draft, tmp_path)
     seconds = Counter[str]()
     trainer.training.register_forward_pre_hook(lambda *_: seconds.update(work=1))
     trainer.pace = Pace(0.25, lambda: True, lambda: seconds.total(), lambda rest: seconds.update(rest=rest))  # type: ignore[arg-type,call-arg]
-    texts = ServedTexts(10**9, 2048)
-    for entry in answers_of(draft, tuple(trainer.job.layers)) * 3:
-        texts.add(entry)
-    with pytest.raises(Verdicts):
-        learn(trainer.job, trainer, FakeChannel(texts, [], lambda _: None))  # type: ignore[arg-type]
+    learn_from(answers, trainer)
     assert seconds["work"] >= 4 + 2
     assert seconds["rest"] == pytest.approx(3 * seconds["work"])
 
@@ -385,7 +398,7 @@ def test_a_trainer_rests_after_each_piece_of_work(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("draft", ["eagle3", "eagle", "dflash"])
 def test_memory_is_taken_without_a_trace(draft: str, tmp_path: Path) -> None:
     """The step is as long as any, and the trainer is as it was."""
-    trainer = make_trainer(ROOT / "tests" / "assets" / draft, tmp_path)
+    trainer = make_trainer(draft, tmp_path)
     first = trainer.weights()
     passes = []
     trainer.training.register_forward_hook(lambda module, batch, _: passes.append((module.training, batch[0])))
@@ -396,15 +409,12 @@ def test_memory_is_taken_without_a_trace(draft: str, tmp_path: Path) -> None:
         assert batch.num_supervised == trainer.options.data.max_length - 1
     assert all(torch.equal(x, first[name]) for name, x in trainer.weights().items())
     assert not any(optimizer.state for optimizer in trainer.optimizers)
-    assert trainer.progress == make_trainer(ROOT / "tests" / "assets" / draft, tmp_path).progress
+    assert trainer.progress == make_trainer(draft, tmp_path).progress
 
 
-def test_a_step_takes_as_many_rows_as_there_are_and_as_fit(tmp_path: Path) -> None:
+def test_a_step_takes_as_many_rows_as_there_are_and_as_fit(trainer: Trainer, answers: list[ServedText]) -> None:
     """At the rate for steps of so many tokens. Where memory lacks, of half as many."""
     assert [num_rows(length) for length in (1, 2048, 16384, 16385, 131072)] == [16384, 8, 1, 1, 1]
-    draft = ROOT / "tests" / "assets" / "eagle3"
-    trainer = make_trainer(draft, tmp_path)
-    texts = answers_of(draft, tuple(trainer.job.layers))
     first = trainer.weights()
     trainer.most_rows = 8
     sizes = []
@@ -422,25 +432,22 @@ def test_a_step_takes_as_many_rows_as_there_are_and_as_fit(tmp_path: Path) -> No
     assert not any(optimizer.state for optimizer in trainer.optimizers)
     sizes.clear()
     lacks.remove()
-    trainer.options = replace(trainer.options, data=replace(trainer.options.data, max_length=128))
+    set_length(trainer, 128)
     for most_rows, size in ((1, 1), (3, 3), (64, 5)):
         trainer.most_rows = most_rows
-        loop = trainer.loop(Splits(Split({"": texts}, {}), Split({"": texts[:1]}, {})))
+        loop = loop_of(trainer, answers, answers[:1])
         assert (len(loop.train), loop.schedule.rows_per_step) == (5, size)
         width = trainer.config.hidden_size
         rate = 0.3 * 0.015 * (576 / width) ** 0.5 * (size * 128 / 16_384) ** 0.25
         assert loop.schedule.optim.lr == pytest.approx(rate)
 
 
-def test_weights_are_measured_once_on_the_same_texts(tmp_path: Path) -> None:
-    draft = ROOT / "tests" / "assets" / "eagle3"
-    trainer = make_trainer(draft, tmp_path)
-    texts = answers_of(draft, tuple(trainer.job.layers))
+def test_weights_are_measured_once_on_the_same_texts(trainer: Trainer, answers: list[ServedText]) -> None:
     passes = []
     trainer.training.register_forward_hook(lambda *_: passes.append(1))
 
     def lengths(train: int, heldout: int, count: int) -> Lengths:
-        loop = trainer.loop(Splits(Split({"": texts[:train]}, {}), Split({"": texts[:heldout]}, {})))
+        loop = loop_of(trainer, answers[:train], answers[:heldout])
         lengths = trainer.measured_lengths(loop, trainer.serving)
         assert len(passes) == count
         assert lengths == trainer.accept_lengths(loop, trainer.serving)
@@ -451,16 +458,13 @@ def test_weights_are_measured_once_on_the_same_texts(tmp_path: Path) -> None:
     lengths(9, 4, count=2)
 
 
-def test_evaluations_have_their_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_have_their_share_of_the_time(
+    trainer: Trainer, answers: list[ServedText], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a clock of which every look takes a second. Rounds end where texts that stay bring no more."""
     monkeypatch.setattr(learn_module, "STEPS", 2)
     monkeypatch.setattr(learn_module, "EVALUATION_SHARE", 0.25)
     monkeypatch.setattr(learn_module, "GAIN", math.inf)
-    draft = ROOT / "tests" / "assets" / "eagle3"
-    trainer = make_trainer(draft, tmp_path)
-    texts = ServedTexts(10**9, 2048)
-    for entry in answers_of(draft, tuple(trainer.job.layers)) * 3:
-        texts.add(entry)
     recent = iter((1.2, 1.0, 1.3, 1.3))
     steps = []
 
@@ -473,16 +477,14 @@ def test_evaluations_have_their_share_of_the_time(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(trainer, "lengths", lengths)
     monkeypatch.setattr(learn_module, "time", SimpleNamespace(monotonic=count().__next__, sleep=sleep))
-    with pytest.raises(Verdicts):
-        learn(trainer.job, trainer, FakeChannel(texts, [], lambda _: None))  # type: ignore[arg-type]
+    learn_from(answers, trainer)
     # two evaluations after two steps, so four more until they are a quarter; then one, and three steps
     assert steps == [2, 2, 6, 9]
     assert trainer.seconds == {"steps": 9, "evaluations": 4}
 
 
-def test_texts_of_training_are_the_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_training_are_the_past(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the end of the first answer; not one whose states the engine had no memory for."""
-    trainer = make_trainer(ROOT / "tests" / "assets" / "eagle3", tmp_path)
     generator = torch.Generator().manual_seed(4)
     ids = [torch.randint(3, 4000, (length,), generator=generator).tolist() for length in (20, 9, 30, 12, 11)]
     masks = [[place % 10 >= 4 for place in range(len(tokens))] for tokens in ids]
@@ -517,12 +519,11 @@ def test_texts_of_training_are_the_past(tmp_path: Path, monkeypatch: pytest.Monk
         torch.testing.assert_close(values, expected, rtol=2**-4, atol=0.0)
 
 
-def test_rounds_make_held_out_texts_better_and_snapshots_are_drafts(tmp_path: Path) -> None:
-    draft = ROOT / "tests" / "assets" / "eagle3"
-    trainer = make_trainer(draft, tmp_path)
-    texts = answers_of(draft, tuple(trainer.job.layers))
-    assert len(texts) == 12
-    loop = trainer.loop(Splits(Split({"": texts}, {}), Split({"": texts[:4]}, {"": texts[4:8]})))
+def test_rounds_make_held_out_texts_better_and_snapshots_are_drafts(
+    trainer: Trainer, answers: list[ServedText], tmp_path: Path
+) -> None:
+    assert len(answers) == 12
+    loop = loop_of(trainer, answers, answers[:4], answers[4:8])
     before = trainer.accept_lengths(loop, trainer.serving)
     for _ in range(20):
         loop.train_step(False)
