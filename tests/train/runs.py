@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,6 +72,20 @@ def save_answers(target: Path, params: SamplingParams, save_data: SaveData) -> t
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
     masks = [[i >= len(prompt) for i in range(len(text))] for prompt, text in zip(PROMPTS, texts, strict=True)]
     return answers, save_data(*[Dataset.from_dict({"input_ids": texts, "loss_mask": masks})] * 2)
+
+
+def assert_served(target: Path, draft: Path) -> None:
+    """The answers are the target's own."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    alone, drafted = (LLM(str(target), name).generate(PROMPTS, params) for name in ("none", str(draft)))
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in alone]
+
+
+def give_tokenizer(source: Path, target: Path) -> Path:
+    """The tokenizer that the data was prepared with; returns the target's folder."""
+    for file in source.glob("tokenizer*"):
+        shutil.copy(file, target)
+    return target
 
 
 def emitted_per_round(answers: list[Generation]) -> float:

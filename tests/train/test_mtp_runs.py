@@ -14,7 +14,15 @@ from slipstream.tests.mtp_targets import save_mtp_target
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.train.conftest import CaptureTo, SaveData
-from slipstream.tests.train.runs import PROMPTS, assert_like_run, emitted_per_round, records, refusal, save_answers
+from slipstream.tests.train.runs import (
+    PROMPTS,
+    assert_like_run,
+    emitted_per_round,
+    give_tokenizer,
+    records,
+    refusal,
+    save_answers,
+)
 from slipstream.train.mtp import main
 
 DEPTH = 3
@@ -25,10 +33,7 @@ Flags = Callable[..., list[str]]
 @pytest.fixture(scope="module")
 def mtp_path(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a head whose layer has experts, and the tokenizer that the data was prepared with."""
-    folder = save_mtp_target("glm4-moe", tmp_path_factory.mktemp("mtp") / "target").folder
-    for file in target_path.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return folder
+    return give_tokenizer(target_path, save_mtp_target("glm4-moe", tmp_path_factory.mktemp("mtp") / "target").folder)
 
 
 def accept_length(target: Path, draft: str) -> float:
@@ -67,9 +72,7 @@ def test_several_modules_become_better(
     tmp_path: Path, target_path: Path, save_data: SaveData, run_flags: Flags
 ) -> None:
     """Each of them."""
-    target = save_mtp_target("glm4-moe", tmp_path / "target", count=2).folder
-    for file in target_path.glob("tokenizer*"):
-        shutil.copy(file, target)
+    target = give_tokenizer(target_path, save_mtp_target("glm4-moe", tmp_path / "target", count=2).folder)
     data = save_answers(target, PARAMS, save_data)[1]
     main(flags_of(run_flags, tmp_path / "run", target, data, optim__steps=60, draft__loss="forward_kl"))
     lines = records(tmp_path / "run")
@@ -84,7 +87,7 @@ def test_an_overfitted_new_head_is_accepted_whole(
     tmp_path: Path, target_path: Path, save_data: SaveData, run_flags: Flags, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = save_answers(target_path, PARAMS, save_data)[1]
-    main(flags_of(run_flags, tmp_path, target_path, data, optim__steps=150, draft__intermediate_size=256))
+    main(flags_of(run_flags, tmp_path, target_path, data, optim__steps=80, draft__intermediate_size=256))
     assert "the MTP layer starts at random: the target has none" in capsys.readouterr().out
     assert {"state_loss_0", "accept_rate_2", "eval_accept_rate_2"} <= records(tmp_path)[-1].keys()
     assert accept_length(target_path, str(tmp_path / "best")) == DEPTH + 1
@@ -106,10 +109,9 @@ def test_a_head_in_fp8_begins_with_its_values(
     for kind in ("exaone-moe", "glm4-moe"):
         save_mtp_target(kind, tmp_path / kind)
         values = save_quantized(LAYOUTS["compressed-channel"], tmp_path / kind, tmp_path / f"{kind}-fp8")
-        for file in target_path.glob("tokenizer*"):
-            shutil.copy(file, tmp_path / f"{kind}-fp8")
-        data = save_answers(tmp_path / f"{kind}-fp8", PARAMS, save_data)[1]
-        flags = flags_of(run_flags, tmp_path / f"{kind}-run", tmp_path / f"{kind}-fp8", data)
+        target = give_tokenizer(target_path, tmp_path / f"{kind}-fp8")
+        data = save_answers(target, PARAMS, save_data)[1]
+        flags = flags_of(run_flags, tmp_path / f"{kind}-run", target, data)
         flags += ["--optim.steps=1", "--optim.lr=1e-12"]
         if kind == "glm4-moe":
             assert "has quantised experts, which training cannot begin with; name the target in" in refusal(flags, main)

@@ -10,11 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.models.targets.decoder import load_config, load_target
-from slipstream.serve.llm import LLM
-from slipstream.serve.request import SamplingParams
 from slipstream.tests.quantized_targets import CONFIG, LAYOUTS, per_tensor, save_quantized
 from slipstream.tests.random_targets import save_random_target
-from slipstream.tests.train.runs import Arguments, records
+from slipstream.tests.train.runs import Arguments, assert_served, give_tokenizer, records
 from slipstream.train import dflash, eagle3, plan
 
 BLOCKS = {"num_layers": 2, "block_size": 5, "mask_token_id": 7, "anchors": 6}
@@ -25,9 +23,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, target_path: Path) -> Path:
     """With the tokenizer that the data was prepared with."""
     folder = tmp_path_factory.mktemp("targets") / "plain"
     save_random_target(CONFIG, folder)
-    for file in target_path.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return folder
+    return give_tokenizer(target_path, folder)
 
 
 def quantise(name: str, plain: Path, folder: Path) -> dict[str, Tensor]:
@@ -50,10 +46,7 @@ def test_drafts_learn_from_quantised_weights(name: str, plain: Path, tmp_path: P
     for record, expected in zip(*lines, strict=True):
         assert record["loss"] == pytest.approx(expected["loss"], rel=tolerance)
     assert (lines[0] != lines[1]) or LAYOUTS[name].inputs == "exact"
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    drafts = ("none", str(tmp_path / f"{name}-run" / "step-3"))
-    answers = [LLM(str(tmp_path / name), draft).generate([[5, 9, 33]], params)[0] for draft in drafts]
-    assert answers[0].tokens == answers[1].tokens
+    assert_served(tmp_path / name, tmp_path / f"{name}-run" / "step-3")
 
 
 def test_a_draft_starts_from_dequantised_weights(plain: Path, tmp_path: Path, arguments: Arguments) -> None:
