@@ -279,7 +279,12 @@ class _Rewriter:
         for left in variants[0]:
             for right in variants[1]:
                 if "anyOf" in left or "anyOf" in right:
-                    joined = self.both(left, right, place, name)
+                    try:
+                        joined = self.both(left, right, place, name)
+                    except Unsupported as error:
+                        if error.place == place and "allow nothing" in str(error):
+                            continue
+                        raise
                     schemas += joined.get("anyOf", [joined])
                 elif not left or not right:
                     schemas.append(left or right)
