@@ -150,10 +150,13 @@ def slow_files_read_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries_loaded_once() -> Iterator[None]:
-    """Servers' processes that try grammars are forked from one that has loaded the library for all of them."""
-    from slipstream.serve.grammar import trial  # not all tests need it
-    from slipstream.tests.serve.forked_trials import ForkedTrials
+    """Servers' processes, which run engines and try grammars, are forked from one that has loaded the libraries for all
+    of them."""
+    from slipstream.serve.grammar import trial  # not all tests need these
+    from slipstream.serve.http import engine_client
+    from slipstream.tests.serve import forked
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "subprocess", ForkedTrials)
+        patch.setattr(trial, "subprocess", forked.ForkedTrials)
+        patch.setattr(engine_client, "multiprocessing", forked)
         yield
