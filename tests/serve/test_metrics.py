@@ -40,6 +40,14 @@ def scrape(metrics: Metrics, gauges: dict[str, float], counts: EngineCounts, num
     return text.decode()
 
 
+def assert_samples(values: dict[tuple[str, str], float], expected: str) -> None:
+    """`expected`: samples without their prefix, with their labels in alphabetical order."""
+    samples = {(name, ",".join(sorted(labels.split(",")))): value for (name, labels), value in values.items()}
+    for line in expected.split("\n")[1:-1]:
+        name, suffix, labels, value = SAMPLE.fullmatch(f"slipstream_{line.strip()}\n").groups(default="")  # type: ignore[union-attr]
+        assert samples[name + suffix, labels] == pytest.approx(float(value)), line
+
+
 def test_what_a_scrape_shows() -> None:
     metrics = Metrics()
     engine = EngineCounts(
@@ -60,38 +68,62 @@ def test_what_a_scrape_shows() -> None:
     engine.add_round("eagle", num_drafted=5, num_accepted=2, is_tree=True)
     engine.add_round("eagle", num_drafted=0, num_accepted=0, is_tree=True)  # not a proposal
     kinds, values = read(scrape(metrics, {"running": 2}, engine, num_open=3))
-    expected = {
-        **{
-            ("requests_total", f'finish_reason="{name}"'): count
-            for name, count in (("stop", 1), ("abort", 1), ("error", 0))
-        },
-        ("error_responses_total", 'status="400"'): 1,
-        **{("prompt_tokens_total", ""): 15, ("cached_tokens_total", ""): 4, ("completion_tokens_total", ""): 16},
-        **{("decoded_tokens_total", ""): 8, ("rounds_total", ""): 4},
-        **{("prefix_hits_total", f'kind="{kind}"'): count for kind, count in (("shorter", 1), ("whole", 0))},
-        **{("idle_hits_total", f'kind="{kind}"'): count for kind, count in (("shorter", 1), ("whole", 0))},
-        **{("idle_tokens_total", ""): 128, ("idle_cached_tokens_total", ""): 2},
-        **{("missed_tokens_total", f'reason="{name}"'): count for name, count in (("no_snapshot", 3), ("grid", 0))},
-        **{("accept_length_count", ""): 1, ("accept_length_sum", ""): 2.0},
-        **{("request_duration_seconds_count", ""): 4, ("request_duration_seconds_bucket", 'le="0.25"'): 3},
-        ("time_to_first_token_seconds_count", ""): 1,
-        **{("inter_token_latency_seconds_count", ""): 4, ("inter_token_latency_seconds_sum", ""): 0.02},
-        ("inter_token_latency_seconds_bucket", 'le="0.004"'): 0,
-        ("inter_token_latency_seconds_bucket", 'le="0.006"'): 4,
-        **{("open_requests", ""): 3, ("engine_up", ""): 1, ("ready", ""): 0, ("engine_running", ""): 2},
-        **{("steps_total", ""): 1, ("rows_total", 'kind="node"'): 5, ("rows_total", 'kind="prompt"'): 3},
-        **{("step_seconds_sum", ""): 0.008, ("step_budget_nodes_sum", ""): 6, ("step_time_ratio_sum", ""): 0.8},
-        **{("draft_rounds_total", f'source="{name}"'): 1 for name in ("eagle", "eagle3")},
-        **{("drafted_tokens_total", f'position="{place}",source="eagle3"'): 1 for place in (1, 2, 3)},
-        ("accepted_tokens_total", 'position="1",source="eagle3"'): 1,
-        ("drafted_tokens_total", 'position="tree",source="eagle"'): 5,
-        **{("accepted_tokens_total", f'position="{place}",source="eagle"'): 1 for place in (1, 2)},
-        **{("kv_pages", 'group="0",state="used"'): 7, ("kv_pages", 'group="1",state="free"'): 9},
-        **{("rank_memory_bytes", f'rank="{rank}"'): size for rank, size in ((0, 5), (1, 6))},
-        **{("rank_sum_seconds", f'rank="{rank}"'): seconds for rank, seconds in ((0, 0.1), (1, 0.2))},
-    }
-    samples = {(name, ",".join(sorted(labels.split(",")))): value for (name, labels), value in values.items()}
-    assert {key: samples["slipstream_" + key[0], key[1]] for key in expected} == pytest.approx(expected)
+    assert_samples(
+        values,
+        """
+        requests_total{finish_reason="stop"} 1
+        requests_total{finish_reason="abort"} 1
+        requests_total{finish_reason="error"} 0
+        error_responses_total{status="400"} 1
+        prompt_tokens_total 15
+        cached_tokens_total 4
+        completion_tokens_total 16
+        decoded_tokens_total 8
+        rounds_total 4
+        prefix_hits_total{kind="shorter"} 1
+        prefix_hits_total{kind="whole"} 0
+        idle_hits_total{kind="shorter"} 1
+        idle_hits_total{kind="whole"} 0
+        idle_tokens_total 128
+        idle_cached_tokens_total 2
+        missed_tokens_total{reason="no_snapshot"} 3
+        missed_tokens_total{reason="grid"} 0
+        accept_length_count 1
+        accept_length_sum 2
+        request_duration_seconds_count 4
+        request_duration_seconds_bucket{le="0.25"} 3
+        time_to_first_token_seconds_count 1
+        inter_token_latency_seconds_count 4
+        inter_token_latency_seconds_sum 0.02
+        inter_token_latency_seconds_bucket{le="0.004"} 0
+        inter_token_latency_seconds_bucket{le="0.006"} 4
+        open_requests 3
+        engine_up 1
+        ready 0
+        engine_running 2
+        steps_total 1
+        rows_total{kind="node"} 5
+        rows_total{kind="prompt"} 3
+        step_seconds_sum 0.008
+        step_budget_nodes_sum 6
+        step_time_ratio_sum 0.8
+        draft_rounds_total{source="eagle"} 1
+        draft_rounds_total{source="eagle3"} 1
+        drafted_tokens_total{position="1",source="eagle3"} 1
+        drafted_tokens_total{position="2",source="eagle3"} 1
+        drafted_tokens_total{position="3",source="eagle3"} 1
+        accepted_tokens_total{position="1",source="eagle3"} 1
+        drafted_tokens_total{position="tree",source="eagle"} 5
+        accepted_tokens_total{position="1",source="eagle"} 1
+        accepted_tokens_total{position="2",source="eagle"} 1
+        kv_pages{group="0",state="used"} 7
+        kv_pages{group="1",state="free"} 9
+        rank_memory_bytes{rank="0"} 5
+        rank_memory_bytes{rank="1"} 6
+        rank_sum_seconds{rank="0"} 0.1
+        rank_sum_seconds{rank="1"} 0.2
+        """,
+    )
     for name, kind in (("rounds_total", "counter"), ("open_requests", "gauge"), ("accept_length", "histogram")):
         assert kinds[f"slipstream_{name}"] == kind
 
@@ -106,19 +138,22 @@ def test_a_scrape_shows_the_acceptance_alarm() -> None:
     )
     acceptance = AcceptanceView(states, new_prompts=0.5, facts={"quantization": "none", "changed": "target"})
     _, values = read(scrape(Metrics(), {}, EngineCounts(acceptance=acceptance)))
-    day = 'category="all",record="day"'
-    expected = {
-        ("accept_alarm", 'category="all",clients="one",record="day"'): 1,
-        ("accept_alarm", 'category="all",clients="several",record="day"'): 0,
-        ("accept_evidence", day): 1,
-        ("accept_evidence", 'category="context <1k",record="training"'): 0.25,
-        **{("accept_segments", day): 2, ("accept_first_rate", day): 0.3, ("accept_record_first_rate", day): 0.7},
-        **{("accept_recent_length", day): 1.5, ("accept_record_length", day): 2.5},
-        ("accept_new_prompts", ""): 0.5,
-        ("draft_info", 'changed="target",quantization="none"'): 1,
-    }
-    samples = {(name, ",".join(sorted(labels.split(",")))): value for (name, labels), value in values.items()}
-    assert {key: samples["slipstream_" + key[0], key[1]] for key in expected} == pytest.approx(expected)
+    assert_samples(
+        values,
+        """
+        accept_alarm{category="all",clients="one",record="day"} 1
+        accept_alarm{category="all",clients="several",record="day"} 0
+        accept_evidence{category="all",record="day"} 1
+        accept_evidence{category="context <1k",record="training"} 0.25
+        accept_segments{category="all",record="day"} 2
+        accept_first_rate{category="all",record="day"} 0.3
+        accept_record_first_rate{category="all",record="day"} 0.7
+        accept_recent_length{category="all",record="day"} 1.5
+        accept_record_length{category="all",record="day"} 2.5
+        accept_new_prompts 0.5
+        draft_info{changed="target",quantization="none"} 1
+        """,
+    )
 
 
 def test_help_says_what_is_counted_and_the_process_is_seen() -> None:
