@@ -261,7 +261,7 @@ def test_a_draft_that_does_not_fit_is_refused_by_name(make_target: MakeTarget, d
 def test_an_interrupted_swap_changes_nothing(
     make_target: MakeTarget, drafts: Drafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = drafts("dflash2")
+    first, second = drafts("eagle3")
     engine = build_engine(make_target("qwen3"), first, width=4, device="cpu")
     requests = uneven_requests(SAMPLINGS["greedy"])
     before = counts_of(run(engine, requests))

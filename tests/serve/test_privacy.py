@@ -98,15 +98,10 @@ def asked_in_chat(prefix: list[int], text: str) -> Body:
 
 WAYS: dict[str, tuple[str, Callable[[list[int], str], Body]]] = {
     "trace": (COMPLETIONS, lambda prefix, _: forced(prefix)),
-    "stream": (COMPLETIONS, lambda prefix, _: forced(prefix, stream=True)),
     "log-probabilities": (COMPLETIONS, lambda prefix, _: forced(prefix, logprobs=5, prompt_logprobs=2)),
     "echo": (COMPLETIONS, lambda prefix, _: forced(prefix, echo=True, logprobs=1)),
-    "choices": (COMPLETIONS, lambda prefix, _: forced(prefix, n=2, stream=True)),
+    "choices": (COMPLETIONS, lambda prefix, _: forced(prefix, n=2, stream=True, logprobs=5)),
     "playground": (CHAT, asked_in_chat),
-    "playground, text to continue": (
-        COMPLETIONS,
-        lambda prefix, _: forced(prefix, stream=True, logprobs=5, speculation={"enabled": True, "trace": True}),
-    ),
     "responses": (RESPONSES, lambda _, text: {"input": text, "max_output_tokens": 4, "temperature": 0, "seed": 7}),
 }
 
