@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from pydantic import BaseModel
 
 from slipstream.serve.chat import notations, tools
 from slipstream.serve.grammar import grammars, json_schema, work
@@ -127,23 +126,6 @@ def test_the_client_gathers_a_stream_and_can_send_the_answer_back(api: openai.Op
     ]
     more: Any = [{"role": "user", "content": "x"}, *final.output, *outputs, {"role": "user", "content": "so?<|end|>"}]
     assert api.responses.create(model=MODEL, input=more, tools=FLAT).output_text == "so?"
-
-
-class Weather(BaseModel):
-    days: int
-
-
-def test_parse(api: openai.OpenAI) -> None:
-    text = '{"days": 3}'
-    answer = api.responses.parse(model=MODEL, input=text + "<|end|>", text_format=Weather)
-    assert answer.output_parsed == Weather(days=3)
-    with api.responses.stream(model=MODEL, input=text + "<|end|>", text_format=Weather) as stream:
-        assert stream.get_final_response().output_parsed == Weather(days=3)
-    tools: Any = [openai.pydantic_function_tool(Weather)]
-    calling = '<tool_call>\n{"name": "Weather", "arguments": {"days": 3}}\n</tool_call><|end|>'
-    [call] = api.responses.parse(model=MODEL, input=calling, tools=tools).output
-    assert call.type == "function_call"
-    assert call.parsed_arguments == Weather(days=3)
 
 
 @pytest.mark.parametrize("stream", [False, True])

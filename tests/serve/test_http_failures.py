@@ -231,6 +231,8 @@ def test_a_hung_engine_is_unhealthy_until_it_goes_on(byte_target: str, monkeypat
             engine.suspend()
             wait_until(lambda: client.get("/health").status_code == 503, "the server is unhealthy")
             health = client.get("/health").json()
+            ready = client.get("/ready")
+            assert (ready.status_code, ready.json()["reason"]) == (503, health["reason"])
             assert health["status"] == "unhealthy"
             assert "has not answered for" in health["reason"]
             assert health["engine_unresponsive_seconds"] > 1.0
@@ -240,6 +242,7 @@ def test_a_hung_engine_is_unhealthy_until_it_goes_on(byte_target: str, monkeypat
             assert refused.json()["error"]["code"] == "engine_unresponsive"
             engine.resume()
             wait_until(lambda: client.get("/health").json()["status"] == "ok", "the server is healthy again")
+            assert client.get("/ready").status_code == 200
             assert gauge(client, "engine_up") == 1
         assert answer.result().json()["choices"][0]["text"] == "abc" * 100
 
@@ -253,6 +256,7 @@ def test_sigterm_lets_open_requests_end_and_takes_no_others(byte_target: str) ->
                 server.handle_exit(signal.SIGTERM, None)
                 health = client.get("/health")
                 assert (health.status_code, health.json()["status"]) == (503, "draining")
+                assert client.get("/ready").json()["reason"] == "the server is shutting down"
                 refused = client.post(COMPLETIONS, json=SLOW)
                 assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
                 assert "shutting down" in refused.json()["error"]["message"]

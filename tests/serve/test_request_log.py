@@ -3,20 +3,17 @@
 import asyncio
 import json
 import logging
-import signal
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from slipstream.serve import logs
 from slipstream.serve.http import request_log
 from slipstream.serve.http.launch import Server
-from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_server import COMPLETIONS, RESPONSES, serving, wait_until
+from slipstream.tests.serve.fake_server import COMPLETIONS, RESPONSES, wait_until
 
 HEADER = "X-Request-Id"
 
@@ -111,20 +108,3 @@ def test_an_internal_error_is_found_by_its_request_id(
     [error] = [line for line in lines if line["level"] == "error"]
     assert error["request_id"] == "find-me"
     assert "RuntimeError: secret" in error["exception"]
-
-
-def test_ready_is_what_a_load_balancer_asks(byte_target: str) -> None:
-    config = ServeConfig(target=byte_target, port=0, health_timeout=1.0, max_model_len=100_000, api_key="k")
-    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
-        assert (client.get("/ready").status_code, client.get("/v1/models").status_code) == (200, 401)
-        engine = psutil.Process(server.api.engine.pid)
-        engine.suspend()
-        wait_until(lambda: client.get("/ready").status_code == 503, "the engine is stuck")
-        assert "has not answered" in client.get("/ready").json()["reason"]
-        engine.resume()
-        wait_until(lambda: client.get("/ready").status_code == 200, "it goes on")
-        body = {"prompt": "x", "max_tokens": 9000, "cache_salt": "slow", "stream": True}
-        with client.stream("POST", COMPLETIONS, json=body, headers={"Authorization": "Bearer k"}) as stream:
-            next(stream.iter_lines())
-            server.handle_exit(signal.SIGTERM, None)
-            assert client.get("/ready").json()["reason"] == "the server is shutting down"

@@ -131,12 +131,16 @@ def test_bad_files_end_with_a_sentence(
     assert all(word in error for word in words), error
 
 
-def test_a_drafts_help_and_its_wrong_options_load_no_torch(tmp_path: Path) -> None:
-    """Drafters without files, and a checkpoint."""
+def test_help_and_wrong_options_of_drafts_load_no_torch(tmp_path: Path) -> None:
+    """Drafters without files, and a checkpoint. Options are spelled as the documentation does."""
     (tmp_path / "config.json").write_text('{"architectures": ["DFlash2DraftModel"]}')
     script = f"""
 import sys
-from slipstream.serve.cli import read_config
+from slipstream.serve.cli import main, read_config
+try:
+    main(["--help"])
+except SystemExit as ended:
+    assert ended.code == 0
 wrong = {{"ngram": "--drafter.nodes=x", "eagle3": "--drafter.depth=0", {str(tmp_path)!r}: "--drafter.block=1"}}
 for draft, option in wrong.items():
     for word, status in (("--help", 0), (option, 2), ("--drafter.optoin=1", 2)):
@@ -144,41 +148,21 @@ for draft, option in wrong.items():
             read_config(["--draft", draft, word])
         except SystemExit as ended:
             assert ended.code == status, (draft, word)
-loaded = [name for name in ("torch", "transformers", "huggingface_hub") if name in sys.modules]
+loaded = {{"torch", "transformers", "huggingface_hub", "fastapi", "uvicorn"}}.intersection(sys.modules)
 assert not loaded, loaded
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    for option in ("--drafter.capacity CAPACITY", "--drafter.depth DEPTH", "--drafter.block BLOCK"):
+    for option in (
+        *("-h, --help", "--max-model-len MAX_MODEL_LEN", "--tp-exact/--no-tp-exact", "/--no-exact/--fast"),
+        *("{text,json}", "serve --draft DRAFT --help"),
+        *("--drafter.capacity CAPACITY", "--drafter.depth DEPTH", "--drafter.block BLOCK"),
+    ):
         assert option in ended.stdout
+    assert not re.search(r"--\w*_", ended.stdout)
     assert ended.stdout.count("--drafter.ngram-first NGRAM_FIRST") == 1, "of a network alone"
     for words in ("drafter.nodes is 'x'; give a whole number", "drafter.depth is 0", "drafter.block is 1", "optoin"):
         assert words in ended.stderr
-
-
-def test_help_loads_no_torch_and_spells_options_as_the_documentation_does() -> None:
-    script = """
-import sys
-from slipstream.serve.cli import main
-try:
-    main(["--help"])
-except SystemExit as ended:
-    assert ended.code == 0
-loaded = [name for name in ("torch", "transformers", "huggingface_hub", "fastapi", "uvicorn") if name in sys.modules]
-assert not loaded, loaded
-"""
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    spellings = (
-        "-h, --help",
-        "--max-model-len MAX_MODEL_LEN",
-        "--tp-exact/--no-tp-exact",
-        "/--no-exact/--fast",
-        "{text,json}",
-        "serve --draft DRAFT --help",
-    )
-    for words in spellings:
-        assert words in output
-    assert not re.search(r"--\w*_", output)
 
 
 def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
