@@ -59,6 +59,7 @@ class Oracle:
         self.target = load_float64(target)
         self.draft = transformers.Gemma4AssistantForCausalLM.from_pretrained(draft, dtype=torch.float64)
         self.window = self.draft.config.text_config.sliding_window
+        self.text: list[int] = []
 
     @torch.no_grad()
     def __call__(self, tokens: list[int], request: Request) -> Nodes:
@@ -81,13 +82,19 @@ class Oracle:
         return grown_tree(tokens[-1], self.shape, self.nodes, children_of)
 
     def read(self, tokens: list[int]) -> tuple[Tensor, dict[str, Any]]:
-        """The state behind `tokens` (1, 1, H), and the keys and values that a step sees."""
-        options = {"output_hidden_states": True, "return_shared_kv_states": True, "use_cache": True}
-        outputs = self.target(torch.tensor([tokens]), **options)
-        shared = dict(outputs.shared_kv_states)
-        kind = "sliding_attention"
-        shared[kind] = tuple(x[:, :, -self.window :] for x in shared[kind])
-        return outputs.hidden_states[-1][:, -1:], shared
+        """The state behind `tokens` (1, 1, H), and the keys and values that a step sees. What begins the text before is
+        not computed again."""
+        size = len(tokens)
+        if self.text[:size] != tokens:
+            options = {"output_hidden_states": True, "return_shared_kv_states": True, "use_cache": True}
+            self.outputs = self.target(torch.tensor([tokens]), **options)
+            self.text = tokens
+        starts = {"sliding_attention": max(0, size - self.window)}
+        shared = {
+            kind: tuple(x[:, :, starts.get(kind, 0) : size] for x in states)
+            for kind, states in self.outputs.shared_kv_states.items()
+        }
+        return self.outputs.hidden_states[-1][:, size - 1 : size], shared
 
     def step(self, token: int, hidden: Tensor, shared: dict[str, Any], position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Logits (V,), what the head reads (1, H of the draft), and the next state (1, 1, H)."""
@@ -133,7 +140,7 @@ def save_assistant(target: Path, folder: Path, **options: Any) -> None:
     inputs = []
     labels = []
     for start, tokens in texts_of(target, requests_of()[:2]):
-        for end in range(start, len(tokens) - 1):
+        for end in reversed(range(start, len(tokens) - 1)):
             inputs.append(oracle.step(tokens[end], *oracle.read(tokens[:end]), end)[1])
             labels.append(tokens[end + 1])
     outputs = torch.nn.functional.one_hot(torch.tensor(labels), len(model.lm_head.weight)).double() * 10

@@ -19,6 +19,7 @@ from slipstream.serve.engine import build
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.tests.naive_maker_drafts import LagunaDraft, MuseGlimmerDraft
+from slipstream.tests.pairwise import gate_of, some_of
 from slipstream.tests.peer_drafts import (
     save_as_laguna,
     save_as_muse_glimmer,
@@ -34,7 +35,6 @@ from slipstream.tests.serve.engine_runs import (
     Oracle,
     build_engine,
     check_proposals,
-    run_checked,
     sized_requests,
     texts_of,
 )
@@ -78,25 +78,22 @@ def test_specforge_eagle3_that_names_no_layers(target: Path, tmp_path: Path) -> 
     words = ["--draft", str(tmp_path / "theirs"), "--target", str(target), "--drafter.aux-layers", "[0, 2, 3]"]
     options = read_config(words).drafter
     assert tuple(options["aux_layers"]) == LAYERS
-    check(build_engine(target, tmp_path / "theirs", drafter=options), oracle, target)
-    check_proposals(
-        build_engine(target, tmp_path / "theirs", drafter={"aux_layers": [0, 2, 3]}), oracle, target, requests_of()
-    )
+    check(build_engine(target, tmp_path / "theirs", drafter={"aux_layers": [0, 2, 3]}), oracle, target)
 
 
 def test_specforge_eagle3_of_a_deep_target_follows_the_published_rule(tmp_path: Path) -> None:
     target = tmp_path / "target"
     save_random_target(LlamaConfig(**SHAPE | {"num_hidden_layers": 12}), target)
-    oracle = save_eagle3(target, tmp_path / "ours", (1, 5, 8))
+    save_random_draft(target, tmp_path / "ours", 100, aux_layers=(1, 5, 8))
     save_as_specforge(tmp_path / "ours", tmp_path / "theirs", None)
-    run_checked(build_engine(target, tmp_path / "theirs"), oracle, requests_of())
+    assert build_engine(target, tmp_path / "theirs").runner.drafter.aux_layers == (1, 5, 8)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {},
-        {"sliding_window": 6, "windowed_layers": (0, 1)},
+        pytest.param({"sliding_window": 6, "windowed_layers": (0, 1)}, marks=pytest.mark.slow),
         {"sliding_window": 8, "windowed_layers": (1,)},
         {"sliding_window": 6, "windowed_layers": (0, 1), "sliding_window_non_causal": True},
     ],
@@ -108,7 +105,7 @@ def test_zlab_dflash(fields: dict[str, Any], target: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif("qwen3-5" not in RELATIVES, reason="this transformers does not know it")
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("kind", some_of(["eagle3", "dflash"], ["dflash"]))
 def test_drafts_of_others_for_hybrids(kind: str, make_target: Callable[[str], Path], tmp_path: Path) -> None:
     """They read outputs of delta nets and of attention."""
     target = make_target("qwen3-5")
@@ -135,7 +132,7 @@ def test_muse_glimmers_own_draft(make_target: Callable[[str], Path], tmp_path: P
     check(build_engine(target, tmp_path / "theirs"), oracle, target)
 
 
-@pytest.mark.parametrize("gating", ["per-head", "per-element"])
+@pytest.mark.parametrize("gating", some_of(["per-head", "per-element"], ["per-head"]))
 def test_lagunas_own_draft(gating: str, make_target: Callable[[str], Path], tmp_path: Path) -> None:
     target = make_target("laguna" if "laguna" in RELATIVES else "qwen3")  # later than the oldest transformers
     gate = OutputGate(activation="softplus", by_head=gating == "per-head")
@@ -146,7 +143,9 @@ def test_lagunas_own_draft(gating: str, make_target: Callable[[str], Path], tmp_
     check(build_engine(target, tmp_path / "theirs"), oracle, target)
 
 
-@pytest.mark.parametrize(("flags", "window"), [((), None), (DEFAULTS, 2048), (("fc_norm", "norm_output"), 256)])
+@pytest.mark.parametrize(
+    ("flags", "window"), gate_of([((), None), (DEFAULTS, 2048), (("fc_norm", "norm_output"), 256)], [(DEFAULTS, 2048)])
+)
 def test_speculators_eagle3(flags: tuple[str, ...], window: int | None, target: Path, tmp_path: Path) -> None:
     """The file names its target."""
     oracle = save_eagle3(target, tmp_path / "ours", LAYERS, *flags)

@@ -490,7 +490,7 @@ def test_random_operations(
     stems = [rng.choices(range(1, 4), k=40) for _ in range(3)]
     scheduler = simulation.scheduler
     number = 0
-    num_steps = 2_000 if (windows or grid) and page_size == 16 else 700  # they make hits on such pages rare
+    num_steps = 1_500 if (windows or grid) and page_size == 16 else 500  # they make hits on such pages rare
     for _ in range(num_steps):
         kind = rng.choices(["add", "step", "abort", "restart"], weights=[6, 11, 0.3, 0.3])[0]
         if kind == "add":
@@ -554,7 +554,7 @@ def test_random_arrivals_in_idle_time(
 
     scheduler.on_finish = note
     stems = [rng.choices(range(1, 4), k=40) for _ in range(3)]
-    for _ in range(60):
+    for _ in range(40):
         for _ in range(rng.randrange(1, 4)):
             number += 1
             request = random_request(rng, number, stems)

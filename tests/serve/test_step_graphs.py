@@ -163,7 +163,7 @@ def test_captured_steps_equal_those_launched_as_they_are(
     engine.planner.policy = AnyPolicy(engine.planner, rng)
     recorded = record(engine)
     counts = watch(engine)
-    serve_traffic(engine, kinds, expected, rng, lambda number: number < 18, 8, lambda: preempt_some(engine, rng))
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < 12, 8, lambda: preempt_some(engine, rng))
     check_replay(recorded, engine, build_eager(config))
     assert sum(replays_of(engine).values()) == len(recorded), "every step was a captured one"
     assert any(plan.read_starts for plan, _ in recorded) == (engine.planner.windows is not None)
@@ -212,11 +212,11 @@ def test_the_kernels_of_captured_steps(
 @pytest.fixture(scope="module")
 def traffic(target: Path) -> tuple[dict[str, Request], Tokens]:
     """Requests of all kinds, and their answers without a draft."""
-    kinds = kinds_of_requests(random.Random(1), count=24, longest=60)
+    kinds = kinds_of_requests(random.Random(1), count=16, longest=60)
     return kinds, tokens_of(run(build_engine(target, kv_cache_tokens=4096), list(kinds.values())))
 
 
-@pytest.mark.parametrize("num_requests", [32, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [24, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["mixed"]))
 def test_mixed_traffic_with_aborts_and_preemption(
     drafter: str,
@@ -470,7 +470,7 @@ class FakeEvent:
         return 1.0
 
 
-@pytest.mark.parametrize("sizes", [(64, None), (200, 48)], ids=["requests fill a pass", "no request fills a pass"])
+@pytest.mark.parametrize("sizes", [(64, None), (96, 48)], ids=["requests fill a pass", "no request fills a pass"])
 def test_the_largest_passes_are_timed(
     sizes: tuple[int, int | None], configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
