@@ -4,7 +4,6 @@ import multiprocessing
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,20 +73,6 @@ def test_a_rank_that_dies_while_rank_0_joins_is_named(target: Path) -> None:
     engine.join(30)
     assert engine.exitcode == 0
     assert not psutil.pid_exists(rank)
-
-
-def test_ranks_find_the_modules_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of the working directory, and those that rank 0 finds by its sys.path alone."""
-    (tmp_path / "random.py").write_text("raise RuntimeError('a file of the user')")
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "module_of_a_user.py").write_text("class Thing: pass")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path / "modules")
-    team = teams.Team(2, CPU)
-    team.order("no_such_order", import_module("module_of_a_user").Thing())
-    with pytest.raises(teams.RankError, match="no_such_order"), team.guard():
-        team.answers()
-    team.close()
 
 
 def test_a_rank_is_not_missed_while_rank_0_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

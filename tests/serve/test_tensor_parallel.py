@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from slipstream.tests.serve.replayed_steps import digest, record_steps
 from slipstream.tests.serve.test_draft_swaps import save_changed
 from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.serve.test_lossless import AnyPolicy
+from slipstream.tests.serve.test_replay import DRAFTERS as REPLAYED
 from slipstream.tests.serve.test_replay import SIZES as MOST_SIZES
 from slipstream.tests.serve.test_replay import requests_of_all_kinds
 from slipstream.tests.sources import HYBRID, TINY
@@ -52,13 +54,8 @@ SIZES = MOST_SIZES | {"kv_cache_tokens": 96, "grammar_drafts": False}
 HYBRID_SIZES = SIZES | {"prefill_budget": 64}  # they compute prompts by 64 tokens
 MakeTeam = Callable[[int], Team]
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # draft, options
-    "none": ("none", {}),
+    **REPLAYED,
     "eagle": ("eagle", {"depth": 3}),
-    "chain": ("eagle3", {"depth": 4}),
-    "tree": ("eagle3", {"depth": 3, "topk": 3, "nodes": 8}),
-    "block": ("dflash", {}),
-    "ngram": ("ngram", {}),
-    "ngram first": ("eagle3", {"depth": 4, "ngram_first": 2}),
     "token map": ("eagle", {"depth": 3, "token_map": "map"}),
 }
 FAMILIES = ("qwen3", "qwen2-moe", "qwen3-5", "gpt-oss", "gemma4-shared", "phi3-window")
@@ -142,7 +139,8 @@ def test_ranks_swap_the_draft_together(make_target: MakeTarget, make_team: MakeT
     save_random_eagle(target, tmp_path / "a", draft_vocab_size=80)
     save_changed(tmp_path / "a", tmp_path / "b", 0.1)
     config = EngineConfig(target=str(target), draft=str(tmp_path / "a"), device="cpu", width=4, **SIZES)
-    requests = long_requests()
+    requests = long_requests()[:4]
+    alone = answers_alone(target, "qwen3")
     counts = []
     for world in (1, 2):
         team = make_team(world) if world > 1 else None
@@ -155,7 +153,7 @@ def test_ranks_swap_the_draft_together(make_target: MakeTarget, make_team: MakeT
                 engine.swap_draft(engine.stage_draft(str(tmp_path / name)), trial_rounds=0)
 
         answers = run(engine, requests, swap)
-        check_alike(answers, answers_alone(target, "qwen3"))
+        check_alike(answers, {name: alone[name] for name in answers})
         assert engine.counts().draft.num_swaps > 2
         counts.append({name: answer.counts for name, answer in answers.items()})
         engine.close()
@@ -325,8 +323,14 @@ def test_room_is_that_of_the_smallest_device(target: Path, make_team: MakeTeam) 
     engine.close()
 
 
-def test_an_error_of_a_rank_names_it(target: Path) -> None:
-    """The ranks end, none is left, and every later call says the same."""
+def test_an_error_of_a_rank_names_it(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks end, none is left, and every later call says the same. They find the modules of rank 0: those that it
+    finds by its sys.path alone, and not those of the working directory."""
+    (tmp_path / "random.py").write_text("raise RuntimeError('a file of the user')")
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "module_of_a_user.py").write_text("class Thing: pass")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
     team = Team(2, CPU)
     config = EngineConfig(target=str(target), device="cpu", tp=2, kv_cache_tokens=512)
     engine = build(read_plan(config), team=team)
@@ -334,7 +338,7 @@ def test_an_error_of_a_rank_names_it(target: Path) -> None:
     engine.watch(reports.append)
     engine.add(make_request("0", random_prompt(9, 0), max_tokens=200))
     engine.step()
-    team.order("no_such_order")
+    team.order("no_such_order", import_module("module_of_a_user").Thing())
     with pytest.raises(RankError, match=r"rank 1 \(cpu\) failed: AttributeError: .*no_such_order"):
         step_all(engine)
     team.members[0].process.wait(5)
