@@ -453,7 +453,7 @@ def test_a_head_changes_no_token(
     if kind == "qwen3-next":
         options["prefill_budget"] = HYBRID_BUDGET
     server = build_engine(folder, "mtp", drafter=drafter, **options)
-    lengths, max_tokens = ((14, 15, 16), 40) if engine == "preempted" else ((9, 33, 40, 67), 10)
+    lengths, max_tokens = ((14, 15, 16), 32) if engine == "preempted" else ((9, 33, 40, 67), 10)
     requests = sized_requests(lengths, temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
     expected = plain_answers(folder, requests)
     for _ in range(2):

@@ -22,7 +22,7 @@ from slipstream.tests.serve.test_overlap import build_overlapping
 
 def requests_of(**params: Any) -> list[Request]:
     return [
-        make_request(str(seed), random_prompt(7 + 9 * seed, seed), seed=seed, max_tokens=30, **params)
+        make_request(str(seed), random_prompt(7 + 9 * seed, seed), seed=seed, max_tokens=20, **params)
         for seed in range(5)
     ]
 

@@ -329,10 +329,10 @@ def test_proposals_are_copied_only_where_somebody_traces(make: Callable[..., Eng
     engine = build("eagle3", make, max_running=2)
     plans = list[StepPlan]()
     engine.trace = lambda event, plan: plans.append(plan) if event == "launched" else None
-    run(engine, requests_of())
+    run(engine, requests_of(2))
     assert not any(plan.returns_proposals for plan in plans)
     plans.clear()
-    requests = requests_of()
+    requests = requests_of(2)
     run(engine, [*with_speculation(requests[:1], TRACE), *requests[1:]])
     assert plans[0].returns_proposals
     assert not plans[-1].returns_proposals

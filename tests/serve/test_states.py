@@ -34,7 +34,7 @@ from slipstream.tests.serve.test_layer_kinds import DRAFTERS, GRIDS, SPECS, buil
 from slipstream.tests.spec_targets import NaiveAttention, Reference, save_spec, save_spec_draft
 
 HYBRIDS = ("delta nets", "recurrent")
-NUM_REQUESTS = 14
+NUM_REQUESTS = 10
 NUM_NIGHTLY = 100
 
 
