@@ -1,10 +1,10 @@
 """The `slipstream` command: its verbs, and how they refuse wrong options before they import anything large."""
 
 import json
-import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,91 +24,101 @@ COMMAND = re.compile(
     r"^    (?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:slipstream ((?:train )?[a-z0-9-]+)|(serve)) (.*)", re.MULTILINE
 )
 SCRIPT = """
-import contextlib, io, sys
+import contextlib, io, runpy, sys
 from slipstream import cli
 for line in {lines}:
+    sys.argv = line.split()
     said = io.StringIO()
+    status = None
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            cli.main(line.split())
+            if sys.argv[0].endswith(".py"):
+                runpy.run_path("{root}/" + sys.argv[0], run_name="__main__")
+            else:
+                cli.main(sys.argv)
         except SystemExit as ended:
             status = ended.code
     print(status, said.getvalue().replace("\\n", " "))
     loaded = [name for name in {heavy} if name in sys.modules]
     assert not loaded, (line, loaded)
 """
-
-
-def answers(lines: list[str], folder: Path) -> list[tuple[int, str]]:
-    """Exit status and words of each command line, one process for all; it fails if anything heavy was imported."""
-    (folder / "here").mkdir()
-    script = SCRIPT.format(lines=lines, heavy=HEAVY)
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
-    assert ended.returncode == 0, ended.stderr
-    statuses = [line.partition(" ") for line in ended.stdout.splitlines()]
-    return [(int(status), words) for status, _, words in statuses]
-
-
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash", "mtp"])
-def test_a_training_program_answers_before_it_imports_torch(name: str, tmp_path: Path) -> None:
-    """`accelerate launch` runs the file itself. torch cannot be imported here."""
-    (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
-    missing = ("--target=/no/target", "--output=o", "--data.path=here")
-    for words, status, reply in (
-        (("--help",), 0, f"usage: train/{name}.py"),
-        (("--optim.lr=x",), 2, "optim.lr is 'x'; give a number"),
-        (missing, 1, "target /no/target does not exist; name a folder or a hub id"),
-    ):
-        command = [sys.executable, str(ROOT / "train" / f"{name}.py"), *words]
-        path = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT.parent}"}
-        ended = subprocess.run(command, capture_output=True, text=True, env=path)
-        assert (ended.returncode, reply in ended.stdout + ended.stderr) == (status, True), ended.stderr
-
-
-def test_every_verb_is_tried() -> None:
-    assert LINES.keys() == cli.VERBS.keys()
-
-
-def test_help_imports_little(tmp_path: Path) -> None:
-    replies = answers([f"{verb} --help" for verb in LINES], tmp_path)
-    for verb, (status, words) in zip(LINES, replies, strict=True):
-        assert status == 0
-        assert f"usage: slipstream {verb}" in words
-
-
-def test_unknown_options_and_wrong_values_are_refused_at_once(tmp_path: Path) -> None:
-    wrong = [(f"{verb} {line}", option) for verb, (line, value, _) in LINES.items() for option in ("--outptu=x", value)]
-    replies = answers([f"{line} {option}" for line, option in wrong], tmp_path)
-    for (_, option), (status, words) in zip(wrong, replies, strict=True):
-        name = option.removeprefix("--").partition("=")[0]
-        assert status == 2
-        assert f"error: {name.replace('-', '_')} " in words or f"error: unrecognized arguments: --{name}" in words
+REQUIRED = [(verb, name) for verb in LINES for name in getattr(cli.load(cli.VERBS[verb].options), "REQUIRED", ())]
+TRAINING = [  # programs of `accelerate launch`, which runs the file itself
+    (f"train/{name}.py {words}", status, words_of_reply)
+    for name in ("eagle", "eagle3", "dflash", "mtp")
+    for words, status, words_of_reply in (
+        ("--help", 0, f"usage: train/{name}.py"),
+        ("--optim.lr=x", 2, "optim.lr is 'x'; give a number"),
+        ("--target=/no/target --output=o --data.path=here", 1, "/no/target does not exist; name a folder or a hub id"),
+    )
+]
+WRONG = [(f"{verb} {line}", option) for verb, (line, value, _) in LINES.items() for option in ("--outptu=x", value)]
+Reply = Callable[[str], tuple[str, str]]
 
 
 def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def test_required_options_are_marked_and_asked_for_at_once(tmp_path: Path) -> None:
-    required = [(verb, name) for verb in LINES for name in getattr(cli.load(cli.VERBS[verb].options), "REQUIRED", ())]
-    lines = []
-    for verb, name in required:
-        options = [word for word in LINES[verb][0].split() if not word.startswith(f"{flag_of(name)}=")]
-        lines.append(" ".join((verb, *options)))
-    replies = answers([*lines, *(f"{verb} --help" for verb, _ in required)], tmp_path)
-    for (_, name), (status, words) in zip(required, replies, strict=False):
-        assert status == 2
-        assert f"error: {name} is empty; name " in words
-    for (_, name), (_, words) in zip(required, replies[len(required) :], strict=True):
-        assert " Required. " in words.partition(f" {flag_of(name)} ")[2].partition(" --")[0]
+def without(verb: str, name: str) -> str:
+    """A verb's line that lacks a required option."""
+    return " ".join((verb, *(word for word in LINES[verb][0].split() if not word.startswith(f"{flag_of(name)}="))))
 
 
-def test_missing_inputs_are_refused_at_once(tmp_path: Path) -> None:
-    replies = answers([f"{verb} {missing}" for verb, (_, _, missing) in LINES.items()], tmp_path)
-    for (_, _, missing), (status, words) in zip(LINES.values(), replies, strict=True):
-        option, _, value = missing.split()[0].removeprefix("--").partition("=")
-        assert status == 1
-        assert f"error: {option.replace('-', '_')} {value} does not exist; name " in words
+@pytest.fixture(scope="module")
+def reply(tmp_path_factory: pytest.TempPathFactory) -> Reply:
+    """line -> exit status and words of the command. One process answers all lines, and imports nothing heavy."""
+    folder = tmp_path_factory.mktemp("lines")
+    (folder / "here").mkdir()
+    lines = [line for line, _, _ in TRAINING] + [f"{verb} --help" for verb in LINES]
+    lines += [f"{line} {option}" for line, option in WRONG] + [without(*option) for option in REQUIRED]
+    lines += [f"{verb} {missing}" for verb, (_, _, missing) in LINES.items()]
+    script = SCRIPT.format(lines=lines, heavy=HEAVY, root=ROOT)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    replies = [tuple(line.split(" ", 1)) for line in ended.stdout.splitlines()]
+    return dict(zip(lines, replies, strict=True)).__getitem__
+
+
+@pytest.mark.parametrize(("line", "status", "words"), TRAINING)
+def test_a_training_program_answers_before_it_imports_torch(line: str, status: int, words: str, reply: Reply) -> None:
+    assert reply(line)[0] == str(status)
+    assert words in reply(line)[1]
+
+
+def test_every_verb_is_tried() -> None:
+    assert LINES.keys() == cli.VERBS.keys()
+
+
+@pytest.mark.parametrize("verb", LINES)
+def test_help_imports_little(verb: str, reply: Reply) -> None:
+    status, words = reply(f"{verb} --help")
+    assert status == "0"
+    assert f"usage: slipstream {verb}" in words
+
+
+@pytest.mark.parametrize(("line", "option"), WRONG)
+def test_unknown_options_and_wrong_values_are_refused_at_once(line: str, option: str, reply: Reply) -> None:
+    status, words = reply(f"{line} {option}")
+    name = option.removeprefix("--").partition("=")[0]
+    assert status == "2"
+    assert f"error: {name.replace('-', '_')} " in words or f"error: unrecognized arguments: --{name}" in words
+
+
+@pytest.mark.parametrize(("verb", "name"), REQUIRED)
+def test_required_options_are_marked_and_asked_for_at_once(verb: str, name: str, reply: Reply) -> None:
+    status, words = reply(without(verb, name))
+    assert status == "2"
+    assert f"error: {name} is empty; name " in words
+    assert " Required. " in reply(f"{verb} --help")[1].partition(f" {flag_of(name)} ")[2].partition(" --")[0]
+
+
+@pytest.mark.parametrize("verb", LINES)
+def test_missing_inputs_are_refused_at_once(verb: str, reply: Reply) -> None:
+    status, words = reply(f"{verb} {LINES[verb][2]}")
+    option, _, value = LINES[verb][2].split()[0].removeprefix("--").partition("=")
+    assert status == "1"
+    assert f"error: {option.replace('-', '_')} {value} does not exist; name " in words
 
 
 @pytest.mark.parametrize(
