@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_targets import target_aux_states
-from slipstream.tests.train.conftest import Document
+from slipstream.tests.train.conftest import Document, documents
 from slipstream.train.batches import collate
 from slipstream.train.training import DraftTraining
 from slipstream.train.ttt import ChainTraining
@@ -22,11 +22,11 @@ def check_walk(
     training: DraftTraining,
     naive: NaiveEagle3 | NaiveDFlash,
     target: PreTrainedModel,
-    rows: list[list[Document]],
+    seed: int,
     depth: int,
 ) -> None:
-    """Compares evaluation with a server's counts on `rows`, some of whose answers the draft can predict. At a smaller
-    depth the server proposes the first tokens of the same chains or blocks."""
+    """Compares evaluation with a server's counts on documents, some of whose answers the draft can predict. At a
+    smaller depth the server proposes the first tokens of the same chains or blocks."""
 
     @cache
     def chain(prefix: tuple[int, ...]) -> list[int]:
@@ -42,7 +42,9 @@ def check_walk(
             tokens.append(chain(tuple(tokens))[0])
         return tokens[len(prefix) :]
 
-    rows = [[half_predictable(propose, document, n, depth) for n, document in enumerate(row)] for row in rows]
+    rows = [
+        [half_predictable(propose, document, n, depth) for n, document in enumerate(row)] for row in documents(seed)
+    ]
     walks = [naive_walk(propose, document, depth) for row in rows for document in row]
     loss, metrics = training.eval()(collate(rows, 64))
     emitted = sum(walk[0] for walk in walks)

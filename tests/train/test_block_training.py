@@ -24,6 +24,7 @@ from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.families import OutputGate
 from slipstream.tests.naive_dflash import NaiveDFlash
+from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_targets import shared_weights
 from slipstream.tests.train.block_cases import BLOCK_SIZE, MAX_LENGTH, make_training, packed
 from slipstream.tests.train.conftest import documents
@@ -134,7 +135,7 @@ def test_losses_and_gradients_are_those_of_whole_rows(
     target_model: PreTrainedModel, token_map: TokenMap, name: str, reduced: bool
 ) -> None:
     training = rough_training(target_model, name, token_map.ids if reduced else None)
-    batch, _ = packed(0)
+    batch, _ = packed(5)
     total, _ = training.loss(batch)
     slots = training.backbone(batch)
     count = slots.is_known.shape[1]
@@ -168,15 +169,14 @@ def test_dpace_weighs_mixtures_too(target_model: PreTrainedModel) -> None:
     assert metrics["confidence"][1] == slots.counts.sum()
 
 
-@pytest.mark.parametrize("depth", [4, 2])
-@pytest.mark.parametrize("name", ["dflash2", "dspark", "gated", "lilicorr"])
+@pytest.mark.parametrize(("name", "depth"), rotating(["dflash2", "dspark", "gated", "lilicorr"], [4, 2]))
 def test_the_walk_equals_a_server_that_drafts_blocks(target_model: PreTrainedModel, name: str, depth: int) -> None:
     training = rough_training(target_model, name)
     training.depth = depth
     naive = NaiveDFlash(training.draft, *shared_weights(target_model))
     slots = depth + training.draft.config.first_slot
     naive.greedy = lambda aux_states, tokens, count: naive.chain(aux_states, tokens, count + 1, slots, 0, 0.0)[0]
-    check_walk(training, naive, target_model, documents(4), depth)
+    check_walk(training, naive, target_model, 4, depth)
 
 
 def test_identity_heads_give_the_drafts_own_tokens(target_model: PreTrainedModel) -> None:
@@ -245,7 +245,7 @@ def test_calibration_finds_what_the_head_should_have_said() -> None:
 def test_calibration_takes_every_row_once_and_in_order(target_model: PreTrainedModel) -> None:
     """For any share of the rows among processes, of which one that runs out of rows repeats the first."""
     training = rough_training(target_model, "dspark").eval()
-    rows = documents(4)
+    rows = [[document] for row in documents(4) for document in row]
     batches = [collate([row], 32, number) for number, row in enumerate(rows)]
 
     def fitted(*order: tuple[int, bool]) -> tuple[DFlashConfig, dict[str, float]]:

@@ -25,7 +25,7 @@ def test_a_category_counts_as_its_documents_alone(training: Eagle3Training) -> N
     """Also one that a batch lacks, so that all processes hold the same names; documents without one are in none."""
     training.eval()
     training.categories = ["math", "qa/short", "absent"]
-    rows = documents(seed=1)
+    rows = documents(seed=1) + documents(seed=2)
     names: list[str | None] = ["math", "qa/short", None, "math", "qa/short", "math"]
     batch = replace(collate(rows, 64), categories=names)
     _, metrics = training(batch)

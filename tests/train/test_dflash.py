@@ -197,8 +197,7 @@ def test_a_draft_of_other_shapes_does_not_start_from_the_target(
     assert all(torch.equal(tensor, before[name]) for name, tensor in draft.state_dict().items())
 
 
-@pytest.mark.parametrize("depth", [DEPTH, 2])
-@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize(("reduced", "depth"), [(False, DEPTH), (True, 2)])
 def test_the_walk_equals_a_server_that_drafts_blocks(
     target_model: PreTrainedModel, token_map: TokenMap, reduced: bool, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,4 +205,4 @@ def test_the_walk_equals_a_server_that_drafts_blocks(
     training.depth = depth
     monkeypatch.setattr(dflash, "EVALUATED_AT_ONCE", 7)
     naive = NaiveDFlash(training.draft, *shared_weights(target_model))
-    check_walk(training, naive, target_model, documents(4), depth)
+    check_walk(training, naive, target_model, 4, depth)

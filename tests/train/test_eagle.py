@@ -90,11 +90,10 @@ def test_tokens_have_weights(target_model: PreTrainedModel, token_map: TokenMap)
     check_weights(make_training(target_model, token_map.ids, **SEVERAL_STEPS), MAX_LENGTH)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_walk_equals_a_server_that_runs_the_chain(target_model: PreTrainedModel, seed: int) -> None:
+def test_the_walk_equals_a_server_that_runs_the_chain(target_model: PreTrainedModel) -> None:
     training = make_training(target_model)
     naive = NaiveEagle(training.draft, *shared_weights(target_model))
-    check_walk(training, naive, target_model, documents(seed), DEPTH)
+    check_walk(training, naive, target_model, 0, DEPTH)
 
 
 def test_noise_spreads_by_the_documents_length(target_model: PreTrainedModel) -> None:

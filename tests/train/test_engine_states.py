@@ -134,16 +134,16 @@ def test_a_run_ends_if_no_engine_is_left_and_continues_later(
     thread = threading.Thread(target=die)
     thread.start()
     flags = arguments(tmp_path / "run", states__endpoint=address, states__timeout=0.5, checkpoint__every=1)
-    message = refusal([*flags, "--optim.steps=30"])
+    message = refusal([*flags, "--optim.steps=12"])
     thread.join()
     assert "states.endpoint" in message
     assert "continues from the newest checkpoint" in message
     engine = StateEngine(target_path, address)
-    main(arguments(tmp_path / "whole", states__endpoint=address, optim__steps=30))
-    main([*flags, "--optim.steps=30"])
+    main(arguments(tmp_path / "whole", states__endpoint=address, optim__steps=12))
+    main([*flags, "--optim.steps=12"])
     engine.close()
-    expected = weights(tmp_path / "whole", 30)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path / "run", 30).items())
+    expected = weights(tmp_path / "whole", 12)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path / "run", 12).items())
 
 
 def test_the_run_starts_an_engine_and_ends_it(arguments: Arguments, finished: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_run_leaves_servable_checkpoints_and_a_log(finished: Path, target_path
     assert run["best_accept_length"] == max(line.get("eval_accept_length", 0) for line in lines)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_an_interrupted_run_saves_and_continues_bit_for_bit(
     tmp_path: Path,
     arguments: Arguments,

@@ -136,7 +136,7 @@ def test_the_loss_of_several_modules_equals_that_of_transformers(kind: str, coun
 @torch.no_grad()
 def test_the_walk_of_several_modules_equals_a_server_that_runs_them(tmp_path: Path) -> None:
     target = save_mtp_target("glm4-moe", tmp_path / "target", count=2)
-    check_walk(family_training(target.folder), NaiveModules(target), target.model, documents(0), DEPTH)
+    check_walk(family_training(target.folder), NaiveModules(target), target.model, 0, DEPTH)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -158,7 +158,7 @@ def test_tokens_have_weights(target_model: PreTrainedModel, token_map: TokenMap)
 
 def test_the_walk_equals_a_server_that_runs_the_chain(target_model: PreTrainedModel) -> None:
     training = make_training(target_model)
-    check_walk(training, PlainMTP(training.draft, *shared_weights(target_model)), target_model, documents(0), DEPTH)
+    check_walk(training, PlainMTP(training.draft, *shared_weights(target_model)), target_model, 0, DEPTH)
 
 
 def test_layers_that_training_lacks_are_refused(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_work_keeps_to_its_share_of_busy_time_and_to_no_share_of_the_rest(share:
     busy = []
     idle = []
     end = 0.0
-    for _ in range(40):
+    for _ in range(8):
         start = end + generator.uniform(0.5, 30)
         idle.append((end, start))
         end = start + generator.uniform(0.5, 60)

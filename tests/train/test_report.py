@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +18,6 @@ from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.train.block_cases import make_training, packed
 from slipstream.tests.train.conftest import make_eagle3, random_parts
 from slipstream.tests.train.runs import refusal
-from slipstream.train import eagle3
 from slipstream.train.eagle import EagleTraining
 from slipstream.train.eagle_options import DraftOptions as EagleOptions
 from slipstream.train.report import (
@@ -85,16 +83,22 @@ def page_of(folder: Path) -> tuple[str, Page]:
     return text, Page(text)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [record(step) for step in range(1, 41)]
     for step, length in ((10, 1.5), (20, 2.25), (30, 2.25), (40, 2.0)):
         lines[step - 1] |= {"eval_accept_length": length, "eval_accept_rate_0": length / 4, "eval_other": 3.0}
-    return write_run(tmp_path / "a<run>", lines)
+    samples = [Sample("old?", "old", ()), Sample("1 < 2?", "Yes & <no>.\nEnd", ((0, 3), (6, 10), (12, 15)))]
+    lines += [sample.record(step) for step, sample in zip((30, 40), samples, strict=True)]
+    return write_run(tmp_path_factory.mktemp("report") / "a<run>", lines)
 
 
-def test_every_curve_is_on_the_page(run: Path) -> None:
-    text, page = page_of(run)
+@pytest.fixture(scope="module")
+def text(run: Path) -> str:
+    return page_of(run)[0]
+
+
+def test_every_curve_is_on_the_page(text: str) -> None:
     titles = re.findall("<figcaption>(.*?)</figcaption>", text)
     assert titles[:4] == [
         "Loss (logarithmic axis)",
@@ -108,7 +112,7 @@ def test_every_curve_is_on_the_page(run: Path) -> None:
     assert "<b>2.250</b>best accept length, step 20<" in text
     assert "<b>40</b>steps<" in text
     assert "<b>4,000</b>supervised tokens<" in text
-    assert len(page.all("svg")) == len(titles)
+    assert len(Page(text).all("svg")) == len(titles)
     legends = re.findall("<figcaption>(.*?)</figcaption><div class=legend>(.*?)</div>", text)
     names = {title: re.sub("<[^>]*>", " ", legend).split() for title, legend in legends}
     assert names[titles[3]] == []  # one curve
@@ -142,8 +146,7 @@ def test_every_metric_of_training_has_a_title(
     assert {family for family, _ in families(report_run)} == TITLES.keys()
 
 
-def test_the_best_evaluation_is_ringed_and_every_one_has_a_dot(run: Path) -> None:
-    text, _ = page_of(run)
+def test_the_best_evaluation_is_ringed_and_every_one_has_a_dot(text: str) -> None:
     figure = next(part for part in text.split("<figure>") if part.startswith("<figcaption>Accept length"))
     dots = re.findall(r'<g><title>([^<]*)</title>.*?<use xlink:href="[^"]*" x="([\d.]+)" y="([\d.]+)"', figure, re.S)
     assert [label for label, _, _ in dots] == ["10: 1.5", "20: 2.25", "30: 2.25", "40: 2"]
@@ -156,16 +159,11 @@ def test_the_best_evaluation_is_ringed_and_every_one_has_a_dot(run: Path) -> Non
     assert (up[3] - up[1]) / (up[0] - up[1]) == pytest.approx(0.25 / 0.75, abs=0.01)
 
 
-def test_samples_show_what_was_drafted(run: Path) -> None:
-    samples = [Sample("old?", "old", ()), Sample("1 < 2?", "Yes & <no>.\nEnd", ((0, 3), (6, 10), (12, 15)))]
-    with (run / "metrics.jsonl").open("a") as file:
-        for step, sample in zip((30, 40), samples, strict=True):
-            file.write(json.dumps(sample.record(step)) + "\n")
-    text, page = page_of(run)
+def test_samples_show_what_was_drafted(run: Path, text: str) -> None:
     assert "<mark>Yes</mark> &amp; <mark>&lt;no&gt;</mark>.\n<mark>End</mark>" in text
     assert "1 &lt; 2?" in text
     assert "67% of the text drafted" in text
-    assert len(page.all("article")) == 1  # the newest step's
+    assert len(Page(text).all("article")) == 1  # the newest step's
     assert len(load_run(run).records) == 40
 
 
@@ -177,13 +175,12 @@ def test_other_samples_are_named(tmp_path: Path, spans: object) -> None:
 
 
 def test_a_run_of_the_trainer_is_drawn_with_its_options(
-    arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    eagle3.main(arguments(tmp_path / "run"))
-    cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "page.html")])
+    cli.main(["report", str(finished), "--output", str(tmp_path / "page.html")])
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    assert re.search("<h1>EAGLE3 draft for [^/<]+</h1><p>Training run run</p>", text)
+    assert re.search("<h1>EAGLE3 draft for [^/<]+</h1><p>Training run finished0</p>", text)
     assert "<th>optim.lr<td>0.01" in text
     assert "<th>versions.torch<td>" in text
     assert "<th>git_revision<td>" in text

@@ -1,7 +1,6 @@
 """Answers that become samples, and their spans, which hold the characters of the accepted tokens."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from slipstream.tests.train.conftest import Document
 from slipstream.train.acceptance import walk_answers
 from slipstream.train.batches import collate
-from slipstream.train.eagle3 import main
 from slipstream.train.samples import Sample, SampleAnswers
+from slipstream.train.trackers import read_lines
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +82,10 @@ def test_long_answers_are_cut(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -
     assert sample == Sample(": ", "abcd", ((1, 4),))
 
 
-def test_a_run_writes_samples_at_every_evaluation(tmp_path: Path, arguments: Callable[..., list[str]]) -> None:
-    main(arguments(tmp_path))
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+def test_a_run_writes_samples_at_every_evaluation(finished: Path) -> None:
+    lines = read_lines(finished / "metrics.jsonl")
     answers = [(line["step"], Sample.from_record(line)) for line in lines if "sample" in line]
     assert [step for step, _ in answers] == [3] * 4 + [6] * 4
     assert all(sample.answer and sample.prompt for _, sample in answers)
-    run = json.loads((tmp_path / "best" / "run.json").read_text())
+    run = json.loads((finished / "best" / "run.json").read_text())
     assert {"platform", "cpus", "gpus", "cuda", "processes"} == run["system"].keys()
-    main(arguments(tmp_path, tracker__wandb="none", optim__steps=6))  # nothing left to do

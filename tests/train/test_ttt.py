@@ -37,11 +37,10 @@ def test_rows_follow_the_rule(seed: int) -> None:
     assert visible == [list(range(row - positions[row], row + 1)) for row in asking]
 
 
-@pytest.mark.parametrize("seed", range(3))
 def test_every_state_is_the_one_of_the_chain_run_token_by_token(
-    training: Eagle3Training, target_model: PreTrainedModel, seed: int
+    training: Eagle3Training, target_model: PreTrainedModel
 ) -> None:
-    batch, documents = packed(seed)
+    batch, documents = packed(0)
     naive = NaiveEagle3(training.draft, target_model.get_input_embeddings().weight)
     rows, tokens, aux_states, _ = training.read(batch, 4)
     states = torch.stack(list(training.chain(rows, tokens, aux_states, 4)))  # (4, N, H)
