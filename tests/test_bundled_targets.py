@@ -110,11 +110,12 @@ def test_model_answers_like_gsm8k(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with gzip.open(ASSETS / "gsm8k.jsonl.gz", "rt", encoding="utf-8") as file:
-        questions = [json.loads(next(file))["messages"][:1] for _ in range(5)]
+        rows = [json.loads(line)["messages"] for line in file]
+    questions = [row[:1] for row in sorted(rows, key=lambda row: len(row[1]["content"]))[:5]]
     inputs = tokenizer.apply_chat_template(
         questions, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
     )
-    outputs = model.generate(**inputs, max_new_tokens=200, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    outputs = model.generate(**inputs, max_new_tokens=90, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     answers = [text.replace("<|endoftext|>", "") for text in tokenizer.batch_decode(outputs)]
     finished = [answer for answer in answers if re.search(r"\n#### -?[\d,.]+<\|im_end\|>$", answer)]
     assert len(finished) >= 4, answers

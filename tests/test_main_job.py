@@ -25,7 +25,7 @@ from slipstream.train.trackers import read_metrics
 
 DEPTH = 3
 DRAFTERS = {  # program; to learn by heart: its flags, the drafter's options, tokens of a round, questions, rounds
-    "eagle3": (train, ["--draft.ttt_steps", str(DEPTH), "--optim.steps", "60"], {"depth": DEPTH}, DEPTH + 1, 1, 4),
+    "eagle3": (train, ["--draft.ttt_steps", str(DEPTH), "--optim.steps", "40"], {"depth": DEPTH}, DEPTH + 1, 1, 4),
     "dflash": (train_dflash, ["--draft.num_layers", "2", "--optim.steps", "60"], {}, 16, 1, 2),
 }
 

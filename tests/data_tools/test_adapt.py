@@ -87,7 +87,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     monkeypatch.setattr(adapt_module, "LOSS", 1.0)
     train_step = Loop.train_step
     lengths = Continuation.lengths
-    adapt(config(folder, tmp_path / "whole", epochs=4))
+    adapt(config(folder, tmp_path / "whole", epochs=2))
     output = tmp_path / "adapted"
 
     def end_in_second(loop: Loop, interrupted: bool) -> Any:
@@ -102,23 +102,23 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
 
     monkeypatch.setattr(Loop, "train_step", end_in_second)
     with pytest.raises(SystemExit) as ended:
-        adapt(config(folder, output, epochs=4))
+        adapt(config(folder, output, epochs=2))
     monkeypatch.setattr(Loop, "train_step", train_step)
     assert ended.value.code == 130
     assert [path.name for path in output.iterdir()] == ["step-3"]
-    with pytest.raises(ValueError, match="epochs is 5, but the run in .*step-3 has 4; pass the saved value"):
+    with pytest.raises(ValueError, match="epochs is 5, but the run in .*step-3 has 2; pass the saved value"):
         adapt(config(folder, output, epochs=5))
     monkeypatch.setattr(Continuation, "lengths", end_last)
     with pytest.raises(KeyboardInterrupt):
-        adapt(config(folder, output, epochs=4))
+        adapt(config(folder, output, epochs=2))
     monkeypatch.setattr(Continuation, "lengths", lengths)
-    adapt(config(folder, output, epochs=4))
+    adapt(config(folder, output, epochs=2))
     assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors", "run.json"}
     for name in ("config.json", "model.safetensors"):
         assert (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     monkeypatch.setattr(adapt_module, "train", None)
     capsys.readouterr()
-    adapt(config(folder, output, epochs=4))
+    adapt(config(folder, output, epochs=2))
     assert "written before, by the same options" in capsys.readouterr().out
     with pytest.raises(ValueError, match="exists; name another folder or add --overwrite"):
         adapt(config(folder, output, epochs=5))
@@ -130,7 +130,7 @@ def test_an_adapter_goes_half_of_the_way(folder: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(continuation, "RATE", 1.0)
     monkeypatch.setattr(adapt_module, "LOSS", 1.0)
     output = tmp_path / "adapter"
-    adapt(config(folder, output, epochs=4, lora_rank=4))
+    adapt(config(folder, output, epochs=2, lora_rank=4))
     adapter = read_adapter(output)
     assert adapter.base == str(DRAFT.resolve())
     lengths = read_json(output / "run.json")["accept_lengths"]

@@ -27,7 +27,7 @@ from slipstream.tests.random_targets import change_json
 from slipstream.tests.sources import HYBRID, TINY
 from slipstream.train.batches import collate
 
-QUICK = {"limit": 4, "max_tokens": 32}
+QUICK = {"limit": 2, "max_tokens": 24}
 HEAD = Subject(family="mtp", files=DraftFiles({}, {}), in_target=True)
 Tensors = dict[str, Tensor]
 

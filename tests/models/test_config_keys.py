@@ -134,7 +134,7 @@ def test_a_key_does_what_it_does_in_transformers(family: str, key: str, number: 
 
 
 @grouped("family")
-@pytest.mark.parametrize(("family", "changes"), gate_of(LATER_CASES, LATER_CASES[::2]))
+@pytest.mark.parametrize(("family", "changes"), gate_of(LATER_CASES, LATER_CASES[::4]))
 def test_keys_of_later_families_do_what_they_do_in_transformers(family: str, changes: Changes, tmp_path: Path) -> None:
     check_changes(family, changes, changes.keys() | LATER_ALSO_NAMED, tmp_path)
 
