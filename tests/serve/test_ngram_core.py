@@ -99,59 +99,6 @@ def test_every_branch_is_found_and_counted_at_least_as_often_as_it_occurs() -> N
             assert depth == 1 or frequency <= frequencies[depth - 2]
 
 
-def test_own_text_is_seen_at_once_and_other_texts_when_inserted() -> None:
-    core = NgramCore(rows=2)
-    core.admit(0, [1, 2, 3, 4, 9, 1, 2])
-    assert advance(core, 0, 4) == ([2, 3, 4, 9], [-1, 0, 1, 2], 2)
-    advance(core, 0, 1, 3, 4, 5, 6)
-    advance(core, 0, 1, 7)
-    advance(core, 0, 1)
-    core.flush()
-    core.admit(1, [8, 4, 5])
-    assert advance(core, 1, 4) == ([5, 6, 7, -1], [-1, 0, 1, -1], 2)
-    advance(core, 0, 1, 8)
-    advance(core, 0, 1)
-    core.flush()
-    assert advance(core, 1, 4) == ([5, 6, 7, 8], [-1, 0, 1, 2], 2)
-
-
-def test_others_see_what_a_round_emitted_once_the_request_goes_on_or_ends() -> None:
-    core = NgramCore(rows=2)
-
-    def round_of_first(*emitted: int) -> list[int]:
-        tokens, _, _ = advance(core, 0, 4, *emitted)
-        core.flush()
-        return tokens
-
-    core.admit(0, [1, 2, 3, 7, 1])
-    core.admit(1, [8, 3])
-    core.flush()
-    assert round_of_first(2, 3) == [3, 7, 1, 2], "the request itself sees them at once"
-    assert advance(core, 1, 4)[0] == [3, 7, 1, -1]
-    assert round_of_first(4) == [4, -1, -1, -1]
-    assert advance(core, 1, 4)[0][:2] == [3, 7]
-    assert advance(core, 1, 3, 2) == ([2, 3, 7], [-1, 0, 1], 1)
-    round_of_first(5, 6, 0)
-    core.release(0, 10)
-    core.flush()
-    assert core.stats()["inserted_tokens"] == 10 + 2
-    assert advance(core, 1, 4, 4) == ([4, 5, 6, -1], [-1, 0, 1, -1], 1), "it ended before the 0"
-
-
-def test_repeating_text_is_drafted_beyond_its_end() -> None:
-    core = NgramCore()
-    core.admit(0, [5, 1, 2, 1, 2])
-    assert advance(core, 0, 8)[0] == [2, 1, 2, 1, 2, 1, 2, 1]
-
-
-def test_drafts_are_longer_than_a_branch() -> None:
-    text = list(range(100, 200))
-    core = NgramCore(branch_length=4, max_match=3)
-    core.insert(text)
-    core.admit(0, text[:2])
-    assert advance(core, 0, 64)[0] == text[1:65]
-
-
 def continuations(text: list[int], count: int) -> list[list[int]]:
     """Returns the continuations of the last token at its earlier places in the text, which is repeated from there where
     it ends."""
@@ -206,16 +153,6 @@ def test_unused_namespaces_are_forgotten() -> None:
         core.insert([number % 7, number % 5], f"user {number}")
     assert core.stats()["bytes"] < before + 1000 * 200
     core.check()
-
-
-def test_the_likeliest_come_first() -> None:
-    texts = [[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5]]
-    core = NgramCore(breadth=2)
-    for text in texts:
-        core.insert(text)
-    core.admit(0, [9, 1])
-    # 2: 4 / (5 + 2), 3: 2's times 3 / (4 + 2 / 2), 5: 1 / 7, 4: 2's times 1 / 5
-    assert advance(core, 0, 8) == ([1, 2, 3, 5, 4, -1, -1, -1], [-1, 0, 1, 0, 1, -1, -1, -1], 1)
 
 
 def test_dropped_tokens_are_counted_and_the_next_ones_are_a_new_text() -> None:

@@ -245,19 +245,6 @@ def test_tenants_share_slots_and_keep_their_order(seed: int) -> None:
         assert not waiting or len(running) == 6, "a slot is free"
 
 
-def test_slots_are_unique_and_reused_after_release() -> None:
-    recorder = Recorder(max_running=2)
-    for name in "abc":
-        recorder.add(name, [5], 2)
-    recorder.prefill()
-    recorder.decode([7], [7])
-    recorder.prefill()
-    slots = {name: slot for call, name, slot in recorder.calls if call == "admit"}
-    assert sorted((slots["a"], slots["b"])) == [0, 1]
-    assert slots["c"] in (0, 1)
-    assert [call for call, _, _ in recorder.calls] == ["admit", "admit", "release", "release", "admit"]
-
-
 # Prefix reuse
 
 
@@ -414,18 +401,6 @@ def test_sequences_wait_for_the_quotas_of_windows() -> None:
     assert recorder.scheduler.num_preemptions == 0
 
 
-def test_a_preempted_sequence_holds_no_pages_of_windows() -> None:
-    recorder = Recorder(num_pages=21, windows=(window_pages(40),))
-    recorder.add("a", count(0, 12), 60)
-    recorder.add("b", count(100, 12), 60)
-    recorder.prefill()
-    while len(recorder.decoding()) == 2:
-        recorder.decode([7, 7], [8, 8])
-    resumed = recorder.scheduler._waiting[0]
-    assert (resumed.request.id, resumed.table.groups) == ("b", [])
-    assert recorder.cache.groups[0]._claimed == 4
-
-
 @pytest.mark.parametrize("num_decodes", range(1, 9))
 def test_an_answer_is_reused_by_the_next_turn_with_windows(num_decodes: int) -> None:
     """Whatever its length, up to the last full page."""
@@ -437,110 +412,3 @@ def test_an_answer_is_reused_by_the_next_turn_with_windows(num_decodes: int) -> 
     recorder.add("b", [*count(0, 13), 1, *[7] * num_decodes, 30, 31, 32, 33])
     num_known = 13 + num_decodes
     assert recorder.prefill() == [("b", num_known // 4 * 4, num_known + 5)]
-
-
-# The end
-
-
-def test_a_stop_id_inside_a_step_ends_the_answer() -> None:
-    recorder = Recorder()
-    recorder.add("a", [5, 6])
-    recorder.prefill()
-    assert recorder.decode([10, 11, 12, 13])[0] == Output(request_id="a", tokens=[10, 11, 12, 13])
-    output = recorder.decode([14, STOP_ID, 15])[0]
-    assert (output.tokens, output.finish_reason) == ([14, STOP_ID], "stop")
-    assert output.stats is not None
-    assert output.stats.completion_tokens == 7
-    assert (output.stats.prefills, output.stats.rounds, output.stats.drafted_tokens) == (1, 2, 6)
-    assert output.stats.accepted_by_position == [2, 2, 1]
-    assert output.stats.accepted_tokens == 5
-    assert not recorder.scheduler.has_work
-
-
-def test_max_tokens_inside_a_step_ends_the_answer() -> None:
-    recorder = Recorder()
-    recorder.add("a", [5], 3)
-    recorder.prefill()
-    output = recorder.decode([10, 11, 12, 13])[0]
-    assert (output.tokens, output.finish_reason) == ([10, 11], "length")
-    assert output.stats is not None
-    assert (output.stats.completion_tokens, output.stats.accepted_by_position) == (3, [1, 1])
-
-
-def test_a_request_may_end_at_its_first_token() -> None:
-    recorder = Recorder()
-    recorder.add("a", [5], 1)
-    recorder.add("b", [5], stop_token_ids=(1,))
-    recorder.prefill()
-    assert [output.finish_reason for output in recorder.outputs] == ["length", "stop"]
-    assert not recorder.scheduler.has_work
-
-
-def test_abort_in_every_state_frees_everything() -> None:
-    recorder = Recorder(max_running=2, prefill_budget=10)
-    for name, start, length in (("decoding", 0, 6), ("prefilling", 100, 20), ("waiting", 200, 5)):
-        recorder.add(name, count(start, length))
-    recorder.prefill()
-    for name in ("decoding", "prefilling", "waiting"):
-        output = recorder.scheduler.abort(name)
-        assert output is not None
-        assert (output.request_id, output.tokens, output.finish_reason) == (name, [], "abort")
-        assert recorder.scheduler.abort(name) is None
-        recorder.scheduler.check()
-    assert not recorder.scheduler.has_work
-    assert recorder.cache.num_available == recorder.cache.total_pages
-    assert [name for call, name, _ in recorder.calls if call == "release"] == ["decoding", "prefilling"]
-
-
-def test_work_that_was_under_way_for_a_lost_sequence_is_passed_over() -> None:
-    recorder = Recorder()
-    recorder.add("a", [5])
-    recorder.add("b", [6])
-    chunks = recorder.scheduler.next_chunks(1000)
-    recorder.scheduler.mark_launched(chunks)
-    recorder.scheduler.abort("a")
-    outputs = recorder.scheduler.commit_chunks(chunks, [1, 1])
-    assert [output.request_id for output in outputs] == ["b"]
-    sequences = recorder.scheduler.next_decodes(4)
-    recorder.scheduler.abort("b")
-    assert recorder.scheduler.commit_decodes(sequences, [[7]], [3]) == []
-    assert not recorder.scheduler.has_work
-
-
-# A sequence by itself
-
-
-def make_sequence(**params: Any) -> Sequence:
-    request = Request(id="a", prompt=[5], params=SamplingParams(**params))
-    return Sequence.of(request, frozenset({STOP_ID}), lookahead=0)
-
-
-@pytest.mark.parametrize(
-    ("emitted", "tokens", "reason"),
-    [
-        ([1, 2], [1, 2], None),
-        ([1, 2, 3], [1, 2, 3], "length"),
-        ([1, 2, 3, 4], [1, 2, 3], "length"),
-        ([1, STOP_ID, 3, 4], [1, STOP_ID], "stop"),
-        ([1, 2, STOP_ID], [1, 2, STOP_ID], "stop"),
-        ([1, 2, 3, STOP_ID], [1, 2, 3], "length"),
-        ([STOP_ID], [STOP_ID], "stop"),
-    ],
-)
-def test_an_answer_ends_at_the_first_stop_id_or_max_tokens(
-    emitted: list[int], tokens: list[int], reason: str | None
-) -> None:
-    assert make_sequence(max_tokens=3).cut(emitted) == (tokens, reason)
-
-
-@pytest.mark.parametrize(
-    ("params", "stop_ids"),
-    [
-        ({}, {STOP_ID}),
-        ({"stop_token_ids": (7, 8)}, {STOP_ID, 7, 8}),
-        ({"ignore_eos": True}, set()),
-        ({"ignore_eos": True, "stop_token_ids": (7,)}, {7}),
-    ],
-)
-def test_stop_ids_are_the_models_and_the_requests(params: dict[str, object], stop_ids: set[int]) -> None:
-    assert make_sequence(max_tokens=3, **params).stop_ids == stop_ids
