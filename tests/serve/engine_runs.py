@@ -66,6 +66,10 @@ def caches_of(engine: Engine) -> list[Tensor]:
     return [cache.flat for network in engine.runner.passes.kv for cache in network.caches]
 
 
+def bytes_of(module: torch.nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
 def make_request(name: str, prompt: list[int], **params: Any) -> Request:
     defaults: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "seed": 0}
     return Request(id=name, prompt=prompt, params=SamplingParams(**defaults | params))

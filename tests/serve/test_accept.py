@@ -341,21 +341,7 @@ def test_forms_of_questions(tmp_path: Path) -> None:
     assert len(read_questions(["gsm8k"])) == 381
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"prompt": "x"}\n{"text": "y"}\n', r"q.jsonl:2 has no prompt, messages or turns"),
-        ('{"turns": "x"}\n', "turns is 'x'; it must be a list"),
-        ('{"turns": []}\n', "list of at least one text"),
-        ("", "has no questions"),
-        ("no JSON\n", "q.jsonl:1 is not JSON"),
-        ('{"id": 1, "turns": ["a"]}\n{"id": 1, "turns": ["b"]}\n', "q.jsonl:2: id 1 is that of another question"),
-        (
-            '{"question_id": "s7", "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"]}\n',
-            "question s7 holds a placeholder .* prepare_data.py",
-        ),
-    ],
-)
+@each_case()
 def test_bad_questions_are_sentences(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "q.jsonl"
     file.write_text(content)

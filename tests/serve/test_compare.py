@@ -17,6 +17,7 @@ from slipstream.serve.measure.intervals import Ratio, critical_rank_sum, paired_
 from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import read_questions
 from slipstream.tests.serve.paced_server import length_of, paced, rounds_of
+from slipstream.tests.tables import each_case
 
 QUESTIONS = [f"Question number {index}: {'x' * (index % 5)}?" for index in range(10)]
 
@@ -194,15 +195,7 @@ def test_one_server_alone_is_measured(questions: str, tmp_path: Path, capsys: py
     assert "to A" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        ([], "url is empty"),
-        (["--url", "x", "y", "--concurrency", "two"], "concurrency"),
-        (["--url", "x", "y", "--thinking", "deep"], "thinking"),
-        (["--url", "x", "y", "--requests", "0"], "requests"),
-    ],
-)
+@each_case()
 def test_bad_options(flags: list[str], word: str, exits: Any) -> None:
     with exits(word, 2):
         main(flags)

@@ -44,6 +44,7 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.serve.played_graphs import ATTENTION, play
+from slipstream.tests.tables import each_case
 
 
 @pytest.fixture(scope="module")
@@ -268,15 +269,7 @@ def test_constrained_requests_do_not_teach_what_others_accept(build: Build, monk
     assert max(counted) == 2
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"min_tokens": 10}, "min_tokens is 10; it must be between 0 and max_tokens, 9"),
-        ({"min_tokens": 1.5}, "min_tokens is 1.5; it must be an integer"),
-        ({"bad_words": [5]}, "bad_words is .5.; it must be a list of lists of token ids"),
-        ({"bad_words": [[]]}, "bad_words has an empty list; leave it out"),
-    ],
-)
+@each_case()
 def test_wrong_values_are_named(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(max_tokens=9, **params)

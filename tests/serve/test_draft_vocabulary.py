@@ -34,6 +34,7 @@ from slipstream.tests.serve.engine_runs import (
 from slipstream.tests.serve.played_graphs import play
 from slipstream.tests.serve.test_eagle import Oracle
 from slipstream.tests.sources import TINY
+from slipstream.tests.tables import each_case
 
 EOS = 2  # of the tiny targets
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -213,15 +214,7 @@ def test_steps_of_fixed_buffers(drafter: str, target: Path, drafts: dict[str, Pa
     assert tokens_of(run(engine, requests)) == plain_answers(target, requests)
 
 
-@pytest.mark.parametrize(
-    ("size", "options", "message"),
-    [  # what is wrong with files: tests/models/test_token_map.py
-        (None, {}, "is missing, damaged"),
-        (60, {"token_map_size": 2}, "token map size is 2; this map can be cut to 3"),
-        (60, {"token_map_size": 121}, "up to 120"),
-        (60, {"token_map_dynamic": 61}, "beside the 60 tokens of the map there are 60"),
-    ],
-)
+@each_case()
 def test_maps_that_do_not_fit_are_refused(
     size: int | None, options: dict[str, Any], message: str, target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:

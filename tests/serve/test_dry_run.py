@@ -4,7 +4,6 @@ import copy
 import shutil
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,9 @@ from slipstream.tests.quantized_targets import (
     save_quantized,
 )
 from slipstream.tests.random_targets import MakeTarget, change_json, save_random_target
+from slipstream.tests.serve.engine_runs import bytes_of
 from slipstream.tests.sources import HYBRID, TINY
 from slipstream.tests.tables import each_case
-
-
-def bytes_of(module: torch.nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
 
 
 def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from slipstream.serve.fleet.routing import PAGE_TOKENS, PrefixTable, page_keys, rank_replicas
 from slipstream.serve.fleet.scaling import ScalingPolicy, wanted_replicas
+from slipstream.tests.tables import each_case
 
 LETTERS = st.lists(st.integers(0, 1), max_size=5)  # pages, each of equal tokens
 
@@ -69,17 +70,7 @@ def test_the_table_holds_as_much_as_it_may() -> None:
     assert table.matches(page_keys(prompt_of([19]), "")) == {}
 
 
-@pytest.mark.parametrize(
-    ("matches", "loads", "first"),
-    [
-        ({"a": 3, "b": 5}, {"a": 0, "b": 3}, "b"),  # the longest beginning
-        ({"a": 5, "b": 5}, {"a": 4, "b": 3}, "b"),  # of equal ones the idler
-        ({"a": 5}, {"a": 5, "b": 0}, "b"),  # a queue that is not worth it
-        ({"a": 5}, {"a": 24, "b": 10}, "a"),
-        ({"c": 9}, {"a": 2, "b": 1}, "b"),  # the holder has ended
-        ({"a": 1}, {"a": 1, "b": 0}, "b"),  # too little of 50 pages
-    ],
-)
+@each_case()
 def test_a_holder_is_preferred_unless_its_queue_is_long(
     matches: dict[str, int], loads: dict[str, int], first: str
 ) -> None:

@@ -188,15 +188,7 @@ def test_trees_equal_transformers(
     assert sum(answer.counts.accepted_tokens for answer in answers.values())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"page_size": 1, "prefill_budget": 7, "kv_cache_tokens": 110, "max_running": 6},  # requests are preempted
-        {"attention": "prefill=sdpa,verify=triton,draft=triton", "page_size": 64},
-        {"drafter": {"depth": 2, "ngram_first": 2}},  # trees, whose accepted KV moves
-        {"drafter": {"topk": 4}, "page_size": 1, "prefill_budget": 7, "kv_cache_tokens": 110, "max_running": 6},
-    ],
-)
+@each_case()
 def test_answers_are_those_without_a_draft(
     options: dict[str, Any], make_target: MakeTarget, make_assistant: MakeAssistant
 ) -> None:

@@ -585,17 +585,7 @@ def stub_times(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
     monkeypatch.setattr("slipstream.serve.grammar.grammars.timed", timed)
 
 
-@pytest.mark.parametrize(
-    ("mask_times", "num_masks", "is_slow", "is_cheap"),
-    [
-        ([0.001], 8, False, True),
-        ([0.012], 5, False, False),
-        ([0.03], 2, False, False),
-        ([0.001, 0.2], 2, False, False),
-        ([0.001, 0.001, 0.001, 0.3], 3, False, False),
-        ([0.3], 1, True, False),
-    ],
-)
+@each_case()
 def test_nodes_are_given_up_where_masks_take_too_long(
     mask_times: list[float],
     num_masks: int,

@@ -11,6 +11,7 @@ from slipstream.serve.engine.kv_cache import Node, PageCache, PageTable
 from slipstream.serve.engine.kv_states import StatePages
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.tests.pairwise import grouped, pairwise
+from slipstream.tests.tables import each_case
 
 Text = tuple[str, tuple[int, ...]]
 
@@ -45,47 +46,6 @@ def test_eviction_takes_the_longest_unused_leaf_first() -> None:
         assert [num_matched_pages(cache, tokens) for tokens in (old, new)] == expected
         cache.check([first])
     assert not cache.extend(first, 7)
-
-
-def test_a_refused_admission_takes_nothing() -> None:
-    cache = PageCache(6, 4)
-    store(cache, list(range(9)))
-    num_free = len(cache._free)
-    num_cached = len(cache._cached)
-    table = PageTable("", 0)
-    assert not cache.admit(table, list(range(9)), 21, headroom=0)  # 6 pages of 5
-    assert not cache.admit(table, list(range(9)), 20, headroom=1)
-    assert (len(cache._free), len(cache._cached), table.pages, table.nodes) == (num_free, num_cached, [], [])
-    cache.check([])
-    assert cache.admit(table, list(range(9)), 20, headroom=0)
-    cache.check([table])
-
-
-@pytest.mark.parametrize("first_out", [0, 1])
-def test_a_text_computed_twice_at_once_is_kept_once(first_out: int) -> None:
-    cache = PageCache(20, 4)
-    tokens = list(range(10))
-    tables = [PageTable("", 1), PageTable("", 1)]
-    for table in tables:
-        assert cache.admit(table, tokens, 12, headroom=0)
-    for table in tables:
-        cache.publish(table, tokens, 10)
-    assert [len(table.nodes) for table in tables] == [2, 0]
-    assert set(tables[0].pages).isdisjoint(tables[1].pages)
-    cache.check(tables)
-    cache.release(tables.pop(first_out), tokens, 10)
-    cache.check(tables)
-    cache.release(tables.pop(), tokens, 10)
-    cache.check([])
-    assert (len(cache._free), len(cache._cached)) == (17, 2)
-
-
-def test_page_zero_is_never_handed_out() -> None:
-    cache = PageCache(6, 4)
-    table = PageTable("", 0)
-    assert cache.extend(table, 20)
-    assert sorted(table.pages) == [1, 2, 3, 4, 5]
-    assert not cache.extend(table, 21)
 
 
 @pytest.mark.parametrize(("num_pages", "page_size", "field"), [(1, 16, "num_pages"), (2, 0, "page_size")])
@@ -200,17 +160,7 @@ def computed_with_states(cache: PageCache, tokens: list[int]) -> PageTable:
     return table
 
 
-@pytest.mark.parametrize(
-    ("reason", "num_entries", "num_shared", "num_hit"),
-    [
-        ("no_snapshot", 6, 12, 0),
-        ("grid", 6, 20, 16),
-        ("given_up", 6, 20, 0),
-        ("no_entry", 2, 24, 0),
-        (None, 6, 16, 16),
-        (None, 6, 2, 0),
-    ],
-)
+@each_case()
 def test_a_shorter_hit_has_a_reason(reason: str | None, num_entries: int, num_shared: int, num_hit: int) -> None:
     """Hits on a text of 23 tokens with a state after 16 of them, or of 28 with one after 24."""
     states = StatePages(1 + num_entries, 4, 8)

@@ -39,6 +39,7 @@ from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.serve.fake_server import wait_until
 from slipstream.tests.sources import ROOT, TINY
+from slipstream.tests.tables import each_case
 
 DRAFT = ROOT / "tests" / "assets" / "eagle3"
 
@@ -142,18 +143,7 @@ def test_two_servers_do_not_learn_into_one_folder(tmp_path: Path, capfd: pytest.
     assert {path.name for path in tmp_path.iterdir()} == {"learnt", "link"}
 
 
-@pytest.mark.parametrize(
-    ("device", "engine_device", "tp", "shared"),
-    [
-        ("cuda", "cuda", 1, True),
-        ("cuda:0", "cuda", 1, True),
-        ("cuda:1", "cuda", 1, False),
-        ("cuda:1", "cuda", 2, True),
-        ("cuda:0", "cpu", 1, False),
-        ("cpu", "cuda", 1, False),
-        ("cpu", "cpu", 1, False),
-    ],
-)
+@each_case()
 def test_a_gpu_of_the_engine_is_known(device: str, engine_device: str, tp: int, shared: bool) -> None:
     plan: Any = SimpleNamespace(device=SimpleNamespace(type=engine_device), config=SimpleNamespace(tp=tp))
     assert learning.is_shared(device, plan) == shared

@@ -27,6 +27,7 @@ from slipstream.tests.random_drafts import load_float64
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.serve.engine_runs import (
     build_engine,
+    bytes_of,
     caches_of,
     check_prefix_hits,
     make_request,
@@ -39,7 +40,6 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.serve.played_graphs import build_played
-from slipstream.tests.serve.test_mtp import bytes_of
 
 DRAFTED: dict[str, dict[str, int]] = {
     "one": {"depth": 1},

@@ -42,6 +42,7 @@ from slipstream.tests.serve.test_replay import DRAFTERS as REPLAYED
 from slipstream.tests.serve.test_replay import SIZES as MOST_SIZES
 from slipstream.tests.serve.test_replay import requests_of_all_kinds
 from slipstream.tests.sources import HYBRID, TINY
+from slipstream.tests.tables import each_case
 
 CPU = torch.device("cpu")
 GPU = pytest.mark.gpu
@@ -470,17 +471,7 @@ def test_exact_check_compares_numbers_of_ranks(target: Path, capsys: pytest.Capt
     assert [sum(f"tp {tp} " in row for row in rows) for tp in (1, 2)] == [4, 4]
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("qwen3", {"tp": 3}, "num_attention_heads is 4, and 3 ranks do not divide it"),
-        ("olmo2", {"tp": 2}, "projection_norm"),
-        ("qwen3", {"tp": 2, "draft": "eagle3", "drafter": {"token_map_dynamic": 8}}, "dynamic"),
-        ("qwen3", {"tp": 0}, "tp is 0; give at least 1"),
-        ("qwen3", {"tp": 2, "ep": True}, "the target has no experts"),
-        ("qwen2-moe", {"ep": True}, "tp is 1, and one device has all experts"),
-    ],
-)
+@each_case()
 def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(
     family: str, options: dict[str, Any], message: str, make_target: MakeTarget, tmp_path: Path
 ) -> None:
