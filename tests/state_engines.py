@@ -9,6 +9,7 @@ from queue import SimpleQueue
 import torch
 
 from slipstream.models.files.checkpoint import weights_fingerprint
+from slipstream.models.files.state_store import StateStore
 from slipstream.models.states.address import Address
 from slipstream.models.states.shared import Slot
 from slipstream.models.targets.decoder import load_config, load_target
@@ -54,3 +55,17 @@ def lend(pipe: Connection, sizes: Sequence[int]) -> None:
         pipe.recv()
     pipe.recv()  # the views are closed
     slot.close()
+
+
+def assert_same_states(store: StateStore, expected: StateStore, tolerance: float) -> None:
+    """Every document's, in the same shards."""
+    assert store.index.shards == expected.index.shards
+    for number, span in enumerate(expected.index.shards):
+        for slot in range(span.count):
+            reference = expected.read(number, slot)
+            for name, tensor in store.read(number, slot).items():
+                other = reference[name]
+                if tensor.is_floating_point():
+                    torch.testing.assert_close(tensor.float(), other.float(), rtol=tolerance, atol=1e-4)
+                else:
+                    assert torch.equal(tensor, other)

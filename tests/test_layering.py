@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import os
 import subprocess
 import sys
 from functools import cache
@@ -41,6 +42,7 @@ ROOMS = {
 # Rooms of serve/ that nothing else of the package imports, but for programs that name them (cli.py).
 APART = ("serve.fleet",)
 TRACKERS = ("wandb", "tensorboard")
+POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # of threads that wait
 HTTP = ("starlette", "uvicorn", "httpx")
 # Modules of the engine that plan without torch.
 HOST_SIDE = (
@@ -204,14 +206,19 @@ def test_light_modules_stay_light(modules: tuple[str, ...]) -> None:
 
 def test_an_engine_starts_without_transformers_and_torchs_compiler() -> None:
     """Each takes seconds to import. The bundled target's files say all that an engine needs of it. Not even `LLM`
-    needs HTTP or trackers."""
-    lines = ["import sys", "from slipstream.serve.engine.build import build_engine"]
+    needs HTTP or trackers. OpenMP itself shows the settings that it read when torch was loaded (runtime.py)."""
+    lines = ["import slipstream.runtime, sys", "from slipstream.serve.engine.build import build_engine"]
     lines += ["from slipstream.serve.options import EngineConfig"]
     lines += [f"build_engine(EngineConfig(target={str(ROOT / 'assets' / 'tiny-target')!r}))"]
     lines += ["loaded = sys.modules.keys() & {'transformers', 'torch._dynamo', 'sympy'}", "assert not loaded, loaded"]
     lines += ["import slipstream.serve.llm", f"loaded = sys.modules.keys() & {set(HTTP + TRACKERS)}"]
     lines += ["assert not loaded, loaded"]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd="/")
+    environment = {name: value for name, value in os.environ.items() if name not in POLICIES}
+    environment["OMP_DISPLAY_ENV"] = "VERBOSE"
+    command = [sys.executable, "-c", "\n".join(lines)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert "GOMP_SPINCOUNT = '1000'" in ended.stderr
 
 
 def test_trackers_are_imported_where_they_are_used() -> None:

@@ -3,7 +3,6 @@
 import ast
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -66,20 +65,6 @@ def test_a_long_stage_is_named_before_it_ends(
     announcements = ["loading the weights ..."] if is_long else []
     assert caplog.messages[:-1] == announcements
     assert caplog.messages[-1].startswith("loading the weights: 0.")
-
-
-def test_openmp_takes_it() -> None:
-    """OpenMP itself shows the settings that it read when torch loaded it."""
-    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
-    settings = subprocess.run(
-        [sys.executable, "-c", "import slipstream.runtime, torch"],
-        cwd=ROOT,
-        env=environment | {"OMP_DISPLAY_ENV": "VERBOSE"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stderr
-    assert "GOMP_SPINCOUNT = '1000'" in settings
 
 
 def test_every_program_sets_it_before_it_imports_torch() -> None:

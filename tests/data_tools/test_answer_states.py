@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import Qwen3Config
 
 from slipstream.data_tools import prepare, state_shards
@@ -14,6 +13,7 @@ from slipstream.models.files.state_store import StateStore, shard_path
 from slipstream.tests.data_tools.chats import CHATML, build_tokenizer
 from slipstream.tests.data_tools.fake_answers import ROWS, error, run
 from slipstream.tests.random_targets import SHAPE, save_random_target
+from slipstream.tests.state_engines import assert_same_states
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +30,6 @@ def captured(target: Path, tmp_path: Path, name: str, *words: object) -> StateSt
     options = [f"--target={target}", f"--data={tmp_path / 'data'}", f"--output={tmp_path / name}", "--yes"]
     capture([*options, "--shard-gb=5e-5", *map(str, words)])
     return StateStore(tmp_path / name)
-
-
-def assert_same_states(store: StateStore, expected: StateStore, tolerance: float) -> None:
-    assert store.index.shards == expected.index.shards
-    for number, span in enumerate(expected.index.shards):
-        for slot in range(span.count):
-            reference = expected.read(number, slot)
-            for name, tensor in store.read(number, slot).items():
-                other = reference[name]
-                if tensor.is_floating_point():
-                    torch.testing.assert_close(tensor.float(), other.float(), rtol=tolerance, atol=1e-4)
-                else:
-                    assert torch.equal(tensor, other)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("fp8", 2**-3)])

@@ -61,7 +61,7 @@ from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.families import NOT_SERVED, TEXT_PARTS, UNSERVED
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
-from slipstream.tests.pairwise import grouped
+from slipstream.tests.pairwise import grouped, rotating
 from slipstream.tests.random_targets import (
     CAPPED,
     FAMILIES,
@@ -255,9 +255,9 @@ def hub_name(name: str, wrapper: str) -> str:
 
 
 @grouped("name")
-@pytest.mark.parametrize("layout", ["transformers", "modules", "hub"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(
+    ("name", "tied", "layout"), rotating(WRAPPERS, [False, True], ["transformers", "modules", "hub"])
+)
 def test_the_text_part_of_a_wrapper_equals_transformers(name: str, tied: bool, layout: str, tmp_path: Path) -> None:
     kind, text, vision = copy.deepcopy(WRAPPERS[name])
     text.initializer_range = 0.1

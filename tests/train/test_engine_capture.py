@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from slipstream.data_tools.capture_states import main
 from slipstream.models.files.state_store import StateStore
 from slipstream.models.states.address import Address
-from slipstream.tests.state_engines import StateEngine
+from slipstream.tests.state_engines import StateEngine, assert_same_states
 
 
 def options(target: Path, data: Path, output: Path, *words: str) -> list[str]:
@@ -28,15 +27,7 @@ def test_a_capture_from_an_engine(target_path: Path, data_path: Path, tmp_path: 
     remote = StateStore(tmp_path / "remote")
     tolerance = {"fp32": 1e-5, "bf16": 2**-7, "fp8": 2**-3}[dtype]
     assert local.index.to_json() | {"command": ""} == remote.index.to_json() | {"command": ""}
-    for number, span in enumerate(local.index.shards):
-        for slot in range(span.count):
-            expected = local.read(number, slot)
-            for name, tensor in remote.read(number, slot).items():
-                other = expected[name]
-                if tensor.is_floating_point():
-                    torch.testing.assert_close(tensor.float(), other.float(), rtol=tolerance, atol=1e-4)
-                else:
-                    assert torch.equal(tensor, other)
+    assert_same_states(remote, local, tolerance)
 
 
 def test_another_target_is_refused(

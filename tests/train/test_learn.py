@@ -399,6 +399,7 @@ def test_a_trainer_rests_after_each_piece_of_work(
 def test_memory_is_taken_without_a_trace(draft: str, tmp_path: Path) -> None:
     """The step is as long as any, and the trainer is as it was."""
     trainer = make_trainer(draft, tmp_path)
+    set_length(trainer, 256)
     first = trainer.weights()
     passes = []
     trainer.training.register_forward_hook(lambda module, batch, _: passes.append((module.training, batch[0])))
