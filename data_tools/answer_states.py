@@ -22,7 +22,6 @@ from slipstream.models.files.state_store import (
     INDEX,
     ShardRange,
     ShardTensors,
-    StateFormat,
     StateIndex,
     checksum,
     encode,
@@ -76,7 +75,9 @@ class AnswerStates:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        return engine_layers(self.form)
+        """The states that an engine keeps for the format."""
+        form = self.form
+        return (*form.layers, form.num_layers) if form.last_hidden else form.layers
 
     def note(self, identity: str, tokens: list[int], states: Tensor) -> None:
         """Keeps the states (S - 1, K, Ht) of a dialogue's text so far."""
@@ -125,11 +126,6 @@ class AnswerStates:
         if self.form.last_hidden:
             rows = document.supervised.nonzero().squeeze(1)
             keep(place, "last_hidden", turn.values[rows, layers], None if scales is None else scales[rows, layers])
-
-
-def engine_layers(form: StateFormat) -> tuple[int, ...]:
-    """The states that an engine keeps for a format."""
-    return (*form.layers, form.num_layers) if form.last_hidden else form.layers
 
 
 class AnswersCapturer(Capturer):

@@ -5,7 +5,6 @@ with the source by hard links where the disk allows it; in copies of the others 
 neither order nor shape of a tensor changes. A target without the head gets it in a file of its own.
 """
 
-import json
 import os
 import re
 import shutil
@@ -16,17 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.data_tools.options import show_table
 from slipstream.data_tools.verb_options import ConvertConfig
 from slipstream.models.drafts.base import EMBEDDING, HEAD, DraftFiles, build_draft
 from slipstream.models.drafts.mtp import MTP, MTPConfig, drop_later_copies, file_keys, is_later_copy
-from slipstream.models.files.atomic import atomic_folder
+from slipstream.models.files.atomic import atomic_folder, put_json
 from slipstream.models.files.checkpoint import (
     INDEX,
-    disk_errors,
     read_draft_tensors,
     read_header,
     read_json,
@@ -34,6 +31,7 @@ from slipstream.models.files.checkpoint import (
     weight_files,
     weights_fingerprint,
     write_checkpoint,
+    write_tensors,
 )
 from slipstream.models.files.outputs import CHECKPOINT, FolderKind
 from slipstream.models.layers.formats.base import Tensors
@@ -111,7 +109,7 @@ def stitch(config: ConvertConfig, draft: Path, source: Source) -> None:
             add_file(tensors, places, source, folder)
         copy_small_files(source, folder)
         run = {"argv": sys.argv, "converted": config.input, "target": source.name}
-        (folder / "run.json").write_text(json.dumps(run, indent=2) + "\n")
+        put_json(folder / "run.json", run)
     print(f"{config.output}: the target {source.name} with the MTP head of {config.input}")
     show_table({"tensors": f"{len(replaced)} of {len(places.keys() | replaced.keys())} are the head's"})
     if module.config.draft_vocab_size is not None:
@@ -187,13 +185,11 @@ def add_file(tensors: Tensors, places: Mapping[str, Place], source: Source, fold
     for file in weight_files(source.path):
         names[file] = "model-target.safetensors" if file.name == SINGLE_FILE else file.name
         link(file, folder / names[file])
-    with disk_errors(folder):
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / HEAD_FILE, {"format": "pt"})
-    (folder / HEAD_FILE).chmod(0o644)
+    write_tensors(folder / HEAD_FILE, tensors, {"format": "pt"})
     files_of = {key: names[place.file] for key, place in places.items()} | dict.fromkeys(tensors, HEAD_FILE)
     total = sum((folder / name).stat().st_size for name in {*names.values(), HEAD_FILE})
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files_of.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    put_json(folder / INDEX, index)
 
 
 def copy_small_files(source: Source, folder: Path) -> None:
@@ -206,7 +202,7 @@ def copy_small_files(source: Source, folder: Path) -> None:
     count = MTP_FORMS[source.config.architecture].count
     if not text.get(count):
         text[count] = 1
-        (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+        put_json(folder / "config.json", values)
 
 
 def link(file: Path, name: Path) -> None:

@@ -7,7 +7,6 @@ string, null in rows without one. The folder appears whole or not at all, and re
 """
 
 import hashlib
-import json
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 import pyarrow
 from datasets import Dataset, DatasetDict
 
-from slipstream.models.files.atomic import atomic_folder
+from slipstream.models.files.atomic import atomic_folder, put_json
 from slipstream.models.files.checkpoint import Values, read_json
 from slipstream.models.files.outputs import DATASET
 
@@ -160,7 +159,7 @@ def write_dataset(
         num_shards = {name: None if size else 1 for name, size in sizes.items()}
         dataset.save_to_disk(folder, num_shards=num_shards)
         rows_path.unlink()
-        (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+        put_json(folder / REPORT, report)
     return report
 
 

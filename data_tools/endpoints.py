@@ -203,16 +203,13 @@ class EndpointAnswers(Answers):
             if room < 1:
                 raise RowDropped("prompt_too_long", f"{len(prompt.token_ids)} tokens of {self.context}")
         body = self._body(prompt, self.params_of(identity, room))
-        try:
-            return self._read(prompt, await self._send(client, body, worker))
-        except OverContextError as error:
-            if self.chat is not None:
-                raise RowDropped("prompt_too_long", str(error)) from error
-        del body["max_tokens"]  # too many; without a limit the endpoint uses the room it has
-        try:
-            return self._read(prompt, await self._send(client, body, worker))
-        except OverContextError as error:
-            raise RowDropped("prompt_too_long", str(error)) from error
+        while True:
+            try:
+                return self._read(prompt, await self._send(client, body, worker))
+            except OverContextError as error:
+                if self.chat is not None or "max_tokens" not in body:
+                    raise RowDropped("prompt_too_long", str(error)) from error
+            del body["max_tokens"]  # too many; without a limit the endpoint uses the room it has
 
     async def _send(self, client: aiohttp.ClientSession, body: Values, worker: int) -> Reply:
         """Retries go to the next endpoint."""

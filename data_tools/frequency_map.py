@@ -31,13 +31,13 @@ from slipstream.data_tools.dataset import is_prepared, read_report
 from slipstream.data_tools.options import counted
 from slipstream.data_tools.prepare import Tally
 from slipstream.data_tools.rows import check_data, read_rows
-from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
+from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.data_tools.token_coverage import (
     coverage_table,
     is_coverage_plot,
     plot_coverage,
 )
-from slipstream.data_tools.tokenization import AnswerTokenizer, Outcome, RowTokenizer, tokenize_rows
+from slipstream.data_tools.tokenization import AnswerTokenizer, RowTokenizer, tokenize_rows
 from slipstream.data_tools.verb_options import FrequencyMapConfig
 from slipstream.models.drafts.token_map import TokenMap, is_listed, is_token_map
 from slipstream.models.files.outputs import check_output_file
@@ -96,13 +96,13 @@ def count(config: FrequencyMapConfig) -> Counted:
     if config.merge:
         return combine([from_map(Path(path)) for path in config.merge])
     if config.from_responses:
-        return count_responses(config)
+        return count_rows(config, AnswerTokenizer)
     prepared = [is_prepared(Path(path)) for path in config.data]
     if not any(prepared):
         if not config.target:
             raise ValueError(f"{config.data[0]} is not a prepared dataset; add --target to count conversations")
         check_data(config)
-        return count_conversations(config)
+        return count_rows(config, RowTokenizer)
     if not all(prepared):
         raise ValueError("data mixes prepared datasets and conversations; count them separately and --merge the maps")
     return combine([count_dataset(Path(path), config) for path in config.data])
@@ -192,21 +192,12 @@ def count_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.bincount(ids, minlength=vocab_size)
 
 
-def count_conversations(config: FrequencyMapConfig) -> Counted:
-    """Counts the supervised tokens of raw conversations, masked as `slipstream prepare` masks them."""
+def count_rows(config: FrequencyMapConfig, kind: type[RowTokenizer]) -> Counted:
+    """Counts the supervised tokens of raw conversations, masked as `slipstream prepare` masks them, or the tokens of
+    served answers, and prints the number of rows. Raises ValueError if none was kept."""
     target = load_target_tokenizer(config)
-    return count_outcomes(tokenize_rows(read_rows(config), RowTokenizer(target, config)), target)
-
-
-def count_responses(config: FrequencyMapConfig) -> Counted:
-    """Counts the tokens of served answers."""
-    target = load_target_tokenizer(config)
-    rows = read_rows(replace(config, data=config.from_responses, from_responses=()))
-    return count_outcomes(tokenize_rows(rows, AnswerTokenizer(target, config)), target)
-
-
-def count_outcomes(outcomes: Iterable[Outcome], target: TargetTokenizer) -> Counted:
-    """Counts the supervised tokens of rows and prints the number of rows. Raises ValueError if none was kept."""
+    rows = read_rows(replace(config, data=config.from_responses or config.data, from_responses=()))
+    outcomes = tokenize_rows(rows, kind(target, config))
     counts = np.zeros(target.vocab_size, np.int64)
     digest = hashlib.sha256()
     tally = Tally()

@@ -250,16 +250,16 @@ def answer_all(config: RegenerateConfig, source: Source, dialogues: Iterator[Dia
     llm.engine.on_states = lambda sequence, read: states.note(
         sequence.request.id, sequence.tokens, read(len(sequence.tokens))
     )
-    shared["on_result"] = lambda result: end_row(result, states, progress)
+
+    def end(result: Result) -> None:
+        states.end(result.id, result.row)
+        progress.write(result)
+
+    shared["on_result"] = end
     try:
         EngineAnswers(**shared, llm=llm).run(dialogues)
     finally:
         states.write()
-
-
-def end_row(result: Result, states: AnswerStates, progress: Progress) -> None:
-    states.end(result.id, result.row)
-    progress.write(result)
 
 
 def open_states(config: RegenerateConfig, source: Source) -> AnswerStates:

@@ -7,7 +7,7 @@ that windows.py describes. An epoch has a folder's rows as often as its weight s
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +279,12 @@ def possible_roots(batch: Batch) -> Tensor:
     supervised = batch.supervised.flatten()
     documents = batch.documents.flatten()
     return (supervised[:-1] & supervised[1:] & (documents[:-1] == documents[1:])).nonzero().squeeze(1)
+
+
+def moved(columns: Any, device: torch.device) -> Any:
+    """A dataclass with its tensors on `device`."""
+    values = {field.name: getattr(columns, field.name) for field in fields(columns)}
+    return replace(columns, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)})
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ keys, Q/G query and KV heads, D head dim, W window.
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -64,9 +64,6 @@ class Blocks:
     def rows_before(self) -> Tensor:
         """(N, K) int64 rows of the tokens before the labels; whatever is in reach where one does not count."""
         return self.anchors.unsqueeze(1) + torch.arange(self.num_proposals, device=self.anchors.device)
-
-    def to(self, device: torch.device) -> "Blocks":
-        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def parts(self, count: int) -> Iterator["Blocks"]:
         """The same blocks, `count` at a time."""

@@ -29,6 +29,7 @@ from slipstream.models.files.atomic import (
     InUseError,
     atomic_folder,
     check_staging,
+    put_json,
     recover,
     remove_folder,
     staged_name,
@@ -241,7 +242,7 @@ class Checkpoints:
             if with_state and self.accelerator.is_main_process:
                 form = state_form(self.accelerator)
                 values = {"progress": asdict(progress), "identity": self.identity, "form": form}
-                (folder / "state" / "progress.json").write_text(json.dumps(values, indent=2) + "\n")
+                put_json(folder / "state" / "progress.json", values)
             self.accelerator.wait_for_everyone()
         self.accelerator.wait_for_everyone()
 

@@ -30,7 +30,7 @@ from slipstream.models.drafts.heads.table import heads_of
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import count_accepted
-from slipstream.train.batches import Batch, possible_roots
+from slipstream.train.batches import Batch, moved, possible_roots
 from slipstream.train.block_slots import Networks, Read, Slots
 from slipstream.train.blocks import (
     Blocks,
@@ -166,7 +166,7 @@ class DFlashTraining(DraftTraining):
         whole_blocks = is_known.all(dim=1).nonzero().squeeze(1)
         columns = labels, previous, taught_by, places, is_known, stands_for, whole_blocks
         labels, previous, taught_by, places, is_known, stands_for, whole_blocks = (x.to(self.device) for x in columns)
-        blocks = blocks.to(self.device)
+        blocks = moved(blocks, self.device)
         read = self.read(batch)
         hidden = self.states(blocks, read)[:, config.first_slot :]
         return Slots(
@@ -251,7 +251,7 @@ class DFlashTraining(DraftTraining):
         share = NOISE_COST if self.temperature else 1
         blocks_at_once = min(EVALUATED_AT_ONCE, max(1, rows_at_once(self.head.rows) // self.depth // share))
         for blocks in find_blocks(batch, anchors, self.depth + first, first_slot=first).parts(blocks_at_once):
-            blocks = blocks.to(self.device)
+            blocks = moved(blocks, self.device)
             hidden = self.states(blocks, read)[:, first:]
             noise = self.noise(batch, blocks, read)
             if self.draft.joining is not None:

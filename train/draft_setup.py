@@ -19,7 +19,7 @@ from slipstream.train.engine_states import Engines
 from slipstream.train.loop import dtype_of_weights, fit, start
 from slipstream.train.mixture import Mixture
 from slipstream.train.optim import Schedule
-from slipstream.train.plan import plan, scarcity_lines
+from slipstream.train.plan import plan, scarcity_lines, size_of
 from slipstream.train.row_ranks import RowGroup
 from slipstream.train.samples import SampleAnswers
 from slipstream.train.speed import StepTimes
@@ -152,8 +152,8 @@ def check_output(options: DraftRunOptions) -> None:
         "target": (options.target,),
         "data.path": tuple(data.folders),
         "data.aux_states": data.captures,
+        "init_from": (options.init_from,),
     }
-    inputs["init_from"] = (options.init_from,)
     check_working_folder(options.output, inputs)
     check_run_folder(Path(options.output))
 
@@ -165,9 +165,8 @@ def vocabulary_hash(target_ids: Tensor | None) -> str | None:
 
 def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: PackedRows, draft: nn.Module) -> None:
     config: Any = draft.config
-    size = sum(parameter.numel() for parameter in draft.parameters())
     accelerator.print(
-        f"draft: {size / 1e6:.1f}M parameters, vocabulary {config.draft_vocab_size or config.vocab_size} of "
+        f"draft: {size_of(draft) / 1e6:.1f}M parameters, vocabulary {config.draft_vocab_size or config.vocab_size} of "
         f"{config.vocab_size}, target states {list(config.aux_layers)}"
     )
     for name, rows in (("train", train_rows), ("heldout", heldout_rows)):

@@ -14,7 +14,7 @@ from slipstream.kernels.cross_entropy import label_cross_entropy, soft_cross_ent
 from slipstream.kernels.loss_kinds import Kind
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.targets.frozen import FrozenTarget
-from slipstream.train.text_noise import RowValues, best_with_noise
+from slipstream.train.text_noise import RowValues, best_with_noise, slices
 
 LOGITS_AT_ONCE = 2**28  # 512 MiB in bf16
 GATHERED_AT_ONCE = 2**27  # numbers of the head's rows that candidates gather: 256 MiB in bf16
@@ -236,8 +236,7 @@ def gathered_logits(states: Tensor, head: Tensor, candidates: Tensor) -> Tensor:
 
 
 def gathered_parts(candidates: Tensor, head: Tensor) -> list[slice]:
-    size = max(1, GATHERED_AT_ONCE // (candidates.shape[1] * head.shape[1]))
-    return [slice(start, start + size) for start in range(0, len(candidates), size)]
+    return slices(len(candidates), GATHERED_AT_ONCE // (candidates.shape[1] * head.shape[1]))
 
 
 def distillation_loss(
@@ -272,8 +271,7 @@ def best_rows(states: Tensor, head: Tensor) -> Tensor:
 
 def parts(num_rows: int, head: Tensor) -> list[slice]:
     """The rows, as many at a time as have LOGITS_AT_ONCE logits."""
-    size = rows_at_once(head)
-    return [slice(start, start + size) for start in range(0, num_rows, size)]
+    return slices(num_rows, rows_at_once(head))
 
 
 def rows_at_once(head: Tensor) -> int:

@@ -35,7 +35,12 @@ def noise_behind(tokens: Tensor, logits: Tensor, keys: Tensor, positions: Tensor
 
 def best_with_noise(num_rows: int, size: int, logits: RowValues, noise: RowValues) -> Tensor:
     """Argmax (num_rows,) of logits plus noise, for a NOISE_COSTth of `size` rows at a time."""
-    size = max(1, size // NOISE_COST)
-    parts = [slice(start, start + size) for start in range(0, num_rows, size)]
+    parts = slices(num_rows, size // NOISE_COST)
     best = [(logits(part).float() + noise(part)).argmax(dim=-1) for part in parts]
     return torch.cat(best) if best else torch.empty(0, dtype=torch.int64)
+
+
+def slices(count: int, size: int) -> list[slice]:
+    """All of so many rows, `size` at a time, or one."""
+    size = max(1, size)
+    return [slice(start, start + size) for start in range(0, count, size)]

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -126,11 +127,6 @@ def dataset_of(texts: list[ServedText]) -> Dataset:
     return Dataset.from_dict({"input_ids": [text.tokens for text in texts], "loss_mask": masks})
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryIndex:
-    form: StateFormat
-
-
 class MemoryStates:
     """The states of texts, as models/files/state_store.StateStore has them on disk: one shard."""
 
@@ -142,7 +138,7 @@ class MemoryStates:
         form = StateFormat(
             layers=layers, num_layers=num_layers, hidden_size=states.shape[-1], dtype=dtype, last_hidden=False
         )
-        self.index = MemoryIndex(form)
+        self.index = SimpleNamespace(form=form)
 
     def find(self, _: str, document: int) -> tuple[int, int]:
         return 0, document

@@ -18,7 +18,7 @@ D head dim.
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from slipstream.kernels.norm import norm_heads
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted, walk_answers, walk_metrics
-from slipstream.train.batches import Batch, possible_roots
+from slipstream.train.batches import Batch, moved, possible_roots
 from slipstream.train.losses import TargetHead, distillation_loss
 from slipstream.train.row_ranks import Gathering, RowGroup
 from slipstream.train.state_source import target_states
@@ -61,11 +61,6 @@ class Rows:
         """x (N, ...) -> (M, ...)."""
         return x if self.taught is None else x[self.taught]
 
-    def to(self, device: torch.device) -> "Rows":
-        columns = (getattr(self, field.name) for field in fields(self))
-        moved: list[Any] = [x.to(device) if isinstance(x, Tensor) else x for x in columns]
-        return Rows(*moved)
-
 
 def find_rows(batch: Batch, num_steps: int, *, all_run: bool = False, group: RowGroup | None = None) -> Rows:
     """`batch` on the host. It must hold at least one asking row, as every batch of PackedRows does. all_run: context
@@ -73,12 +68,10 @@ def find_rows(batch: Batch, num_steps: int, *, all_run: bool = False, group: Row
     part."""
     documents = batch.documents.flatten()  # (B * S,)
     asking = possible_roots(batch) - 1  # a document's first token is never supervised
-    names, num_asking = documents[asking].unique_consecutive(return_counts=True)
     last_asking = torch.full((int(documents.max()) + 2,), -1)  # by document; the extra entry is padding's, number -1
-    last_asking[names] = asking[num_asking.cumsum(0) - 1]
+    last_asking.scatter_reduce_(0, documents[asking], asking, "amax")
     is_key = torch.arange(len(documents)) <= last_asking[documents]
     keys = is_key.nonzero().squeeze(1)
-    num_keys = documents[keys].unique_consecutive(return_counts=True)[1]
     counts = counting_rows(asking, num_steps)
     weights = None
     if batch.weights is not None:
@@ -88,23 +81,28 @@ def find_rows(batch: Batch, num_steps: int, *, all_run: bool = False, group: Row
     if all_run:
         taught = torch.searchsorted(keys, asking)
         asking = keys
-        num_asking = num_keys
     context = is_key.index_fill(0, asking, False).nonzero().squeeze(1)
+    order = torch.cat((context, asking)).argsort()
+    rows = rows_of(batch, asking, context, keys, keys=order, counts=counts, weights=weights, taught=taught)
+    return rows if group is None else part_of_rows(batch, rows, group)
+
+
+def rows_of(batch: Batch, asking: Tensor, context: Tensor, key_rows: Tensor, **fields: Any) -> Rows:
+    """`key_rows` (K,): the keys' rows of the batch, ascending. `fields`: those that do not follow from these."""
+    documents = batch.documents.flatten()
     positions = batch.positions.flatten()
-    rows = Rows(
+    sizes = (documents[rows].unique_consecutive(return_counts=True)[1].tolist() for rows in (asking, key_rows))
+    num_asking, num_keys = sizes
+    return Rows(
         asking=asking,
         context=context,
-        counts=counts,
-        keys=torch.cat((context, asking)).argsort(),
         asking_positions=positions[asking],
         context_positions=positions[context],
-        num_asking=num_asking.tolist(),
-        num_keys=num_keys.tolist(),
-        runs=find_runs(asking, keys, asking - positions[asking]),
-        weights=weights,
-        taught=taught,
+        num_asking=num_asking,
+        num_keys=num_keys,
+        runs=find_runs(asking, key_rows, asking - positions[asking]),
+        **fields,
     )
-    return rows if group is None else part_of_rows(batch, rows, group)
 
 
 def part_of_rows(batch: Batch, batch_rows: Rows, group: RowGroup) -> Rows:
@@ -112,7 +110,6 @@ def part_of_rows(batch: Batch, batch_rows: Rows, group: RowGroup) -> Rows:
     asking = batch_rows.asking
     counts = batch_rows.counts
     documents = batch.documents.flatten()
-    positions = batch.positions.flatten()
     num_steps, num_taught = counts.shape
     places = torch.arange(len(asking)) if batch_rows.taught is None else batch_rows.taught  # of rows that are taught
     parts = group.parts(num_taught)
@@ -128,24 +125,18 @@ def part_of_rows(batch: Batch, batch_rows: Rows, group: RowGroup) -> Rows:
     first = min(part.start, num_taught - 1)
     stop = max(min(part.stop + num_steps, num_taught), first + 1)  # with the halo, and one row at least
     local = asking[begin : max(begin + num_own, int(places[stop - 1]) + 1)]
-    names, num_asking = documents[local].unique_consecutive(return_counts=True)
     rows_of_all = torch.cat(key_rows)
     order = rows_of_all.argsort()
-    order = order[torch.isin(documents[rows_of_all[order]], names)]
-    keys = rows_of_all[order]
+    order = order[torch.isin(documents[rows_of_all[order]], documents[local])]
     local_counts = counts[:, first:stop].clone()
     local_counts[:, len(part) :] = False
-    context = contexts[group.index]
-    return Rows(
-        asking=local,
-        context=context,
+    return rows_of(
+        batch,
+        local,
+        contexts[group.index],
+        rows_of_all[order],
         counts=local_counts,
         keys=order,
-        asking_positions=positions[local],
-        context_positions=positions[context],
-        num_asking=num_asking.tolist(),
-        num_keys=documents[keys].unique_consecutive(return_counts=True)[1].tolist(),
-        runs=find_runs(local, keys, local - positions[local]),
         weights=None if batch_rows.weights is None else batch_rows.weights[:, first:stop],
         taught=None if batch_rows.taught is None else batch_rows.taught[first:stop] - begin,
         gathering=Gathering(group, [len(rows) for rows in key_rows], num_own),
@@ -372,7 +363,7 @@ class ChainTraining(DraftTraining):
         """Rows, and flattened over the batch: tokens (B * S,), aux states (B * S, K * Ht), final states (B * S, Ht)."""
         all_run = len(self.draft.config.layers) > 1
         group = self.row_group if self.training else None
-        rows = find_rows(batch, num_steps, all_run=all_run, group=group).to(self.device)
+        rows = moved(find_rows(batch, num_steps, all_run=all_run, group=group), self.device)
         aux_states, final = target_states(self.target, batch, self.device)
         return rows, batch.tokens.to(self.device).flatten(), aux_states.flatten(0, 1), final.flatten(0, 1)
 

@@ -8,7 +8,6 @@ The weight of MODULE, a linear layer as the draft's files name it, becomes W + l
 the draft's config.json, too: they can be named in its place, and the weights are merged as they are read.
 """
 
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,14 +21,15 @@ from torch import Tensor, nn
 
 from slipstream.kernels.gemm.low_rank import LowRankChange, LowRankFactors, RowAdapters
 from slipstream.models.drafts.heads.base import Head as BlockHead
+from slipstream.models.files.atomic import put_json
 from slipstream.models.files.checkpoint import (
     Values,
-    disk_errors,
     read_json,
     read_tensors,
     resolve,
     weight_files,
     weights_fingerprint,
+    write_tensors,
 )
 from slipstream.models.files.weights import Place, places_of, public_tensors
 from slipstream.models.layers.linear import Head, Linear, remake_derived
@@ -194,8 +194,6 @@ def write_adapter(
 ) -> None:
     """Writes factors without their scale, ALPHA, into an existing folder; `config`: the draft's config.json,
     `fingerprint`: of its weights."""
-    from safetensors.torch import save_file
-
     rank = len(next(iter(factors.values())).a)
     values = {
         "peft_type": "LORA",
@@ -208,15 +206,13 @@ def write_adapter(
         "inference_mode": True,
     }
     tensors = {
-        f"{PREFIX}{name}.lora_{letter}.weight": tensor.detach().cpu().contiguous()
+        f"{PREFIX}{name}.lora_{letter}.weight": tensor
         for name, pair in factors.items()
         for letter, tensor in zip("AB", pair, strict=True)
     }
-    with disk_errors(folder):
-        save_file(tensors, folder / WEIGHTS, {"format": "pt", FINGERPRINT: fingerprint})
-    (folder / WEIGHTS).chmod(0o644)
+    write_tensors(folder / WEIGHTS, tensors, {"format": "pt", FINGERPRINT: fingerprint})
     for name, content in ((CONFIG, values), ("config.json", config), ("run.json", run)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        put_json(folder / name, content)
 
 
 def layers_to_adapt(network: nn.Module) -> Iterator[tuple[str, Linear]]:

@@ -84,7 +84,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 def write_json(path: Path, values: object, indent: int = 2) -> None:
     with atomic_file(path) as temporary:
-        temporary.write_text(json.dumps(values, indent=indent) + "\n")
+        put_json(temporary, values, indent)
+
+
+def put_json(path: Path, values: object, indent: int = 2) -> None:
+    """Writes a file of a folder that appears whole."""
+    path.write_text(json.dumps(values, indent=indent) + "\n")
 
 
 def remove_folder(path: Path) -> None:

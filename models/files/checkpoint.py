@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from slipstream.models.chat.quotes import json_type
+from slipstream.models.files.atomic import put_json
 from slipstream.models.files.names import may_be_hub_id
 
 if TYPE_CHECKING:
@@ -235,14 +236,18 @@ def write_checkpoint(
     path: Path, config: Mapping[str, Any], tensors: Mapping[str, "Tensor"], run: Mapping[str, Any]
 ) -> None:
     """Writes config.json, model.safetensors and run.json (provenance) into the existing folder `path`."""
+    write_tensors(path / "model.safetensors", tensors)
+    put_json(path / "config.json", config)
+    put_json(path / "run.json", run)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, "Tensor"], metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file."""
     from safetensors.torch import save_file
 
-    weights = path / "model.safetensors"
-    with disk_errors(path):
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, weights)
-    weights.chmod(0o644)  # safetensors creates files that only their owner may read
-    for name, values in (("config.json", config), ("run.json", run)):
-        (path / name).write_text(json.dumps(values, indent=2) + "\n")
+    with disk_errors(file.parent):
+        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, file, metadata)
+    file.chmod(0o644)  # safetensors creates files that only their owner may read
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -6,7 +6,15 @@ from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.config import MLPSpec
 
 
-class GatedMLP(nn.Module):
+class MLP(nn.Module):
+    down_proj: Linear
+
+    def join(self, ranks: Ranks) -> None:
+        """Shares the channels with other ranks."""
+        self.down_proj.ranks = ranks
+
+
+class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x)), gate and up fused in one projection."""
 
     def __init__(self, hidden_size: int, spec: MLPSpec) -> None:
@@ -30,12 +38,8 @@ class GatedMLP(nn.Module):
                 return out
         return self.down_proj.added(self.gate_up_proj.gated(x, self.activation))
 
-    def join(self, ranks: Ranks) -> None:
-        """Shares the channels with other ranks."""
-        self.down_proj.ranks = ranks
 
-
-class SquaredMLP(nn.Module):
+class SquaredMLP(MLP):
     """down(relu(up(x)) ** 2), without a gate (Primer, arXiv 2109.08668)."""
 
     def __init__(self, hidden_size: int, spec: MLPSpec) -> None:
@@ -51,7 +55,3 @@ class SquaredMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | RankSum:
         return self.down_proj.added(F.relu(self.up_proj(x)).square())
-
-    def join(self, ranks: Ranks) -> None:
-        """Shares the channels with other ranks."""
-        self.down_proj.ranks = ranks

@@ -14,7 +14,7 @@ from slipstream.models.targets.config import RopeConfig
 from slipstream.tests.attention_layers import asking_layer
 from slipstream.tests.train.block_cases import BLOCK_SIZE, flat_documents, packed
 from slipstream.tests.train.conftest import Document
-from slipstream.train.batches import collate
+from slipstream.train.batches import collate, moved
 from slipstream.train.blocks import (
     BlockAttention,
     Blocks,
@@ -142,7 +142,7 @@ def make_attention(
     batch, rows = packed(seed=1)
     rope = RotaryEmbedding(RopeConfig(), HEAD_DIM, 128).to(torch.device(device))
     attention = kind(batch.positions.flatten().to(device), rope)
-    attention.ask(find_blocks(batch, possible_roots(batch), BLOCK_SIZE).to(torch.device(device)))
+    attention.ask(moved(find_blocks(batch, possible_roots(batch), BLOCK_SIZE), torch.device(device)))
     return attention, rows, batch.tokens.shape
 
 

@@ -13,7 +13,7 @@ from slipstream.models.targets.config import RopeConfig
 from slipstream.tests.attention_layers import asking_layer
 from slipstream.tests.naive_eagle3 import attended, turned
 from slipstream.tests.train.conftest import random_document
-from slipstream.train.batches import Batch, collate
+from slipstream.train.batches import Batch, collate, moved
 from slipstream.train.ttt import Rows, TTTAttention, find_rows
 
 HEADS = 4
@@ -69,7 +69,7 @@ def run(is_packed: bool, batch: Batch, num_steps: int, dtype: torch.dtype, devic
     rows = find_rows(batch, num_steps)
     inputs = Inputs.random(rows, num_steps, dtype, device)
     rope = RotaryEmbedding(RopeConfig(), HEAD_DIM, MAX_LENGTH + num_steps).to(torch.device(device))
-    attention = TTTAttention(rows.to(torch.device(device)), rope, is_packed=is_packed)
+    attention = TTTAttention(moved(rows, torch.device(device)), rope, is_packed=is_packed)
     outputs = []
     attention.write(*inputs.context, asking_layer())
     for step in inputs.steps:
