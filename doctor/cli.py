@@ -240,12 +240,12 @@ def provenance(subject: Subject, folder: Path, tokenizer: TargetTokenizer) -> li
     if trained_for and trained_for != fingerprint:
         findings.append(
             Finding(
-                kind="note",
-                stage="files",
-                name="other weights of the target",
-                cause=f"the draft was trained for other weights (fingerprint {trained_for[:12]}, the target's is "
+                "note",
+                "files",
+                "other weights of the target",
+                f"the draft was trained for other weights (fingerprint {trained_for[:12]}, the target's is "
                 f"{fingerprint[:12]})",
-                remedy="serve the target that it was trained for, or train it on for this one (--init-from)",
+                "serve the target that it was trained for, or train it on for this one (--init-from)",
             )
         )
     trained_with = values.get("tokenizer_hash")
@@ -253,12 +253,12 @@ def provenance(subject: Subject, folder: Path, tokenizer: TargetTokenizer) -> li
     if trained_with and trained_with != target_hash:
         findings.append(
             Finding(
-                kind="cause",
-                stage="prompt text",
-                name="another tokenizer",
-                cause=f"the draft was trained with another tokenizer (hash {trained_with[:12]}, the target's is "
+                "cause",
+                "prompt text",
+                "another tokenizer",
+                f"the draft was trained with another tokenizer (hash {trained_with[:12]}, the target's is "
                 f"{target_hash[:12]})",
-                remedy="serve the target whose tokenizer it was trained with",
+                "serve the target whose tokenizer it was trained with",
             )
         )
     return findings
@@ -278,7 +278,7 @@ def little_training(path: Path, diagnosis: Diagnosis) -> list[Finding]:
                 f"an accept length of {run['best_accept_length']:.2f} at best"
             )
     remedy = "train it longer, or on more answers of this target"
-    return [Finding(kind="note", stage="files", name="little training", cause=cause, remedy=remedy)]
+    return [Finding("note", "files", "little training", cause, remedy)]
 
 
 main = partial(run, examine_and_report, DoctorConfig, "slipstream doctor")

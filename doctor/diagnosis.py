@@ -35,7 +35,7 @@ KINDS = get_args(Kind)
 SOUND_LENGTH = 1.5  # tokens a round, below which a draft whose files are right is said to know little
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """cause: what is wrong; risk: read rightly here, but not by servers that read one field alone; note: neither."""
 
@@ -86,11 +86,11 @@ def diagnose(subject: Subject, replay: Replay, path: Path) -> Diagnosis:
     if score is None:
         causes.append(
             Finding(
-                kind="cause",
-                stage="files",
-                name="files that cannot be read",
-                cause=refusal,
-                remedy="do as this says; none of the other readings known here can be loaded either",
+                "cause",
+                "files",
+                "files that cannot be read",
+                refusal,
+                "do as this says; none of the other readings known here can be loaded either",
             )
         )
         return Diagnosis(findings=tuple(causes), tried=tuple(tried), refusal=refusal, subject=subject)
@@ -155,12 +155,12 @@ def inherited(subject: Subject, score: Score) -> Iterator[Finding]:
     read 16-bit weights as codes, and no drafted token is accepted."""
     if "quantization_config" in subject.files.values:
         yield Finding(
-            kind="cause",
-            stage="files",
-            name="a quantization_config without quantised weights",
-            cause="config.json has a quantization_config, the target's, but the draft's weights are of 16 bits: "
+            "cause",
+            "files",
+            "a quantization_config without quantised weights",
+            "config.json has a quantization_config, the target's, but the draft's weights are of 16 bits: "
             "servers that follow it read them as codes",
-            remedy="delete quantization_config from the draft's config.json",
+            "delete quantization_config from the draft's config.json",
             after=score.accept_length,
         )
 
@@ -245,11 +245,11 @@ def _names_layers(values: Any) -> bool:
 
 def _finding(kind: Kind, reading: Reading, before: float | None, after: float | None) -> Finding:
     return Finding(
-        kind=kind,
-        stage=reading.stage,
-        name=reading.name,
-        cause=reading.cause,
-        remedy=reading.remedy,
+        kind,
+        reading.stage,
+        reading.name,
+        reading.cause,
+        reading.remedy,
         before=before,
         after=after,
     )

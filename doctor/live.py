@@ -50,7 +50,7 @@ class Category:
         return not self.clients and self.segments >= LEAST_SEGMENTS and self.share >= SOUND
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cause:
     name: str
     why: str
@@ -141,17 +141,17 @@ def find_causes(facts: Facts, new_prompts: float, categories: Sequence[Category]
     if all(category.clients == "one" for category in alarmed):
         causes.append(
             Cause(
-                name="one client",
-                why="the requests of one client alone are accepted less; others' are as before",
-                remedy="nothing is broken if that client asks for other texts than before",
+                "one client",
+                "the requests of one client alone are accepted less; others' are as before",
+                "nothing is broken if that client asks for other texts than before",
             )
         )
     if not causes:
         causes.append(
             Cause(
-                name="the draft",
-                why="everything fell, and neither target, template nor kind of request explains it",
-                remedy="run `slipstream doctor --draft DRAFT --target TARGET --endpoint URL`, which replays the draft; "
+                "the draft",
+                "everything fell, and neither target, template nor kind of request explains it",
+                "run `slipstream doctor --draft DRAFT --target TARGET --endpoint URL`, which replays the draft; "
                 "if its files are right, texts have changed: train it on answers to requests of now",
             )
         )
@@ -163,31 +163,31 @@ def fact_causes(facts: Facts, new_prompts: float) -> Iterator[Cause]:
     if facts.get("trained_target") == "other" or "target" in changed:
         since = "the record began" if "target" in changed else "the draft was trained"
         yield Cause(
-            name="target changed",
-            why=f"the target's weights (fingerprint {facts.get('target')}) are others than when {since}",
-            remedy="serve the target that the draft was trained for, or train the draft on for this one (--init-from)",
+            "target changed",
+            f"the target's weights (fingerprint {facts.get('target')}) are others than when {since}",
+            "serve the target that the draft was trained for, or train the draft on for this one (--init-from)",
         )
     if "draft" in changed:
         yield Cause(
-            name="draft changed",
-            why=f"the draft's files (fingerprint {facts.get('draft')}) are others than when the record began",
-            remedy="serve the earlier draft, or compare both by `slipstream accept`",
+            "draft changed",
+            f"the draft's files (fingerprint {facts.get('draft')}) are others than when the record began",
+            "serve the earlier draft, or compare both by `slipstream accept`",
         )
     if new_prompts >= NEW_PROMPTS:
         yield Cause(
-            name="template changed",
-            why=f"{100 * new_prompts:.0f} % of the last chats begin or end with tokens that no chat had there before",
-            remedy="serve the chat template, date and system prompt of the training, or train the draft with the new",
+            "template changed",
+            f"{100 * new_prompts:.0f} % of the last chats begin or end with tokens that no chat had there before",
+            "serve the chat template, date and system prompt of the training, or train the draft with the new",
         )
     formats = [facts.get(name, "") for name in ("quantization", "kv_cache")]
     is_new = not {"quantization", "kv_cache"}.isdisjoint(changed)
     if is_new or any(name not in ("", "none", "auto") for name in formats):
         since = ", which is new" if is_new else ""
         yield Cause(
-            name="quantised target",
-            why=f"the target's weights are {formats[0]} and its KV cache is {formats[1]}{since}: the draft reads other "
+            "quantised target",
+            f"the target's weights are {formats[0]} and its KV cache is {formats[1]}{since}: the draft reads other "
             "states than in training",
-            remedy="compare by `slipstream accept` with and without, or train the draft on this target's states",
+            "compare by `slipstream accept` with and without, or train the draft on this target's states",
         )
 
 
@@ -201,25 +201,25 @@ def category_causes(facts: Facts, categories: Sequence[Category]) -> Iterator[Ca
     is_beyond = bool(trained and long) and starts[long[0]] >= trained
     if long and (is_beyond or (short and CLASSES.index(short[-1]) < CLASSES.index(long[0]))):
         yield Cause(
-            name="context longer than trained",
-            why=f"contexts of {', '.join(long)} tokens fell"
+            "context longer than trained",
+            f"contexts of {', '.join(long)} tokens fell"
             + (f", {', '.join(short)} did not" if short else "")
             + (f"; the draft was trained on texts of up to {trained:,} tokens" if trained else ""),
-            remedy="train it on longer texts (data.max_length); leave drafter.window auto",
+            "train it on longer texts (data.max_length); leave drafter.window auto",
         )
     if "sampled" in fallen and "greedy" in sound:
         yield Cause(
-            name="temperature",
-            why="sampled requests fell, greedy ones did not",
-            remedy="see whether clients raised the temperature; a draft trained on sampled answers loses less",
+            "temperature",
+            "sampled requests fell, greedy ones did not",
+            "see whether clients raised the temperature; a draft trained on sampled answers loses less",
         )
     kinds = [name for name in ("tools", "reasoning", "grammar", "penalties", "completion", "chat") if name in fallen]
     single = [name for name in kinds if sound - {name} and "all" not in fallen]
     if single:
         yield Cause(
-            name="a category of its own",
-            why=f"requests with {', '.join(single)} fell, others did not",
-            remedy="train the draft on answers to such requests, too",
+            "a category of its own",
+            f"requests with {', '.join(single)} fell, others did not",
+            "train the draft on answers to such requests, too",
         )
 
 

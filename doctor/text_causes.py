@@ -25,12 +25,12 @@ def repetition(answered: Sequence[Answered]) -> Iterator[Finding]:
     if loops(answered):
         repeats = sum(answer.repeats for answer in answered) / len(answered)
         yield Finding(
-            kind="cause",
-            stage="text",
-            name="answers that repeat themselves",
-            cause=f"{100 * repeats:.0f} % of the answers' pieces occurred before in them: on these prompts the target "
+            "cause",
+            "text",
+            "answers that repeat themselves",
+            f"{100 * repeats:.0f} % of the answers' pieces occurred before in them: on these prompts the target "
             "loops. Any draft guesses a loop, so this accept length says nothing about real use",
-            remedy="measure with conversations as users send them, rendered by the chat template",
+            "measure with conversations as users send them, rendered by the chat template",
         )
 
 
@@ -55,12 +55,12 @@ def off_policy(score: Score, data_score: Score) -> Iterator[Finding]:
     gain, low = data_score.ratio(score)
     if gain > GAIN and low > 1:
         yield Finding(
-            kind="cause",
-            stage="text",
-            name="answers of another model",
-            cause="the draft predicts the answers of the data better than the target's own: it was trained on answers "
+            "cause",
+            "text",
+            "answers of another model",
+            "the draft predicts the answers of the data better than the target's own: it was trained on answers "
             "that the target did not write",
-            remedy="let the target answer the training data's prompts (`slipstream regenerate`), and train on that",
+            "let the target answer the training data's prompts (`slipstream regenerate`), and train on that",
             before=score.accept_length,
             after=data_score.accept_length,
         )
@@ -73,12 +73,12 @@ def other_prompts(scores: Mapping[str, tuple[Score, Score]]) -> Iterator[Finding
     if better:
         name, (_, score, other) = max(better.items(), key=lambda item: item[1][0])
         yield Finding(
-            kind="cause",
-            stage="prompt text",
-            name=f"prompts of another kind: {name}",
-            cause=f"the draft is accepted better where prompts are rendered with {name}: so were the conversations "
+            "cause",
+            "prompt text",
+            f"prompts of another kind: {name}",
+            f"the draft is accepted better where prompts are rendered with {name}: so were the conversations "
             "that it was trained on",
-            remedy=f"serve with {name}, or train the draft on both kinds of prompts",
+            f"serve with {name}, or train the draft on both kinds of prompts",
             before=score.accept_length,
             after=other.accept_length,
         )
@@ -99,7 +99,7 @@ def parity(diagnosis: Diagnosis, served: float | None, refusal: str) -> Iterator
         remedy = "please report this with the draft's config.json: both run the same network"
     else:
         return
-    yield Finding(kind="note", stage="files", name=name, cause=cause, remedy=remedy)
+    yield Finding("note", "files", name, cause, remedy)
 
 
 def endpoint_findings(diagnosis: Diagnosis, endpoint: Endpoint) -> Iterator[Finding]:
@@ -114,30 +114,30 @@ def endpoint_findings(diagnosis: Diagnosis, endpoint: Endpoint) -> Iterator[Find
     lengths = {"before": accept_length, "after": simulated} if is_less else {}
     if accept_length is None:
         yield Finding(
-            kind="note",
-            stage="text",
-            name="a server that tells no rounds",
-            cause=f"{server} tells its rounds neither in answers nor in /metrics, or drafts nothing",
-            remedy="start it with a draft and with its metrics (SGLang: --enable-metrics)",
+            "note",
+            "text",
+            "a server that tells no rounds",
+            f"{server} tells its rounds neither in answers nor in /metrics, or drafts nothing",
+            "start it with a draft and with its metrics (SGLang: --enable-metrics)",
         )
     if endpoint.other_prompts:
         yield Finding(
-            kind=kind,
-            stage="prompt text",
-            name="prompts of the server differ",
-            cause=f"{endpoint.other_prompts} of {num_prompts} prompts have another number of tokens at {server}: it "
+            kind,
+            "prompt text",
+            "prompts of the server differ",
+            f"{endpoint.other_prompts} of {num_prompts} prompts have another number of tokens at {server}: it "
             "has another chat template, system prompt, date or tokenizer",
-            remedy="start it with the target's chat template, or give its variables here (--date, --template)",
+            "start it with the target's chat template, or give its variables here (--date, --template)",
             **lengths,
         )
     elif endpoint.other_answers > MOSTLY * num_prompts:
         yield Finding(
-            kind=kind,
-            stage="target's states",
-            name="answers of the server differ",
-            cause=f"{endpoint.other_answers} of {num_prompts} answers differ at {server} at temperature 0, though the "
+            kind,
+            "target's states",
+            "answers of the server differ",
+            f"{endpoint.other_answers} of {num_prompts} answers differ at {server} at temperature 0, though the "
             "prompts are as long: its target has other weights, or another quantisation",
-            remedy="serve the target that the draft was trained for, or train the draft on for that one (--init-from)",
+            "serve the target that the draft was trained for, or train the draft on for that one (--init-from)",
             **lengths,
         )
     elif is_less:
@@ -163,12 +163,12 @@ def _misread(
         guess = ""
         remedy = ""
     return Finding(
-        kind="cause",
-        stage="files",
-        name=f"{endpoint.server} reads the draft otherwise",
-        cause=f"on the same prompts, with the same answers, {endpoint.server} at {endpoint.url} accepts less than this "
+        "cause",
+        "files",
+        f"{endpoint.server} reads the draft otherwise",
+        f"on the same prompts, with the same answers, {endpoint.server} at {endpoint.url} accepts less than this "
         f"draft does here: the gap is in how that server reads the files{guess}",
-        remedy=remedy or "mend what is listed as a risk, or serve the draft with Slipstream to compare",
+        remedy or "mend what is listed as a risk, or serve the draft with Slipstream to compare",
         **lengths,
     )
 

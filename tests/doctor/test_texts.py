@@ -147,9 +147,7 @@ def test_prompts_on_which_the_target_loops(tmp_path: Path) -> None:
     assert report.is_wrong
 
 
-RISK = Finding(
-    kind="risk", stage="positions", name="64 positions", cause="", remedy="write more", before=1.5, after=2.0
-)
+RISK = Finding("risk", "positions", "64 positions", "", "write more", before=1.5, after=2.0)
 SCORE = Score(emitted=(4, 4), rounds=tuple(Round(i // 2, i, 1) for i in range(4)), depth=2)
 SERVER = Endpoint(
     url="http://host:1", server="vllm", num_prompts=10, accept_length=2.0, depth=None, other_prompts=0, other_answers=1
