@@ -80,13 +80,12 @@ def train(config: AdaptConfig, kind: FolderKind, lock: FolderLock) -> None:
     mixture = load_data(replace(config, target=target))
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     optim = OptimOptions(epochs=config.epochs)
-    trust = config.trust_remote_code
     continuation = Continuation(
         target,
         config.draft,
         device,
         optim,
-        trust_remote_code=trust,
+        trust_remote_code=config.trust_remote_code,
         last_layers=None,
         lora_rank=config.lora_rank,
     )

@@ -143,15 +143,11 @@ class AnswersCapturer(Capturer):
         self.form = index.form
         self.device = device
         self.batch_tokens = batch_tokens
-        self.missing = set[bytes]()  # keys of documents without states
+        self._missing = set[bytes]()  # keys of documents without states
         self._target = (path, index.form, device, batch_tokens, trust)
         self._computing: Capturer | None = None
         self._shards: dict[int, ShardTensors] = {}
         self._places = dict(self._read_keys())
-
-    @property
-    def num_missing(self) -> int:
-        return len(self.missing)
 
     def _read_keys(self) -> Iterator[tuple[bytes, tuple[int, int]]]:
         for number, span in enumerate(self.answers.shards):
@@ -172,7 +168,8 @@ class AnswersCapturer(Capturer):
             missing = [document for document in batch if not self._copy(document, shard)]
             advance(sum(len(document.tokens) for document in batch) - sum(len(document.tokens) for document in missing))
             if missing:
-                self.missing.update(key_of(document.tokens, document.supervised) for document in missing)
+                self._missing.update(key_of(document.tokens, document.supervised) for document in missing)
+                self.num_missing = len(self._missing)
                 self._computing = self._computing or Capturer(*self._target)
                 self._computing.run(passes(missing, self.batch_tokens), shard, advance)
 

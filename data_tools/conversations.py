@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from slipstream.data_tools.rows import Columns, Row, RowError
@@ -73,35 +74,21 @@ def to_example(row: Row, columns: Columns, *, has_template: bool = True) -> Exam
     present = {name for name, value in columns.items() if value is not None}
     try:
         check_text("id", identity)
-        row_weight = read_weight("weight", columns.get("weight"))
+        example = partial(Example, id=identity, row_weight=read_weight("weight", columns.get("weight")))
         documents = _documents(columns, present)
         if documents is not None:
-            return Example(
-                id=identity,
-                tokenizer_hash=columns.get("tokenizer_hash"),
-                documents=documents,
-                row_weight=row_weight,
-            )
+            return example(documents=documents, tokenizer_hash=columns.get("tokenizer_hash"))
         conversation = _conversation(_answered_forms(columns, present, has_template))
         if conversation is None and not _is_text(present):
             conversation = _conversation(_question_forms(columns, present))
         if conversation is not None:
             messages, weights = conversation
-            tools = _tools(columns.get("tools"))
-            return Example(
-                id=identity, messages=messages, weights=weights, row_weight=row_weight, tools=tools, is_cut=is_cut
-            )
+            return example(messages=messages, weights=weights, tools=_tools(columns.get("tools")), is_cut=is_cut)
         if {"prompt", "completion"} <= present:
-            texts = {name: _string(name, columns[name]) for name in ("prompt", "completion")}
-            return Example(
-                id=identity,
-                prompt=texts["prompt"],
-                text=texts["completion"],
-                row_weight=row_weight,
-                is_cut=is_cut,
-            )
+            prompt, text = (_string(name, columns[name]) for name in ("prompt", "completion"))
+            return example(prompt=prompt, text=text, is_cut=is_cut)
         if "text" in present:
-            return Example(id=identity, text=_string("text", columns["text"]), row_weight=row_weight)
+            return example(text=_string("text", columns["text"]))
     except ValueError as error:
         raise RowError(f"{row.place}: {error}") from error
     except RecursionError as error:

@@ -215,16 +215,14 @@ def _row(
     ]
     last = answers[-1][1]
     row: dict[str, Any] = {"id": dialogue.id, "messages": weighted, "finish_reason": last.finish_reason}
-    if dialogue.sample_of is not None:
-        row["sample_of"] = dialogue.sample_of
-    if dialogue.row_weight != 1:
-        row["weight"] = dialogue.row_weight
-    if dialogue.category is not None:
-        row["category"] = dialogue.category
-    if dialogue.tools is not None:
-        row["tools"] = dialogue.tools
-    if last.model is not None:
-        row["model"] = last.model
+    optional = {
+        "sample_of": dialogue.sample_of,
+        "weight": None if dialogue.row_weight == 1 else dialogue.row_weight,
+        "category": dialogue.category,
+        "tools": dialogue.tools,
+        "model": last.model,
+    }
+    row |= {name: value for name, value in optional.items() if value is not None}
     if chat is not None and documents is not None:
         tokens = [{"input_ids": ids, "loss_mask": list(map(int, mask))} for ids, mask in documents]
         row |= tokens[0] if len(tokens) == 1 else {"token_rows": tokens}

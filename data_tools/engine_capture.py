@@ -7,7 +7,7 @@ import torch
 
 from slipstream.data_tools.state_shards import Capturer, Document, keep
 from slipstream.models.files.state_store import ShardTensors, StateFormat, encode
-from slipstream.models.states.client import StateClient, StateRequest
+from slipstream.models.states.client import StateClient, StateRequest, empty_places
 from slipstream.models.states.wire import NAMES
 
 PASSES_AHEAD = 4
@@ -40,21 +40,14 @@ class EngineCapturer(Capturer):
         final_rows = supervised.nonzero().squeeze(1) if self.form.last_hidden else positions[:0]
         facts = self.client.facts
         dtype = NAMES["fp8" if self.form.dtype == "fp8" else facts.dtype]
-        layers = len(self.form.layers)
-        places = {
-            "aux_states": torch.empty(len(positions), layers, facts.hidden_size, dtype=dtype),
-            "final": torch.empty(len(final_rows), facts.hidden_size, dtype=dtype),
-        }
-        if self.form.dtype == "fp8":
-            scales = {"aux_scales": torch.empty(len(positions), layers), "final_scales": torch.empty(len(final_rows))}
-            places |= scales
+        shape = len(self.form.layers), facts.hidden_size
         return StateRequest(
             layers=self.form.layers,
             tokens=torch.cat([document.tokens for document in batch])[None].int(),
             positions=positions[None].int(),
             rows=torch.arange(len(positions)),
             final_rows=final_rows,
-            places=places,
+            places=empty_places(len(positions), len(final_rows), shape, dtype),
         )
 
     def _store(

@@ -233,9 +233,10 @@ def live_text(report: LiveReport) -> str:
     elif not alarmed:
         lines.append("No alarm: drafts are accepted as their record says.")
     for category in alarmed:
+        record = "the last day" if category.record == "day" else "training"
         whose = "one client" if category.clients == "one" else "several clients, or the only one"
         lines.append(
-            f"ALARM  {category.name} ({whose}): less than in {record_name(category)}: first drafted token "
+            f"ALARM  {category.name} ({whose}): less than in {record}: first drafted token "
             f"{100 * category.rate:.0f} %, {100 * category.record_rate:.0f} % by the record; accept length "
             f"{category.length:.2f}, {category.record_length:.2f}"
         )
@@ -253,7 +254,3 @@ def live_text(report: LiveReport) -> str:
         for category in report.categories
     ]
     return "\n".join(lines)
-
-
-def record_name(category: Category) -> str:
-    return "the last day" if category.record == "day" else "training"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slipstream.models.files.state_store import DTYPES, decode
+from slipstream.models.files.state_store import decode
+from slipstream.models.states.client import empty_places
 from slipstream.models.targets.frozen import FrozenTarget
 
 
@@ -84,16 +85,9 @@ def empty_states(
     """Room for the states of these rows, of `shape` (K, Ht); with scales if `dtype` is that of fp8. `on_meta`: takes
     no memory for them yet."""
 
-    def empty(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
-        device = "meta" if on_meta else "cpu"
-        return torch.empty(sizes, dtype=dtype, pin_memory=pinned and not on_meta, device=device)
-
     def host(indices: Tensor) -> Tensor:
         return indices.pin_memory() if pinned else indices
 
-    layers, hidden_size = shape
-    states = {"aux_states": empty(len(rows), layers, hidden_size), "final": empty(len(final_rows), hidden_size)}
-    if dtype == DTYPES["fp8"]:
-        states["aux_scales"] = empty(len(rows), layers, dtype=torch.float32)
-        states["final_scales"] = empty(len(final_rows), dtype=torch.float32)
+    options = {"device": "meta"} if on_meta else {"device": "cpu", "pin_memory": pinned}
+    states = empty_places(len(rows), len(final_rows), shape, dtype, **options)
     return CachedStates(host(rows), host(final_rows), host(online_rows), states)

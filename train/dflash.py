@@ -70,8 +70,7 @@ class DFlashTraining(DraftTraining):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        config = self.draft.config
-        self.depth = min(self.depth, config.num_proposals)
+        self.depth = min(self.depth, self.draft.config.num_proposals)
         join = self.draft.joining
         confidence = self.draft.head(ConfidenceHead)
         if join is not None and confidence is not None and not join.overlaps:

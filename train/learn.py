@@ -128,8 +128,7 @@ class Trainer(Continuation):
     def __init__(self, job: LearnJob) -> None:
         optim = OptimOptions(steps=1000, schedule="constant")
         device = torch.device(job.device)
-        trust = job.trust_remote_code
-        super().__init__(job.target, job.draft, device, optim, trust_remote_code=trust, last_layers=0)
+        super().__init__(job.target, job.draft, device, optim, trust_remote_code=job.trust_remote_code, last_layers=0)
         self.job = job
         self.serving = self.best
         length = self.options.data.max_length

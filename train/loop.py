@@ -228,12 +228,11 @@ class Loop:
         Of the last window of an epoch some batches may be no new ones, and count nothing.
         """
         accelerator = self.accelerator
-        optim = self.options.optim
         totals = Metrics()
         total_weight = float(sum(batch.total_weight for batch, is_new in window if is_new))
         weight = torch.tensor(total_weight, device=accelerator.device)
         # Processes average their gradients and the accelerator divides by the window: both are undone here.
-        scale = accelerator.num_processes * optim.accumulation / accelerator.reduce(weight, "sum")
+        scale = accelerator.num_processes * self.options.optim.accumulation / accelerator.reduce(weight, "sum")
         for batch, is_new in window:
             with accelerator.accumulate(self.model):
                 loss, metrics = self.model(batch)

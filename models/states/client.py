@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from slipstream.models.states.address import Address
 from slipstream.models.states.shared import Views, memory_name
-from slipstream.models.states.wire import BrokenError, Connection, RefusedError, connect
+from slipstream.models.states.wire import NAMES, BrokenError, Connection, RefusedError, connect
 
 IN_FLIGHT = 2  # requests of a connection: the engine computes one while the other's states travel
 FIRST_PAUSE = 0.2  # seconds before an engine is called again; doubles each time
@@ -88,6 +89,18 @@ class StateRequest:
         for name, tensor in answer.items():
             self.place(name, tuple(tensor.shape), tensor.dtype)
         self.places.update(answer)
+
+
+def empty_places(
+    num_rows: int, num_final: int, shape: tuple[int, int], dtype: torch.dtype, **options: Any
+) -> dict[str, Tensor]:
+    """Makes `StateRequest.places` for states of `shape` (K, Ht). `options`: of torch.empty."""
+    layers, size = shape
+    empty = partial(torch.empty, **options)
+    places = {"aux_states": empty(num_rows, *shape, dtype=dtype), "final": empty(num_final, size, dtype=dtype)}
+    if dtype == NAMES["fp8"]:
+        places |= {"aux_scales": empty(num_rows, layers), "final_scales": empty(num_final)}
+    return places
 
 
 class StateClient:
