@@ -28,6 +28,7 @@ from slipstream.models.files.checkpoint import (
     read_header,
     read_json,
     read_tensors,
+    target_path,
     weight_files,
     weights_fingerprint,
     write_checkpoint,
@@ -215,8 +216,7 @@ def link(file: Path, name: Path) -> None:
 
 def provenance(config: ConvertConfig, target: str) -> dict[str, Any]:
     """The run.json of a draft that was converted."""
-    run: dict[str, Any] = {"argv": sys.argv, "converted": config.input}
-    return {**run, "target_path": str(Path(target).resolve())} if Path(target).is_dir() else run
+    return {"argv": sys.argv, "converted": config.input, **target_path(target)}
 
 
 def extract(config: ConvertConfig, source: Source) -> None:

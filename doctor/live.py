@@ -95,30 +95,30 @@ def report_of(url: str, model: str, text: str) -> LiveReport:
             samples.setdefault(match[1], []).append((dict(LABEL.findall(match[2] or "")), float(match[3])))
     if "accept_new_prompts" not in samples:
         raise ValueError(f"live is {url}, whose /metrics have no acceptance alarm; name a server of Slipstream")
+
+    def values(name: str) -> dict[tuple[str, str], float]:
+        return {(labels["category"], labels["record"]): value for labels, value in samples.get(f"accept_{name}", ())}
+
     alarms = {
         (labels["category"], labels["record"]): labels["clients"]
         for labels, value in samples.get("accept_alarm", ())
         if value
     }
-    values = {
-        name: {(labels["category"], labels["record"]): value for labels, value in entries}
-        for name, entries in samples.items()
-        if name not in ("accept_alarm", "accept_new_prompts", "draft_info")
-        and all("record" in labels for labels, _ in entries)
-    }
+    names = ("segments", "first_rate", "record_first_rate", "recent_length", "record_length")
+    segments, rates, record_rates, lengths, record_lengths = map(values, names)
     categories = tuple(
         Category(
-            name=name,
-            record=record,
-            clients=alarms.get((name, record), ""),
+            name=chart[0],
+            record=chart[1],
+            clients=alarms.get(chart, ""),
             evidence=evidence,
-            segments=int(values["accept_segments"][name, record]),
-            rate=values["accept_first_rate"][name, record],
-            record_rate=values["accept_record_first_rate"][name, record],
-            length=values["accept_recent_length"][name, record],
-            record_length=values["accept_record_length"][name, record],
+            segments=int(segments[chart]),
+            rate=rates[chart],
+            record_rate=record_rates[chart],
+            length=lengths[chart],
+            record_length=record_lengths[chart],
         )
-        for (name, record), evidence in values.get("accept_evidence", {}).items()
+        for chart, evidence in values("evidence").items()
     )
     facts = next((labels for labels, _ in samples.get("draft_info", ())), {})
     new_prompts = samples["accept_new_prompts"][0][1]

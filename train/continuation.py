@@ -15,10 +15,9 @@ from tqdm import tqdm
 
 from slipstream.models.drafts.source import drafter_of
 from slipstream.models.files.atomic import FolderLock
-from slipstream.models.files.checkpoint import Values, read_json, resolve
+from slipstream.models.files.checkpoint import Values, read_json, resolve, target_path
 from slipstream.models.files.learning import TEXT_LEN
 from slipstream.models.layers.formats.base import Tensors
-from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.train.batches import PackedRows
@@ -57,9 +56,7 @@ class Continuation:
         path = resolve(target)
         self.config = load_config(path, trust_remote_code)
         folder = resolve(draft)
-        self.lineage = {"learned_from": origin_of(folder, draft)}
-        if Path(target).is_dir():
-            self.lineage["target_path"] = str(path.resolve())  # for readers in other folders
+        self.lineage = {"learned_from": origin_of(folder, draft), **target_path(target)}
         drafter = drafter_of(read_json(folder / "config.json"), draft)
         module = importlib.import_module(f"slipstream.train.{drafter}")
         kind: type[DraftTraining] = module.program.keywords["kind"]
@@ -76,11 +73,7 @@ class Continuation:
         on_cpu = device.type == "cpu"
         self.accelerator = Accelerator(cpu=on_cpu, mixed_precision="no" if on_cpu else "bf16")
         frozen = load_frozen_target(path, network.config.aux_layers, device, trust_remote_code, last_layers)
-        num_positions = length + max(options.draft.reach, options.evaluation.depth)
-        rope = RotaryEmbedding(network.config.rope, network.config.head_dim, num_positions).to(device)
-        network.requires_grad_(True)
-        training = kind(network.to(device), frozen, rope, options.draft, options.evaluation.depth, options.seed)
-        training.configure(options.evaluation)
+        training = kind.of(network.to(device).requires_grad_(True), frozen, options, device)
         training.target.read_as = dtype_of_weights(self.accelerator)
         weights = {name: tensor.clone() for name, tensor in training.state_dict().items()}
         training.start(continues=True)  # says what is trained

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from slipstream.models.drafts.interchange import check_options, draft_values
 from slipstream.models.files.atomic import FolderLock
+from slipstream.models.files.checkpoint import target_path
 from slipstream.models.files.outputs import check_working_folder
-from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import SHARDING, check_run_folder, provenance
 from slipstream.train.draft_options import DraftRunOptions
@@ -110,7 +110,7 @@ def train_draft(
         "vocabulary_hash": vocabulary_hash(draft.target_ids),
         "costs_hash": None if costs is None else hashlib.sha256(Path(costs).read_bytes()).hexdigest(),
     }
-    run = {**provenance(mixture.data_hash), "data_folders": mixture.provenance(), **files.place()}
+    run = {**provenance(mixture.data_hash), "data_folders": mixture.provenance(), **target_path(options.target)}
     run["max_length"] = options.data.max_length
     progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, run, lock)
     figure = f"accept length {progress.best_accept_length:.3f}"
@@ -129,10 +129,7 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
     draft: Any = files.start if rank else kind.new_draft(draft_options, files)
     check_options(options.draft.interchange, kind.drafter, draft_values(draft.config))
     target = files.freeze(draft.config.aux_layers, kind.starting_layers(draft) if files.start is None else 0)
-    num_positions = options.data.max_length + max(options.draft.reach, options.evaluation.depth)
-    rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, num_positions).to(files.accelerator.device)
-    training = kind(draft, target, rope, options.draft, options.evaluation.depth, options.seed)
-    training.configure(options.evaluation)
+    training = kind.of(draft, target, options, files.accelerator.device)
     if rank:
         training.adapt(rank, options.init_from)
         return training

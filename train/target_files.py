@@ -70,10 +70,6 @@ class TargetFiles:
             "tokenizer_hash": self.tokenizer_hash,
         }
 
-    def place(self) -> dict[str, str]:
-        """For run.json: the absolute path of a local target, for readers in other folders."""
-        return {"target_path": str(self.path.resolve())} if Path(self.options.target).is_dir() else {}
-
     def freeze(self, aux_layers: tuple[int, ...], starting_layers: int) -> FrozenTarget:
         """Reads the target; if it does not run, only the `starting_layers` last layers, from which the draft starts."""
         if self.options.dry_run:

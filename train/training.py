@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +20,7 @@ from slipstream.train.batches import Batch
 from slipstream.train.losses import TargetHead
 from slipstream.train.low_rank import adapt_layers, factors_of, place_of
 from slipstream.train.optim import default_lr
-from slipstream.train.options import EvaluationOptions, OptimOptions
+from slipstream.train.options import OptimOptions
 from slipstream.train.row_ranks import RowGroup
 from slipstream.train.samples import SampleAnswers
 from slipstream.train.speed import StepTimes
@@ -68,6 +68,17 @@ class DraftTraining(nn.Module, ABC):
         self.target_ids = self.all_ids if ids is None else ids.cpu()
 
     @classmethod
+    def of(cls, draft: Any, target: FrozenTarget, options: Any, device: torch.device) -> Self:
+        """`options` of the run."""
+        evaluation = options.evaluation
+        num_positions = options.data.max_length + max(options.draft.reach, evaluation.depth)
+        rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, num_positions).to(device)
+        training = cls(draft, target, rope, options.draft, evaluation.depth, options.seed)
+        training.temperature = evaluation.temperature
+        training.reads_final_state = training.reads_final_state or training.temperature > 0
+        return training
+
+    @classmethod
     @abstractmethod
     def new_draft(cls, options: Any, files: TargetFiles) -> DraftNetwork:
         """A draft for the target, not trained yet; `options` of the draft."""
@@ -76,11 +87,6 @@ class DraftTraining(nn.Module, ABC):
     def starting_layers(cls, draft: Any) -> int:
         """How many of the target's last layers `start` copies into a new draft."""
         return 0
-
-    def configure(self, evaluation: EvaluationOptions) -> None:
-        """Takes the run's options of evaluation besides the depth."""
-        self.temperature = evaluation.temperature
-        self.reads_final_state = self.reads_final_state or self.temperature > 0
 
     def start(self, *, continues: bool = False) -> str:
         """Called once before a run's first step: may take weights over from the target; returns a sentence about those

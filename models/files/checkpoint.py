@@ -176,6 +176,11 @@ def named_target(draft: Path) -> str:
     return str(folder)
 
 
+def target_path(name: str) -> dict[str, str]:
+    """For run.json: the absolute path of a target that is a folder, for readers in other folders (`named_target`)."""
+    return {"target_path": str(Path(name).resolve())} if Path(name).is_dir() else {}
+
+
 def config_target(values: Mapping[str, Any]) -> str:
     """The target in a draft's config.json, of our layout or of speculators', or ""."""
     verifier = (values.get("speculators_config") or {}).get("verifier") or {}
