@@ -1,7 +1,6 @@
 """The model card of a draft: its target, how to serve it, how many tokens are accepted, what it was trained on."""
 
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +11,6 @@ import yaml
 from slipstream.models.drafts.interchange import SERVERS, Server, broken_rules, layout_for, values_of_json
 from slipstream.models.files.checkpoint import Values
 
-DEPTH = re.compile(r"accept_length_at_depth_(\d+)")
-CATEGORY = re.compile(r"accept_length_by_category/(.+)")
-POSITION = re.compile(r"accept_rate_(\d+)")
 LENGTH = "accept_length"
 CHAIN_TOKENS = 3  # drafted in a round, the default of `serve`
 TITLES = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "mtp": "MTP"}
@@ -137,9 +133,13 @@ class Card:
             return []
         temperature = self.options.get("evaluation.temperature")
         at = "" if temperature is None else f" at temperature {temperature:g}"
-        depths = {int(match[1]): value for name, value in metrics.items() if (match := DEPTH.fullmatch(name))}
-        rates = {int(match[1]): value for name, value in metrics.items() if (match := POSITION.fullmatch(name))}
-        categories = {match[1]: value for name, value in metrics.items() if (match := CATEGORY.fullmatch(name))}
+
+        def below(prefix: str) -> list[tuple[str, float]]:
+            return [(name.removeprefix(prefix), value) for name, value in metrics.items() if name.startswith(prefix)]
+
+        depths = sorted((int(depth), f"{length:.2f}") for depth, length in below("accept_length_at_depth_"))
+        rates = sorted((int(place) + 1, f"{rate:.1%}") for place, rate in below("accept_rate_"))
+        categories = sorted((name, f"{length:.2f}") for name, length in below("accept_length_by_category/"))
         lines = [
             "## Accepted tokens",
             "",
@@ -147,15 +147,9 @@ class Card:
             "average (1 without a draft).",
             "",
         ]
-        if depths:
-            depth_rows = [(depth, f"{depths[depth]:.2f}") for depth in sorted(depths)]
-            lines += table(("tokens drafted in a round", "accept length"), depth_rows)
-        if rates:
-            rate_rows = [(position + 1, f"{rates[position]:.1%}") for position in sorted(rates)]
-            lines += table(("position", "accepted in this share of rounds"), rate_rows)
-        if categories:
-            category_rows = [(name, f"{categories[name]:.2f}") for name in sorted(categories)]
-            lines += table(("held-out answers", "accept length"), category_rows)
+        lines += table(("tokens drafted in a round", "accept length"), depths) if depths else []
+        lines += table(("position", "accepted in this share of rounds"), rates) if rates else []
+        lines += table(("held-out answers", "accept length"), categories) if categories else []
         return lines
 
     def training(self) -> list[str]:
