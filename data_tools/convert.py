@@ -219,7 +219,7 @@ def as_it_is(draft: Draft, _target: TargetFiles) -> Draft:
 
 def block_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
     """z-lab's files of DFLASH and DFlash 2, SpecForge's of DSpark, NVIDIA's of LiLiCorr; ours beside their fields."""
-    check_loads_in_sglang(draft)
+    checked_for_sglang(draft, _target)
     fields = draft.values["dflash_config"]
     heads = heads_of(fields)
     if "markov_rank" not in heads:
@@ -229,7 +229,7 @@ def block_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
     return draft._replace(values={**draft.values, "architectures": ["DSparkDraftModel"], "dflash_config": nested})
 
 
-def check_loads_in_sglang(draft: Draft) -> None:
+def checked_for_sglang(draft: Draft, _target: TargetFiles) -> Draft:
     """Raises ValueError for a draft that SGLang does not load."""
     drafter = draft.values["drafter"]
     for rule in broken_rules("sglang", drafter, draft.options):
@@ -237,6 +237,7 @@ def check_loads_in_sglang(draft: Draft) -> None:
             f"{rule.option} is {shown(draft.options[rule.option])} in this draft, but {SERVERS['sglang']} "
             f"{rule.reason}: use layout slipstream or another server's"
         )
+    return draft
 
 
 def heads_of(values: Values) -> set[str]:
@@ -306,11 +307,6 @@ def block_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
     if "t2d" in draft.tensors:
         copies[HEAD] = copies[HEAD][draft.tensors["t2d"]]
     return _speculators_draft(draft, draft.tensors, copies, target)
-
-
-def checked_for_sglang(draft: Draft, _target: TargetFiles) -> Draft:
-    check_loads_in_sglang(draft)
-    return draft
 
 
 def eagle_to_sglang(draft: Draft, target: TargetFiles) -> Draft:

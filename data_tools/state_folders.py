@@ -13,7 +13,6 @@ Invariant: the rows appear with the folder, and a file of states under its final
 """
 
 import shlex
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +46,7 @@ WRITERS = 8  # files written at once: a small file waits for the disk (fsync) lo
 ROW = Features({"input_ids": List(Value("int64")), "loss_mask": List(Value("int64")), "seq_len": Value("int64")})
 
 
-class StateFolder(ABC):
+class CaptureFolder:
     """A capture on disk. Shards are its parts that are computed, and repaired, one at a time."""
 
     def __init__(self, path: Path, index: StateIndex, splits: Mapping[str, Dataset]) -> None:
@@ -55,43 +54,22 @@ class StateFolder(ABC):
         self.index = index
         self.splits = splits
 
-    @abstractmethod
-    def check_new(self) -> None:
-        """Raises ValueError if a new capture must not be written here."""
 
-    @abstractmethod
-    def missing(self) -> list[int]:
-        """Numbers of the shards that are not complete."""
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Writes what comes before the shards, or clears up after a killed writer."""
-
-    @abstractmethod
-    def write(self, number: int, shard: ShardTensors) -> None:
-        """Raises ValueError if the disk has no room."""
-
-    @abstractmethod
-    def verify(self, number: int) -> None:
-        """Reads a shard. Raises ValueError if it is missing or damaged, with the command that rebuilds it."""
-
-    @abstractmethod
-    def use(self) -> str:
-        """How to train from it."""
-
-
-class ShardFolder(StateFolder):
+class ShardFolder(CaptureFolder):
     """Shards of many documents, without the states that our trainer does not read."""
 
     def check_new(self) -> None:
+        """Raises ValueError if a new capture must not be written here."""
         foreign = sorted(path.name for path in self.path.glob("shard-*.safetensors"))
         if foreign:
             raise ValueError(f"output {self.path} holds {foreign[0]} but no {INDEX}; name another folder")
 
     def missing(self) -> list[int]:
+        """Numbers of the shards that are not complete."""
         return self.index.missing(self.path)
 
     def prepare(self) -> None:
+        """Writes what comes before the shards, or clears up after a killed writer."""
         self.path.mkdir(parents=True, exist_ok=True)
         for path in (self.path / INDEX, *(shard_path(self.path, number) for number in range(len(self.index.shards)))):
             recover(path)
@@ -99,6 +77,7 @@ class ShardFolder(StateFolder):
             self.index.write(self.path)
 
     def write(self, number: int, shard: ShardTensors) -> None:
+        """Raises ValueError if the disk has no room."""
         write_shard(self.path, number, shard, self.index.digest)
 
     @cached_property
@@ -106,14 +85,16 @@ class ShardFolder(StateFolder):
         return StateStore(self.path)
 
     def verify(self, number: int) -> None:
+        """Reads a shard. Raises ValueError if it is missing or damaged, with the command that rebuilds it."""
         for slot in range(self.index.shards[number].count):
             self.store.read(number, slot)
 
     def use(self) -> str:
+        """How to train from it."""
         return f"train with --data.aux_states {self.path}"
 
 
-class SpeculatorsFolder(StateFolder):
+class SpeculatorsFolder(CaptureFolder):
     """A file per document, as the trainer of speculators reads them."""
 
     def check_new(self) -> None:
@@ -202,6 +183,9 @@ class SpeculatorsFolder(StateFolder):
 
     def file(self, row: int) -> Path:
         return self.states / f"hs_{row}.safetensors"
+
+
+StateFolder = ShardFolder | SpeculatorsFolder
 
 
 def states_of_speculators(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

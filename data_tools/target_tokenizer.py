@@ -89,16 +89,9 @@ class ChatTemplate(PromptTemplate):
         """Clause for messages: the date that the template sees as today's, if it asks."""
         return f"; today's date in the template is frozen at {self._date}" if self.inserts_date else ""
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        *,
-        prompt: bool = False,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    def render(self, *arguments: Any, **options: Any) -> str:
         try:
-            return super().render(messages, tools, prompt=prompt, variables=variables)
+            return super().render(*arguments, **options)
         except TemplateRefused as error:
             raise RowDropped("template_refuses", str(error)) from error
 

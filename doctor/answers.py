@@ -73,7 +73,7 @@ def drafting(target: Path, draft: Path | str, family: str, choices: Choices, dep
     drafter: dict[str, Any] = {name: value for name, value in asdict(choices).items() if value is not None}
     if family != "dflash":
         return {"drafter": {**drafter, "depth": depth}, "width": depth + 1}
-    Config = FAMILIES[family].network.Config
+    Config = FAMILIES[family].training.Network.Config
     spec = load_config(target)
     values = from_speculators(read_json(Path(draft) / "config.json"))
     config: Any = Config.from_json(Config.settle(values, spec, choices, None), spec)

@@ -18,10 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.models.drafts.base import Choices, DraftFiles, DraftNetwork, build_draft
-from slipstream.models.drafts.dflash import DFlash
-from slipstream.models.drafts.eagle import Eagle
-from slipstream.models.drafts.eagle3 import Eagle3
-from slipstream.models.drafts.mtp import MTP, load_mtp
+from slipstream.models.drafts.mtp import load_mtp
 from slipstream.models.drafts.mtp_trial import choose_hidden
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target
@@ -38,18 +35,17 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A kind of draft: its network, and the program that trains it."""
+    """A kind of draft: the program that trains it."""
 
-    network: type[DraftNetwork]
     training: type[DraftTraining]
     options: Callable[[Any], Any]  # makes the options of training from a draft's config
 
 
 FAMILIES: Mapping[str, Family] = {
-    "eagle": Family(Eagle, eagle.EagleTraining, lambda _: eagle.DraftOptions()),
-    "eagle3": Family(Eagle3, eagle3.Eagle3Training, lambda _: eagle3.DraftOptions()),
-    "mtp": Family(MTP, mtp.MTPTraining, lambda _: mtp.DraftOptions()),
-    "dflash": Family(DFlash, dflash.DFlashTraining, lambda config: dflash.DraftOptions(block_size=config.block_size)),
+    "eagle": Family(eagle.EagleTraining, lambda _: eagle.DraftOptions()),
+    "eagle3": Family(eagle3.Eagle3Training, lambda _: eagle3.DraftOptions()),
+    "mtp": Family(mtp.MTPTraining, lambda _: mtp.DraftOptions()),
+    "dflash": Family(dflash.DFlashTraining, lambda config: dflash.DraftOptions(block_size=config.block_size)),
 }
 
 
@@ -233,7 +229,7 @@ class Replay:
             choose_hidden(network, model, subject.hidden or MTP_FORMS[model.config.architecture].hidden)
         else:
             network = build_draft(
-                FAMILIES[subject.family].network,
+                FAMILIES[subject.family].training.Network,
                 subject.files,
                 self.path,
                 target=model.config,

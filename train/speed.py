@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.models.files.cost_tables import CostTables, read_tables
+from slipstream.models.files.cost_tables import read_tables
 from slipstream.train.options import EvaluationOptions
 
 
@@ -25,13 +25,11 @@ class StepTimes:
     def read(cls, options: EvaluationOptions, depth: int) -> "StepTimes | None":
         """The times in the file that `options` name; None if they name none. Raises ValueError for another file, and
         for one that lacks passes of this size."""
-        if options.costs is None:
+        name = options.costs
+        if name is None:
             return None
-        return cls.of(read_tables(Path(options.costs)), options.requests, depth, options.costs)
-
-    @classmethod
-    def of(cls, tables: CostTables, requests: int, depth: int, name: str) -> "StepTimes":
-        """`name`: of the tables' file, for errors."""
+        tables = read_tables(Path(name))
+        requests = options.requests
         target = tables.without_slow().target["plain"]
         draft = tables.draft["plain"]
         if not draft:

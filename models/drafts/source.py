@@ -1,10 +1,10 @@
 """Sources of drafts, which `--draft` names: a checkpoint, the target's own files, or a drafter without files.
 
-A kind of source is a class here and its place in KINDS. Imports no torch, so that programs can check options at once.
+A kind of source is a class here, which `source_of` chooses. Imports no torch, so that programs can check options at
+once.
 """
 
 import logging
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -35,7 +35,9 @@ UNSUPPORTED_ARCHITECTURES: dict[str, str] = LAYOUTS["unsupported_architectures"]
 
 
 @dataclass(frozen=True, slots=True)
-class DraftSource(ABC):
+class DraftSource:
+    """A drafter without files, such as none or ngram; base of those with files."""
+
     name: str  # as --draft gives it
     target: str = ""  # the name or folder of the target; empty: the source may name it
 
@@ -44,15 +46,10 @@ class DraftSource(ABC):
     is_in_target: ClassVar[bool] = False
     """Whether these weights are in the target's files."""
 
-    @classmethod
-    @abstractmethod
-    def is_kind_of(cls, name: str) -> bool:
-        """Whether `name` names a source of this kind."""
-
     @property
-    @abstractmethod
     def drafter(self) -> str:
         """The drafter that it calls for. Raises ValueError for files of an unknown kind."""
+        return self.name
 
     def check(self) -> None:
         """Raises ValueError for a source that does not exist, and if nothing names the target."""
@@ -99,31 +96,11 @@ class DraftSource(ABC):
         return self.name
 
 
-class DrafterName(DraftSource):
-    """A drafter without files, such as none or ngram."""
-
-    @classmethod
-    def is_kind_of(cls, name: str) -> bool:
-        return True
-
-    @property
-    def drafter(self) -> str:
-        return self.name
-
-
 class TargetHead(DraftSource):
     """A module in the target's own files that predicts a token more (models/drafts/mtp.py)."""
 
     has_network = True
     is_in_target = True
-
-    @classmethod
-    def is_kind_of(cls, name: str) -> bool:
-        return name == "mtp"
-
-    @property
-    def drafter(self) -> str:
-        return self.name
 
     def check_files(self) -> None:
         self.check()
@@ -142,10 +119,6 @@ class DraftCheckpoint(DraftSource):
     """A folder or a hub id (owner/name), from any trainer, the target's maker among them."""
 
     has_network = True
-
-    @classmethod
-    def is_kind_of(cls, name: str) -> bool:
-        return "/" in name or (name != "" and Path(name).is_dir())
 
     @property
     def drafter(self) -> str:
@@ -186,17 +159,11 @@ class DraftCheckpoint(DraftSource):
         return checkpoint_fingerprint(self.folder())
 
 
-KINDS: tuple[type[DraftSource], ...] = (
-    DraftCheckpoint,
-    TargetHead,
-    DrafterName,
-)  # a name is of the first kind that it fits
-
-
 def source_of(draft: str, target: str = "") -> DraftSource:
     """Returns the source that `draft` names. Whether it exists is asked later."""
-    kind = next(kind for kind in KINDS if kind.is_kind_of(draft))
-    return kind(draft, target)
+    if "/" in draft or (draft and Path(draft).is_dir()):
+        return DraftCheckpoint(draft, target)
+    return TargetHead(draft, target) if draft == "mtp" else DraftSource(draft, target)
 
 
 def drafter_of(config: Values, draft: str) -> str:

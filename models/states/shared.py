@@ -9,7 +9,6 @@ mapped; the engine frees its own part when the connection ends, so a client firs
 import math
 import mmap
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,31 +24,9 @@ ALIGNMENT = 16  # of tensors in a slot
 PAGE = 1 << 21  # bytes that sizes are multiples of
 
 
-class Block(ABC):
-    """Memory that another process may map: (size,) uint8, and how it finds that."""
+class HostBlock:
+    """Memory that another process may map: `bytes` (size,) uint8, and the `handle` by which it finds that."""
 
-    bytes: Tensor
-    handle: str
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class View(ABC):
-    """Another process's block."""
-
-    def __init__(self, handle: str) -> None:
-        self.handle = handle
-
-    @abstractmethod
-    def copy(self, place: Tensor) -> None:
-        """Copies its first bytes into `place` (N,) uint8, and returns when they are there."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class HostBlock(Block):
     def __init__(self, size: int) -> None:
         self.file = os.memfd_create("states")
         os.ftruncate(self.file, size)
@@ -60,21 +37,24 @@ class HostBlock(Block):
         os.close(self.file)
 
 
-class HostView(View):
+class HostView:
+    """Another process's block."""
+
     def __init__(self, handle: str) -> None:
-        super().__init__(handle)
+        self.handle = handle
         process, number = map(int, handle.split())
         with Path(f"/proc/{process}/fd/{number}").open("r+b") as file:
             self.bytes = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
     def copy(self, place: Tensor) -> None:
+        """Copies its first bytes into `place` (N,) uint8, and returns when they are there."""
         place.copy_(self.bytes[: len(place)])
 
     def close(self) -> None:
         self.bytes = self.bytes[:0].clone()
 
 
-class DeviceBlock(Block):
+class DeviceBlock:
     def __init__(self, size: int, device: torch.device) -> None:
         self.device = device
         with torch.cuda.device(device):
@@ -91,11 +71,11 @@ class DeviceBlock(Block):
             self.memory.free()
 
 
-class DeviceView(View):
+class DeviceView:
     """The other process's GPU need not be visible in this one: the handle is opened by `device`."""
 
     def __init__(self, handle: str, device: torch.device) -> None:
-        super().__init__(handle)
+        self.handle = handle
         self.device = device
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # sync: this thread gets torch's context
@@ -108,6 +88,10 @@ class DeviceView(View):
     def close(self) -> None:
         with torch.cuda.device(self.device):
             close_address(self.address)
+
+
+Block = HostBlock | DeviceBlock
+View = HostView | DeviceView
 
 
 class Slot:

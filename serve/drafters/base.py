@@ -20,7 +20,7 @@ from slipstream.models.drafts.base import (
     read_draft_config,
     with_window,
 )
-from slipstream.models.drafts.source import DrafterName, DraftSource
+from slipstream.models.drafts.source import DraftSource
 from slipstream.models.files.checkpoint import resolve
 from slipstream.models.layers.formats.base import Tensors
 from slipstream.models.layers.linear import remake_derived
@@ -51,7 +51,7 @@ class DraftPlan:
     shares: tuple[float, ...] = ()  # of the requests that name none, by adapter
     chooses_window: bool = False  # how much of a text its passes read is chosen while serving
     name: str = "none"  # of the drafter
-    source: DraftSource = DrafterName("none")  # where it comes from
+    source: DraftSource = DraftSource("none")  # where it comes from
     host_widths: tuple[int, ...] = (1,)  # likewise, of host stages that draft
 
 
