@@ -43,7 +43,7 @@ class Average(RecurrentMixer):
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
         value, gate, query = self.in_proj(x).chunk(3, dim=-1)
-        return self.out_proj(attention.recur({"value": value, "gate": gate, "query": query}, self.layer))
+        return self.out_proj(attention.recur({"value": value, "gate": gate, "query": query}, self))
 
     def step(self, state: State, record: Record) -> State:
         inputs = torch.cat((state["inputs"], record["value"].float()[:, None]), dim=1)  # (n, TAPS, size)

@@ -17,7 +17,7 @@ from slipstream.kernels.norm import norm_heads
 from slipstream.kernels.sampling.sample import Sampling, noise_key, sample
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
-from slipstream.models.layers.recurrence import Record, RecurrentLayer, State, zero_state
+from slipstream.models.layers.recurrence import Record, RecurrentMixer, State, zero_state
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import DecoderShape, LayerSpec, RopeConfig, TargetSpec
 from slipstream.models.targets.decoder import Target, load_target
@@ -99,12 +99,12 @@ class NaiveAttention(Attention):
         self.scales = scales
         self.states: dict[int, list[State]] = {}
         self.outputs: dict[int, list[Tensor]] = {}
-        self.layers: dict[int, RecurrentLayer] = {}
+        self.layers: dict[int, RecurrentMixer] = {}
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         raise AssertionError("a target's rows all ask")
 
-    def recur(self, records: Record, layer: RecurrentLayer) -> Tensor:
+    def recur(self, records: Record, layer: RecurrentMixer) -> Tensor:
         """Token by token, from an empty state."""
         self.layers[layer.id] = layer
         states = self.states.setdefault(layer.id, [])

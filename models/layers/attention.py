@@ -19,7 +19,7 @@ from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.norm import HeadNorms
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.layers.recurrence import Record, RecurrentLayer
+from slipstream.models.layers.recurrence import Record, RecurrentMixer
 from slipstream.models.targets.config import AttentionSpec
 
 Mask = Literal["causal", "tree", "block"]
@@ -42,7 +42,7 @@ class Attention(Protocol):
         `attend_stored` follows. None where a projection cannot."""
         return None
 
-    def recur(self, records: Record, layer: RecurrentLayer) -> Tensor:
+    def recur(self, records: Record, layer: RecurrentMixer) -> Tensor:
         """Returns the outputs (..., *) of a layer with recurrent state for the records (..., *) of rows."""
         raise AssertionError("it keeps no recurrent state")
 

@@ -63,7 +63,7 @@ class DeltaNet(RecurrentMixer):
         projected = self.in_proj(x)
         channels = sum(self.sizes)
         record = {"inputs": projected[..., :channels], "gates": self.gate_proj(x)}
-        out = attention.recur(record, self.layer)  # (..., B, V)
+        out = attention.recur(record, self)  # (..., B, V)
         return self.out_proj.added(rms_norm_gated(out, projected[..., channels:], self.norm.weight, self.norm.eps))
 
     def join(self, ranks: Ranks) -> None:

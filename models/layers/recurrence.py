@@ -8,7 +8,7 @@ were computed.
 Letters: n states, S tokens of each, G tokens of a block.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -21,24 +21,6 @@ State = dict[str, Tensor]  # (n, *shape) fp32 by the names of `RecurrentSpec.sta
 Record = dict[str, Tensor]  # (n, *shape) by those of `record_shapes`, and what else an output depends on
 
 
-class RecurrentLayer(NamedTuple):
-    """The layer that asks."""
-
-    id: int  # its place among the network's layers with recurrent state
-    spec: RecurrentSpec
-    step: Callable[[State, Record], State]
-    """States before tokens, and of their records what `record_shapes` names -> states after them. Changes nothing in
-    place; a row depends on no other."""
-    read: Callable[[State, State, Record], Tensor]
-    """States before and after tokens, and their records -> outputs (n, ...)."""
-    absorb: Callable[[State, Record], tuple[State, Tensor]]
-    """States before a block, and its records (n, G, ...), of as many tokens as the spec's `grid` says -> states after
-    it, outputs (n, G, ...)."""
-    run: Callable[[Record, Record, State, PassPlan], Tensor]
-    """Takes the rows of a pass (T, ...) through kernels, where `has_kernels` of its spec says that there are some, with
-    the records of slots (R, W, ...) and all states (E, ...), which it updates. Returns outputs (T, ...)."""
-
-
 class RecurrentMixer(nn.Module):
     """Base of the modules. A subclass has `forward(x, attention, mask)`, which calls `attention.recur`, `step` and
     `read`."""
@@ -46,24 +28,23 @@ class RecurrentMixer(nn.Module):
     reader = None  # no single projection reads its input
 
     def __init__(self, spec: RecurrentSpec, id: int) -> None:
+        """`id`: its place among the network's layers with recurrent state."""
         super().__init__()
         self.spec = spec
         self.id = id
 
-    @property
-    def layer(self) -> RecurrentLayer:
-        return RecurrentLayer(self.id, self.spec, self.step, self.read, self.absorb, self.run)
-
     def step(self, state: State, record: Record) -> State:
-        """See RecurrentLayer."""
+        """States before tokens, and of their records what `record_shapes` names -> states after them. Changes nothing
+        in place; a row depends on no other."""
         raise NotImplementedError
 
     def read(self, before: State, after: State, record: Record) -> Tensor:
-        """See RecurrentLayer."""
+        """States before and after tokens, and their records -> outputs (n, ...)."""
         raise NotImplementedError
 
     def absorb(self, state: State, record: Record) -> tuple[State, Tensor]:
-        """See RecurrentLayer. Goes token by token; a subclass may have a faster form."""
+        """States before a block, and its records (n, G, ...), of as many tokens as the spec's `grid` says -> states
+        after it, outputs (n, G, ...). Goes token by token; a subclass may have a faster form."""
         outputs = []
         for index in range(self.spec.grid):
             token = {name: values[:, index] for name, values in record.items()}
@@ -73,7 +54,8 @@ class RecurrentMixer(nn.Module):
         return state, torch.stack(outputs, dim=1)
 
     def run(self, rows: Record, stored: Record, states: State, plan: PassPlan) -> Tensor:
-        """See RecurrentLayer."""
+        """Takes the rows of a pass (T, ...) through kernels, where `has_kernels` of its spec says that there are some,
+        with the records of slots (R, W, ...) and all states (E, ...), which it updates. Returns outputs (T, ...)."""
         raise NotImplementedError
 
 
@@ -86,7 +68,7 @@ class Scan(NamedTuple):
 
 
 def scan(
-    layer: RecurrentLayer,
+    layer: RecurrentMixer,
     state: State,
     records: Record,
     counts: Tensor,

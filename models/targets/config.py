@@ -541,7 +541,7 @@ class TargetSpec(DecoderShape):
 
     @property
     def recurrent(self) -> tuple[RecurrentSpec, ...]:
-        """Specs of the layers with recurrent state, in order: `RecurrentLayer.id` is a place among them."""
+        """Specs of the layers with recurrent state, in order: `RecurrentMixer.id` is a place among them."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentSpec))
 
     @property

@@ -15,7 +15,7 @@ from slipstream.kernels.attention.packed import takes
 from slipstream.kernels.kv.rope import rotate
 from slipstream.kernels.norm import norm_heads
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
-from slipstream.models.layers.recurrence import Record, RecurrentLayer, scan, zero_state
+from slipstream.models.layers.recurrence import Record, RecurrentMixer, scan, zero_state
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import AttentionSpec, RopeConfig
 
@@ -69,7 +69,7 @@ class PackedAttention(Attention):
         assert source in (spec.kv_source, layer.id)
         return k, v
 
-    def recur(self, records: Record, layer: RecurrentLayer) -> Tensor:
+    def recur(self, records: Record, layer: RecurrentMixer) -> Tensor:
         """Each document from an empty state, as a prompt; all documents at once."""
         starts = self.ends[:-1].long()
         counts = self.ends.diff()

@@ -23,7 +23,7 @@ from slipstream.kernels.launch import use_triton
 from slipstream.kernels.recurrent.walks import Columns, PassPlan, plan_blocks, plan_walks
 from slipstream.kernels.speculation.ragged import Layout, Verified
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
-from slipstream.models.layers.recurrence import Record, RecurrentLayer, State, scan, select, zero_state
+from slipstream.models.layers.recurrence import Record, RecurrentMixer, State, scan, select, zero_state
 from slipstream.models.targets.config import RecurrentSpec
 from slipstream.serve.runner.batch import HostShape
 from slipstream.serve.runner.request_state import RequestState
@@ -110,7 +110,7 @@ class NodeWalk:
         parents = None if are_chains else layout.parents[rows.clamp(max=num_rows - 1)].long()
         return cls(slots, states.columns(slots).entries, states.replays[slots].long(), rows, parents)
 
-    def run(self, state: State, stored: Record, records: Record, layer: RecurrentLayer) -> Tensor:
+    def run(self, state: State, stored: Record, records: Record, layer: RecurrentMixer) -> Tensor:
         """state: the layer's, (E, ...); stored (R, W, ...); records (T, ...) of the pass -> outputs (B, N, ...)."""
         current = {name: values[self.entries] for name, values in state.items()}
         for replay in self.replays.unbind(1):
@@ -126,7 +126,7 @@ class NodeWalk:
             values[self.slots, : rows.shape[1]] = nodes_records[name].to(values.dtype)
         return self._walk(current, nodes_records, layer)
 
-    def _walk(self, state: State, records: Record, layer: RecurrentLayer) -> Tensor:
+    def _walk(self, state: State, records: Record, layer: RecurrentMixer) -> Tensor:
         """Takes the committed states (B, ...) along the nodes; returns their outputs (B, N, ...)."""
         B, N = self.rows.shape
         requests = torch.arange(B, device=self.rows.device)
@@ -172,7 +172,7 @@ class ChunkScan:
         most_steps = most_tokens if is_captured else None
         return cls(layout.segment_lengths[count:], ends - first_rows, columns, rows, most_steps)
 
-    def run(self, state: State, records: Record, layer: RecurrentLayer) -> Tensor:
+    def run(self, state: State, records: Record, layer: RecurrentMixer) -> Tensor:
         """state: the layer's, (E, ...); records (T, ...) of the pass -> outputs (M, S, ...)."""
         sources = {name: values[self.columns.sources] for name, values in state.items()}
         before = select(
@@ -226,7 +226,7 @@ class MixedAttention(Attention):
             ChunkScan.of(states, layout, num_requests, most_tokens, is_captured=host is None) if has_chunks else None,
         )
 
-    def recur(self, records: Record, layer: RecurrentLayer) -> Tensor:
+    def recur(self, records: Record, layer: RecurrentMixer) -> Tensor:
         """records (T, ...) -> outputs (T, ...); zeros of rows that nobody uses."""
         state = self.states.layers[layer.id]
         if self.kernel_plan is not None:
