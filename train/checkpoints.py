@@ -190,12 +190,10 @@ class Checkpoints:
 
     def save_best(self, progress: Progress) -> Path:
         """Returns the folder, as `save_step` does."""
-        self._save(self.output / "best", progress, with_state=False)
-        return self.output / "best"
+        return self._save(self.output / "best", progress, with_state=False)
 
     def save_step(self, progress: Progress) -> Path:
-        folder = self.output / f"step-{progress.step}"
-        self._save(folder, progress, with_state=True)
+        folder = self._save(self.output / f"step-{progress.step}", progress, with_state=True)
         self.newest = progress.step
         self.drop_old()
         return folder
@@ -222,7 +220,7 @@ class Checkpoints:
                     f"{self.newest}; this run ends, and the same command continues from {folder.name}"
                 )
 
-    def _save(self, path: Path, progress: Progress, *, with_state: bool) -> None:
+    def _save(self, path: Path, progress: Progress, *, with_state: bool) -> Path:
         tensors = self.accelerator.get_state_dict(self.model)
         with ExitStack() as stack:
             shared: list[Any] = [None]
@@ -245,6 +243,7 @@ class Checkpoints:
                 put_json(folder / "state" / "progress.json", values)
             self.accelerator.wait_for_everyone()
         self.accelerator.wait_for_everyone()
+        return path
 
 
 def _as_read(options: Options) -> dict[str, Any]:

@@ -163,13 +163,11 @@ class DFlashTraining(DraftTraining):
         taught_by = before.flatten()[places]
         labels = labels.flatten()[places].clamp(min=0)
         whole_blocks = is_known.all(dim=1).nonzero().squeeze(1)
-        columns = labels, previous, taught_by, places, is_known, stands_for, whole_blocks
-        labels, previous, taught_by, places, is_known, stands_for, whole_blocks = (x.to(self.device) for x in columns)
         blocks = moved(blocks, self.device)
         read = self.read(batch)
         hidden = self.states(blocks, read)[:, config.first_slot :]
-        return Slots(
-            states=hidden.flatten(0, 1)[places],
+        host_slots = Slots(
+            states=hidden.flatten(0, 1)[places.to(self.device)],
             labels=labels,
             previous=previous,
             taught_by=taught_by,
@@ -184,6 +182,8 @@ class DFlashTraining(DraftTraining):
             read=read,
             networks=Networks(self.draft, self.target, self.head),
         )
+        slots: Slots = moved(host_slots, self.device)
+        return slots
 
     def token_losses(self, slots: Slots) -> TokenLosses:
         """The losses over the vocabulary, and the candidates that the other heads score."""

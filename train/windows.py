@@ -92,14 +92,9 @@ def measure(dataset: Dataset, layout: WindowLayout) -> tuple[Windows, Cut]:
         parts.append(find_windows(masks, layout, num_documents))
         beyond.append(masks.beyond(layout.max_length))
         num_documents += len(masks.lengths)
-    windows = Windows(
-        layout=layout,
-        documents=np.concatenate([part.documents for part in parts]),
-        starts=np.concatenate([part.starts for part in parts]),
-        lengths=np.concatenate([part.lengths for part in parts]),
-        num_supervised=np.concatenate([part.num_supervised for part in parts]),
-    )
-    return windows, Cut.of(layout.max_length, beyond)
+    names = ("documents", "starts", "lengths", "num_supervised")
+    columns = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+    return Windows(layout, *columns), Cut.of(layout.max_length, beyond)
 
 
 def find_windows(masks: LossMasks, layout: WindowLayout, first_document: int) -> Windows:

@@ -162,34 +162,9 @@ def target_fields(model: TargetSpec) -> dict[str, Any]:
     return model.shape() | {"rope": model.rope.of_draft} | sizes
 
 
-class DraftModule(nn.Module):
-    """A network that drafts. `embed_tokens` is its own embedding (V, H); None: it uses the target's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens: Embedding | None = None
-
-    @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """Specs of the layers' attention, in their order."""
-        layers = [module for module in self.modules() if isinstance(module, SelfAttention)]
-        return tuple(layer.spec for layer in sorted(layers, key=lambda layer: layer.id))
-
-    def limit_window(self, window: int) -> None:
-        """Lets layers that were trained to see all of a text see only its last `window` tokens. A block's slots and a
-        tree's nodes see each other as before. Raises ValueError for a draft whose layers have windows."""
-        for layer in (layer for layer in self.modules() if isinstance(layer, SelfAttention)):
-            layer.spec = with_window(layer.spec, window)
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """(Vd,) int64 target id of each draft id; None if they are equal."""
-        return None
-
-
-class DraftNetwork(DraftModule):
-    """A network with files of its own. Has the buffers d2t and t2d if its vocabulary is reduced, initially to the first
-    target ids."""
+class DraftNetwork(nn.Module):
+    """A network that drafts. `embed_tokens` is its own embedding (V, H); None: it uses the target's. Has the buffers
+    d2t and t2d if its vocabulary is reduced, initially to the first target ids."""
 
     Config: ClassVar[type[DraftConfig]]
     shared: ClassVar[tuple[str, ...]] = (EMBEDDING, HEAD)
@@ -210,11 +185,24 @@ class DraftNetwork(DraftModule):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
+        self.embed_tokens: Embedding | None = None
         self.config = config
         if config.draft_vocab_size is not None:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
             self.t2d[config.draft_vocab_size :] = False
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """Specs of the layers' attention, in their order."""
+        layers = [module for module in self.modules() if isinstance(module, SelfAttention)]
+        return tuple(layer.spec for layer in sorted(layers, key=lambda layer: layer.id))
+
+    def limit_window(self, window: int) -> None:
+        """Lets layers that were trained to see all of a text see only its last `window` tokens. A block's slots and a
+        tree's nodes see each other as before. Raises ValueError for a draft whose layers have windows."""
+        for layer in (layer for layer in self.modules() if isinstance(layer, SelfAttention)):
+            layer.spec = with_window(layer.spec, window)
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """ids (Vd,) int64: the target ids that the draft can propose. Raises ValueError unless they are distinct,
@@ -230,6 +218,7 @@ class DraftNetwork(DraftModule):
 
     @property
     def target_ids(self) -> Tensor | None:
+        """(Vd,) int64 target id of each draft id; None if they are equal."""
         return None if self.config.draft_vocab_size is None else ids_of(self.d2t)
 
     def adopt(self, config: DraftConfig) -> None:

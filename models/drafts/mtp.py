@@ -176,8 +176,9 @@ class MTPModule(nn.Module):
 
     config: MTPConfig
 
-    def build(self, config: MTPConfig, index: int) -> None:
+    def build(self, config: MTPConfig, index: int) -> Self:
         """Makes the layers of module `index`."""
+        self.config = config
         size = config.hidden_size
         eps = config.rms_norm_eps
         assert config.layer_spec.norms == "pre", "the layers of families.MTP_FORMS"
@@ -188,6 +189,7 @@ class MTPModule(nn.Module):
         layer = DecoderLayer(config.layer_spec, index, size, eps)
         self.layers = nn.ModuleDict({str(config.target_num_layers + index): layer})
         self.norm = RMSNorm(size, eps, config.norm_offset)
+        return self
 
     @property
     def layer(self) -> DecoderLayer:
@@ -214,15 +216,6 @@ class MTPModule(nn.Module):
         return self.eh_proj(self.enorm.pair(embeds, self.hnorm, hidden))
 
 
-class LaterModule(MTPModule):
-    """A module after the first."""
-
-    def __init__(self, config: MTPConfig, index: int) -> None:
-        super().__init__()
-        self.config = config
-        self.build(config, index)
-
-
 class MTP(DraftNetwork, MTPModule):
     """All modules; the first one's methods are its own."""
 
@@ -232,13 +225,13 @@ class MTP(DraftNetwork, MTPModule):
     def __init__(self, config: MTPConfig) -> None:
         super().__init__(config)
         self.build(config, 0)
-        self.later = nn.ModuleList(LaterModule(config, index) for index in range(1, config.num_modules))
+        self.later = nn.ModuleList(MTPModule().build(config, index) for index in range(1, config.num_modules))
         self.lm_head: Head | None = None  # the target's
 
     @property
     def in_turn(self) -> tuple[MTPModule, ...]:
         """The modules in the order in which they draft."""
-        return (self, *(module for module in self.later if isinstance(module, LaterModule)))
+        return (self, *(module for module in self.later if isinstance(module, MTPModule)))
 
     def read_states(self, hidden: Hidden) -> None:
         """Lets all modules read these states."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm.gathered_head import DraftHead
-from slipstream.models.drafts.base import DraftModule
+from slipstream.models.drafts.base import DraftNetwork
 from slipstream.models.drafts.token_map import check_tokenizer, read_token_map
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.models.layers.linear import derive
@@ -80,7 +80,7 @@ class DraftVocabulary:
             self.recent.add(rows.next_tokens.long(), rows.next_tokens >= 0)
 
 
-def find_vocabulary(module: DraftModule, target: Target, options: Any) -> DraftVocabulary:
+def find_vocabulary(module: DraftNetwork, target: Target, options: Any) -> DraftVocabulary:
     """The draft's own head, or the rows of the target's that it uses: those of its trained vocabulary, or by the
     options (TokenMapOptions).
 
