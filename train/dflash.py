@@ -14,7 +14,7 @@ from slipstream.train.dflash_options import DFlashOptions, DraftOptions
 if __name__ == "__main__":
     read(DFlashOptions, None, "train/dflash.py")  # here, since the imports below take seconds
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -301,16 +301,6 @@ class DFlashTraining(DraftTraining):
             "slots_accept_length": (alone, count),
         }
         return accepted, chain, {name: torch.stack(pair) for name, pair in sums.items()}
-
-    def end_evaluation(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
-        return {} if self.calibrator is None else self.calibrator.end(gather)
-
-    def fitted_fields(self) -> dict[str, list[float]]:
-        return {} if self.calibrator is None else self.calibrator.fields()
-
-    def restore(self, fields: Mapping[str, list[float]]) -> None:
-        if self.calibrator is not None and fields:
-            self.calibrator.set(fields)
 
     def read(self, batch: Batch) -> Read:
         aux_states, final = target_states(self.target, batch, self.device)

@@ -111,7 +111,8 @@ def fit(
         accelerator, model, output, options.checkpoint.keep, identity, defaults, run, training.write, lock
     )
     progress = checkpoints.resume()
-    training.restore(progress.fitted)
+    if training.calibrator is not None and progress.fitted:
+        training.calibrator.set(progress.fitted)
     first = replace(options.optim, **checkpoints.extension)  # options of the run that continues
     progress.first_length = progress.first_length or first.steps or first.epochs
     loop = Loop(accelerator, model, optimizers, options, train, heldout, progress, training)
@@ -299,10 +300,12 @@ class Loop:
             add(totals, self.model(batch)[1], is_new=is_new)
         self.model.train()
         metrics = {name: total / max(count, 1.0) for name, (total, count) in reduce(accelerator, totals).items()}
-        metrics |= self.training.end_evaluation(gather_object)
+        calibrator = self.training.calibrator
+        if calibrator is not None:
+            metrics |= calibrator.end(gather_object)
+            self.progress.fitted = calibrator.fields()
         metrics |= self.training.expected_speed(metrics)
         self.progress.metrics = metrics
-        self.progress.fitted = self.training.fitted_fields()
         self.note_best(metrics)
         return {f"eval_{name}": value for name, value in metrics.items()}
 

@@ -1,7 +1,7 @@
 """The interface between a drafter and `fit`, and metrics as sums."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -45,6 +45,7 @@ class DraftTraining(nn.Module, ABC):
     temperature = 0.0  # of the server that an evaluation simulates
     categories: Sequence[str] = ()  # by which evaluations log accept lengths, too
     step_times: StepTimes | None = None  # for the expected speed
+    calibrator: Any = None  # of a head whose fields evaluations fit (calibration.py)
     row_group: RowGroup | None = None  # of processes that share the rows of a batch
     base = ""  # the draft that an adapter changes; empty: all weights are trained
     base_fingerprint = ""  # of its weights
@@ -118,11 +119,6 @@ class DraftTraining(nn.Module, ABC):
     def evaluate(self, batch: Batch) -> Metrics:
         """Metrics of held-out rows; `accept_length` is among them and chooses the best checkpoint."""
 
-    def end_evaluation(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
-        """Called by all processes when all held-out rows are done: metrics that are no sums over rows. `gather` joins
-        the processes' lists."""
-        return {}
-
     def expected_speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics that follow from the accept lengths of an evaluation and the times of steps, if these are known."""
         if self.step_times is None:
@@ -135,13 +131,6 @@ class DraftTraining(nn.Module, ABC):
         adapt_layers(self.draft, rank, self.seed)
         self.base = place_of(base)
         self.base_fingerprint = weights_fingerprint(resolve(base))
-
-    def fitted_fields(self) -> dict[str, list[float]]:
-        """Fields of the draft's config that evaluations have fitted so far."""
-        return {}
-
-    def restore(self, fields: Mapping[str, list[float]]) -> None:
-        """Sets what `fitted_fields` said when the run was saved."""
 
     def walk(self, batch: Batch, asking: Tensor, accepted: Tensor) -> Metrics:
         """Metrics of the draft's leading agreements with the text (acceptance.walk_answers)."""

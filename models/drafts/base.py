@@ -262,12 +262,14 @@ def decoder_to_json(config: DraftConfig) -> dict[str, Any]:
     }
 
 
-def decoder_from_json(values: Values, target: TargetSpec, *required: str) -> dict[str, Any]:
+def decoder_from_json(values: Values, target: TargetSpec, *required: str, **expected: int) -> dict[str, Any]:
     """The inverse: fields of a DraftConfig. Other trainers' configs mostly do not name the target.
 
-    Raises ValueError for a required field, these or `required`, that is missing, null or not a number.
+    Raises ValueError for a required field, these or `required`, that is missing, null or not a number, and as
+    `check_target`.
     """
     _check_numbers(values, (*REQUIRED_FIELDS, *required))
+    check_target(values, vocab_size=target.vocab_size, **expected)
     reduced = values.get("draft_vocab_size") or values["vocab_size"]
     return {
         **DecoderShape.read(values),

@@ -25,7 +25,6 @@ from slipstream.models.drafts.base import (
     DraftNetwork,
     Evidence,
     Tensors,
-    check_target,
     decoder_from_json,
     decoder_to_json,
     target_fields,
@@ -245,10 +244,10 @@ class DFlashConfig(DraftConfig):
 
     @classmethod
     def from_json(cls, values: Values, target: TargetSpec, tensors: Tensors | None = None) -> Self:
-        decoder = decoder_from_json(values, target, "num_hidden_layers")
+        sizes = dict.fromkeys(("hidden_size", "target_hidden_size"), target.hidden_size)
+        sizes["num_target_layers"] = target.num_layers
+        decoder = decoder_from_json(values, target, "num_hidden_layers", **sizes)
         draft_fields = values["dflash_config"]
-        expected = {"num_target_layers": target.num_layers, "target_hidden_size": target.hidden_size}
-        check_target(values, **expected, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
         num_layers = values["num_hidden_layers"]
         layers = tuple(draft_fields.get("target_layer_ids") or ())
         return cls(

@@ -22,7 +22,6 @@ from slipstream.models.drafts.base import (
     DraftNetwork,
     Tensors,
     check_llama_layer,
-    check_target,
     decoder_from_json,
     decoder_to_json,
     window_from_json,
@@ -68,12 +67,11 @@ class EagleConfig(DraftConfig):
 
     @classmethod
     def from_json(cls, values: Values, target: TargetSpec, tensors: Tensors | None = None) -> Self:
-        decoder = decoder_from_json(values, target)
+        sizes = {"hidden_size": target.hidden_size, "num_target_layers": target.num_layers}
+        decoder = decoder_from_json(values, target, **sizes)
         check_llama_layer(values)
         if values.get("num_hidden_layers", 1) != 1:
             raise ValueError(f"draft config: num_hidden_layers is {values['num_hidden_layers']}; EAGLE drafts have 1")
-        expected = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        check_target(values, **expected, num_target_layers=target.num_layers)
         # EAGLE's trainers omit `bias` if it is true, converters also if it is false.
         has_bias = tensors is None or "fc.bias" in tensors
         is_qwen2 = values.get("architectures") == ["Qwen2ForCausalLMEagle"]

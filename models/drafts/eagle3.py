@@ -25,7 +25,6 @@ from slipstream.models.drafts.base import (
     Evidence,
     Tensors,
     check_llama_layer,
-    check_target,
     decoder_from_json,
     decoder_to_json,
     ids_of,
@@ -101,15 +100,14 @@ class Eagle3Config(DraftConfig):
 
     @classmethod
     def from_json(cls, values: Values, target: TargetSpec, tensors: Tensors | None = None) -> Self:
-        decoder = decoder_from_json(values, target)
+        own_size = {"target_hidden_size": values.get("target_hidden_size") or values.get("hidden_size")}
+        sizes = {"target_num_layers": target.num_layers, "target_hidden_size": target.hidden_size}
+        decoder = decoder_from_json({**values, **own_size}, target, **sizes)
         eagle = values.get("eagle_config") or {}
         for flag in UNSUPPORTED_FLAGS:
             if values.get(flag) or eagle.get(flag):
                 raise ValueError(f"draft config sets {flag}, which is not supported")
         check_llama_layer(values)
-        own_size = {"target_hidden_size": values.get("target_hidden_size") or values["hidden_size"]}
-        expected = {"vocab_size": target.vocab_size, "target_num_layers": target.num_layers}
-        check_target({**values, **own_size}, **expected, target_hidden_size=target.hidden_size)
         flags: dict[str, Any] = {flag: _flag(flag, values) for flag in FLAGS}
         has_fc = bool(eagle.get("use_aux_hidden_state", True))
         return cls(

@@ -38,7 +38,6 @@ from slipstream.models.drafts.base import (
     DraftConfig,
     DraftNetwork,
     check_llama_layer,
-    check_target,
     decoder_from_json,
     decoder_to_json,
     drop_copy,
@@ -132,9 +131,8 @@ class MTPConfig(DraftConfig):
 
     @classmethod
     def from_json(cls, values: Values, target: TargetSpec, tensors: Tensors | None = None) -> Self:
-        decoder = decoder_from_json(values, target)
-        expected = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        check_target(values, **expected, num_target_layers=target.num_layers)
+        sizes = {"hidden_size": target.hidden_size, "num_target_layers": target.num_layers}
+        decoder = decoder_from_json(values, target, **sizes)
         form = values.get("mtp_form") or ""
         num_modules = values.get("num_hidden_layers", 1)
         limit = target.mtp_modules if form else 1

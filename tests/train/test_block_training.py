@@ -252,7 +252,7 @@ def test_calibration_takes_every_row_once_and_in_order(target_model: PreTrainedM
         for number, is_new in order:
             training.is_new = is_new
             training.evaluate(batches[number])
-        metrics = training.end_evaluation(lambda parts: parts)
+        metrics = training.calibrator.end(lambda parts: parts)
         return training.draft.config, metrics
 
     expected = fitted((0, True), (1, True), (2, True))
