@@ -66,6 +66,7 @@ class DFlashTraining(DraftTraining):
     Network = DFlash
     drafter = "dflash"
     tokens_power = 0.75
+    copies_layers = True
     rates = {"muon": 0.016, "adamw": 0.003}
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -109,10 +110,6 @@ class DFlashTraining(DraftTraining):
             heads=heads_of(vars(options)),
             **inherited,
         )
-
-    @classmethod
-    def starting_layers(cls, draft: DFlash) -> int:
-        return len(draft.layers)
 
     def start(self, *, continues: bool = False) -> str:
         return "" if continues else start_from_target(self.draft, self.target)

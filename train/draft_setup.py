@@ -128,7 +128,8 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
         raise ValueError(f"draft.lora_rank is {rank}, and adapters are not sharded; use the ddp configuration")
     draft: Any = files.start if rank else kind.new_draft(draft_options, files)
     check_options(options.draft.interchange, kind.drafter, draft_values(draft.config))
-    target = files.freeze(draft.config.aux_layers, kind.starting_layers(draft) if files.start is None else 0)
+    is_copied = kind.copies_layers and files.start is None
+    target = files.freeze(draft.config.aux_layers, len(draft.layers) if is_copied else 0)
     training = kind.of(draft, target, options, files.accelerator.device)
     if rank:
         training.adapt(rank, options.init_from)

@@ -40,6 +40,7 @@ class DraftTraining(nn.Module, ABC):
     drafter: ClassVar[str]  # its kind, as files name it
     rates: ClassVar[Mapping[str, float]]  # peak learning rates by optimizer, for `default_lr`
     tokens_power = 0.25  # by which the rate falls with the tokens of a step
+    copies_layers = False  # whether `start` copies the target's last layers into those of a new draft
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
     temperature = 0.0  # of the server that an evaluation simulates
@@ -83,11 +84,6 @@ class DraftTraining(nn.Module, ABC):
     @abstractmethod
     def new_draft(cls, options: Any, files: TargetFiles) -> DraftNetwork:
         """A draft for the target, not trained yet; `options` of the draft."""
-
-    @classmethod
-    def starting_layers(cls, draft: Any) -> int:
-        """How many of the target's last layers `start` copies into a new draft."""
-        return 0
 
     def start(self, *, continues: bool = False) -> str:
         """Called once before a run's first step: may take weights over from the target; returns a sentence about those

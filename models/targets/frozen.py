@@ -44,9 +44,23 @@ VOCABULARY_CHUNK = 16384  # head rows per product: bounds full logits to (N, 163
 class FrozenTarget(ABC):
     """Not an nn.Module, so that a training module may hold one without training, moving or saving it."""
 
-    def __init__(self, model: nn.Module, layers: nn.ModuleList, aux_layers: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: nn.ModuleList,
+        aux_layers: tuple[int, ...],
+        *,
+        head: Tensor,
+        head_bias: Tensor | None = None,
+        logit_softcap: float | None,
+    ) -> None:
+        """head (V, Ht), head_bias (V,). logit_softcap: c, where the target's logits x become c * tanh(x / c). A draft
+        learns those, and has raw ones itself."""
         self.model = model.eval().requires_grad_(False)
         self.layers = layers
+        self.head = head
+        self.head_bias = head_bias
+        self.logit_softcap = logit_softcap
         self.aux_layers = aux_layers
         check_aux_layers(tuple(dict.fromkeys(aux_layers)), len(layers))  # a state may be wanted twice
         self.read_as: torch.dtype | None = None  # dtype of a draft's inputs; None: the model's
@@ -58,21 +72,6 @@ class FrozenTarget(ABC):
         `positions` restart at 0 at each document, and tokens attend within their document only. Padding has position 0:
         each padding token is its own document.
         """
-
-    @property
-    @abstractmethod
-    def head(self) -> Tensor:
-        """(V, Ht)."""
-
-    @property
-    def head_bias(self) -> Tensor | None:
-        """(V,)."""
-        return None
-
-    @property
-    @abstractmethod
-    def logit_softcap(self) -> float | None:
-        """c, where the target's logits x become c * tanh(x / c). A draft learns those, and has raw ones itself."""
 
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
@@ -126,7 +125,8 @@ class DecoderTarget(FrozenTarget):
     model: Target
 
     def __init__(self, model: Target, aux_layers: tuple[int, ...]) -> None:
-        super().__init__(model, model.layers, aux_layers)
+        cap = model.config.logit_softcap
+        super().__init__(model, model.layers, aux_layers, head=model.shared[HEAD], logit_softcap=cap)
         self.attention = PackedAttention()
 
     @torch.no_grad()
@@ -140,14 +140,6 @@ class DecoderTarget(FrozenTarget):
             parts = dict(zip(layers, states.split(final.shape[-1], dim=-1), strict=True))
             states = torch.cat([parts[layer] for layer in self.aux_layers], dim=-1)
         return states.view(*tokens.shape, -1), final.view(*tokens.shape, -1)
-
-    @property
-    def head(self) -> Tensor:
-        return self.model.shared[HEAD]
-
-    @property
-    def logit_softcap(self) -> float | None:
-        return self.model.config.logit_softcap
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -203,9 +195,17 @@ class TransformersTarget(FrozenTarget):
     model: PreTrainedModel
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
-        output_head(model)
-        self.logit_factor: float = getattr(model.config.get_text_config(), "output_multiplier", 1.0)
-        super().__init__(model, decoder_layers(model), aux_layers)
+        output = output_head(model)
+        config = model.config.get_text_config()
+        self.logit_factor: float = getattr(config, "output_multiplier", 1.0)
+        super().__init__(
+            model,
+            decoder_layers(model),
+            aux_layers,
+            head=output.weight,
+            head_bias=output.bias,
+            logit_softcap=getattr(config, "final_logit_softcapping", None),
+        )
         self.decoder = decoder_of(model)
         if not self.head.is_meta:
             self._check_head()
@@ -260,18 +260,6 @@ class TransformersTarget(FrozenTarget):
             past_key_values=None,
             position_ids=positions,
         )
-
-    @property
-    def head(self) -> Tensor:
-        return output_head(self.model).weight
-
-    @property
-    def logit_softcap(self) -> float | None:
-        return getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
-
-    @property
-    def head_bias(self) -> Tensor | None:
-        return output_head(self.model).bias
 
     def compile_layers(self) -> None:
         """Compiles each kind of layer at the first call of `aux_states`, and once more if sizes change."""
