@@ -64,7 +64,6 @@ class DFlashTraining(DraftTraining):
     draft vocabulary."""
 
     Network = DFlash
-    drafter = "dflash"
     tokens_power = 0.75
     copies_layers = True
     rates = {"muon": 0.016, "adamw": 0.003}

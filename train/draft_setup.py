@@ -40,7 +40,7 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
         if accelerator.is_main_process and not options.dry_run:
             lock = stack.enter_context(FolderLock(Path(options.output)))
             check_run_folder(Path(options.output))  # again: what a run that has just ended left
-        target = TargetFiles.find(options, accelerator, kind.Network, kind.drafter)
+        target = TargetFiles.find(options, accelerator, kind.Network)
         row_group = RowGroup.of(options.data.row_ranks, accelerator.process_index, accelerator.num_processes)
         mixture = Mixture.load(options.data.folders, target.tokenizer_hash)
         train_rows = mixture.train_rows(options.data)
@@ -127,7 +127,7 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
     if rank and files.accelerator.distributed_type in SHARDING:
         raise ValueError(f"draft.lora_rank is {rank}, and adapters are not sharded; use the ddp configuration")
     draft: Any = files.start if rank else kind.new_draft(draft_options, files)
-    check_options(options.draft.interchange, kind.drafter, draft_values(draft.config))
+    check_options(options.draft.interchange, options.DRAFTER, draft_values(draft.config))
     is_copied = kind.copies_layers and files.start is None
     target = files.freeze(draft.config.aux_layers, len(draft.layers) if is_copied else 0)
     training = kind.of(draft, target, options, files.accelerator.device)

@@ -36,7 +36,6 @@ class EagleTraining(FrozenHeadTraining):
     """Smooth L1 to the target's feature, and a distance of the head's distributions."""
 
     Network = Eagle
-    drafter = "eagle"
     token_weight = 0.1  # of the distance of the distributions, beside 1 for the features
     noise_spread = 0.2
 

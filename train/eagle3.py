@@ -35,7 +35,6 @@ class Eagle3Training(ChainTraining):
     """Distance from the target's distribution over the draft vocabulary."""
 
     Network = Eagle3
-    drafter = "eagle3"
     state_weight = 1.0  # of a smooth L1 loss between the states that the heads of draft and target read
 
     @classmethod

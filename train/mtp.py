@@ -47,7 +47,6 @@ class MTPTraining(FrozenHeadTraining):
     """Distance of the head's distributions at each step of the chain; of a new layer also of the states."""
 
     Network = MTP
-    drafter = "mtp"
     share_of_rate = 0.33  # of a layer that is trained already
     state_weight = 1.0  # of a smooth L1 loss between the states that the head reads
 

@@ -35,10 +35,8 @@ class TargetFiles:
     start: DraftNetwork | None = None  # if init_from is given: the draft there, or the newest of a run that continues
 
     @classmethod
-    def find(
-        cls, options: DraftRunOptions, accelerator: Accelerator, network: type[DraftNetwork], drafter: str
-    ) -> "TargetFiles":
-        """The files of `options.target`, and the draft to start from, which must be a `drafter`."""
+    def find(cls, options: DraftRunOptions, accelerator: Accelerator, network: type[DraftNetwork]) -> "TargetFiles":
+        """The files of `options.target`, and the draft to start from."""
         trust = options.trust_remote_code
         path = resolve(options.target, options.revision, trust_remote_code=trust)
         config = load_config(path, trust)
@@ -48,7 +46,7 @@ class TargetFiles:
             newest = options.newest_step
             option = "init_from" if newest is None else "output"
             name = options.init_from if newest is None else str(newest)
-            start = read_start(option, name, network, drafter, config)
+            start = read_start(option, name, network, options.DRAFTER, config)
         return cls(options, accelerator, path, config, tokenizer, tokenizer_hash(tokenizer), start)
 
     def new_draft(self, network: type[Network], options: BaseDraftOptions, **fields: Any) -> Network:

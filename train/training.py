@@ -37,7 +37,6 @@ class DraftTraining(nn.Module, ABC):
     """
 
     Network: ClassVar[type[DraftNetwork]]
-    drafter: ClassVar[str]  # its kind, as files name it
     rates: ClassVar[Mapping[str, float]]  # peak learning rates by optimizer, for `default_lr`
     tokens_power = 0.25  # by which the rate falls with the tokens of a step
     copies_layers = False  # whether `start` copies the target's last layers into those of a new draft

@@ -84,7 +84,7 @@ def write(target_path: Path, data_path: Path, vocabulary_path: Path, tmp_path: P
         flags = [f"--target={target_path}", f"--data.path={data_path}", "--output=o", *SIZES.get(drafter, ())]
         flags += [word.replace("MAP", str(vocabulary_path)) for word in words]
         options = parse(program, flags, prog="train", description="")
-        training = build(kind, TargetFiles.find(options, Accelerator(cpu=True), kind.Network, kind.drafter))
+        training = build(kind, TargetFiles.find(options, Accelerator(cpu=True), kind.Network))
         folder = tmp_path / "draft"
         folder.mkdir()
         training.write(training.state_dict(), folder, {})

@@ -65,7 +65,7 @@ def start(
     data = DataOptions(path=str(path), max_length=max_length, aux_states=aux_states and str(aux_states), **options)
     run = options_class(output="", target=str(target), data=data, draft=draft)
     accelerator: Any = SimpleNamespace(device=CPU, print=print)
-    files = TargetFiles.find(run, accelerator, kind.Network, kind.drafter)
+    files = TargetFiles.find(run, accelerator, kind.Network)
     splits = load_from_disk(data.path)
     rows = {split: PackedRows(splits[split], data.max_length) for split in ("train", "heldout")}
     states = open_states(data, {data.path: {**files.origin(), "data_hash": "0123"}})
