@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -58,7 +58,6 @@ class Connection:
     """An end of a connection. One thread may send and another receive at the same time."""
 
     end: socket.socket
-    _header: bytearray = field(default_factory=lambda: bytearray(HEADER.size))
 
     def __post_init__(self) -> None:
         # Buffers keep the sizes that the system finds: large ones leave a core's cache, and cost a third of the rate.
@@ -88,12 +87,10 @@ class Connection:
         """Waits for a frame. `allocate` makes the tensors (name, shape, dtype) that its bytes are written into;
         `limit`: most bytes of these. Raises BrokenError at the end of the connection, for a wrong checksum and for
         other bytes; TimeoutError."""
-        read_into(self.end, memoryview(self._header))
-        magic, meta_size, size = HEADER.unpack(self._header)
+        magic, meta_size, size = HEADER.unpack(read_bytes(self.end, HEADER.size))
         if magic != MAGIC or meta_size > MOST_META or size > limit:
             raise BrokenError("the other side sends no frames of this version, or too large ones")
-        meta = bytearray(meta_size)
-        read_into(self.end, memoryview(meta))
+        meta = read_bytes(self.end, meta_size)
         try:
             kind, fields, shapes = json.loads(meta)
             listed = [(str(name), tuple(map(int, shape)), NAMES[dtype]) for name, dtype, shape in shapes]
@@ -109,9 +106,7 @@ class Connection:
         for piece in pieces(memory_of(tensor) for tensor in tensors.values()):
             read_into(self.end, piece)
             digest.update(piece)
-        expected = bytearray(CHECKSUM_BYTES)
-        read_into(self.end, memoryview(expected))
-        if digest.digest() != expected:
+        if digest.digest() != read_bytes(self.end, CHECKSUM_BYTES):
             raise BrokenError("a frame has another checksum than its bytes")
         return Frame(kind, fields, tensors)
 
@@ -139,6 +134,12 @@ def pieces(parts: Iterable[memoryview]) -> Iterator[memoryview]:
     for part in parts:
         for start in range(0, len(part), PIECE_BYTES):
             yield part[start : start + PIECE_BYTES]
+
+
+def read_bytes(end: socket.socket, size: int) -> bytearray:
+    place = bytearray(size)
+    read_into(end, memoryview(place))
+    return place
 
 
 def read_into(end: socket.socket, place: memoryview) -> None:

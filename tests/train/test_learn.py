@@ -389,7 +389,9 @@ def test_a_trainer_rests_after_each_piece_of_work(
     monkeypatch.setattr(learn_module, "GAIN", 0.0)
     seconds = Counter[str]()
     trainer.training.register_forward_pre_hook(lambda *_: seconds.update(work=1))
-    trainer.pace = Pace(0.25, lambda: True, lambda: seconds.total(), lambda rest: seconds.update(rest=rest))  # type: ignore[arg-type,call-arg]
+    clock = SimpleNamespace(monotonic=seconds.total, sleep=lambda rest: seconds.update(rest=rest))
+    monkeypatch.setattr("slipstream.train.pace.time", clock)
+    trainer.pace = Pace(0.25, lambda: True)
     learn_from(answers, trainer)
     assert seconds["work"] >= 4 + 2
     assert seconds["rest"] == pytest.approx(3 * seconds["work"])

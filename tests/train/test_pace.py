@@ -17,7 +17,7 @@ class World:
     def is_busy(self) -> bool:
         return any(start <= self.now < end for start, end in self.busy)
 
-    def clock(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -29,7 +29,9 @@ def overlap(spans: list[tuple[float, float]], start: float, end: float) -> float
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5, 1.0])
-def test_work_keeps_to_its_share_of_busy_time_and_to_no_share_of_the_rest(share: float) -> None:
+def test_work_keeps_to_its_share_of_busy_time_and_to_no_share_of_the_rest(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = random.Random(0)
     longest = 0.2
     busy = []
@@ -41,7 +43,8 @@ def test_work_keeps_to_its_share_of_busy_time_and_to_no_share_of_the_rest(share:
         end = start + generator.uniform(0.5, 60)
         busy.append((start, end))
     world = World(busy)
-    pace = Pace(share, world.is_busy, world.clock, world.sleep)
+    monkeypatch.setattr("slipstream.train.pace.time", world)
+    pace = Pace(share, world.is_busy)
     work = []
     while world.now < end:
         pace.begin()
