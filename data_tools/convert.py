@@ -64,7 +64,6 @@ from slipstream.models.files.checkpoint import (
 from slipstream.models.files.outputs import CHECKPOINT, check_output_folder
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.formats.base import Tensors
-from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import decoder_tensors, drop_tied_head, load_config
 from slipstream.models.targets.families import MTP_FORMS, architecture_of
 
@@ -89,20 +88,11 @@ class Draft(NamedTuple):
     options: Values  # those that made it (models/drafts/interchange.py)
 
 
-class TargetFiles(NamedTuple):
-    """The target's name, sizes and matrices that drafts need."""
-
-    name: str
-    config: TargetSpec
-    architectures: list[str]
-    shared: dict[str, Tensor]  # EMBEDDING and HEAD, (V, H)
-
-
 class Form(NamedTuple):
     """Drafts of one kind: their network, and what makes each layout of the public one."""
 
     network: type[DraftNetwork]
-    layouts: Mapping[str, Callable[[Draft, TargetFiles], Draft]]
+    layouts: Mapping[str, Callable[[Draft, Source], Draft]]
     fields: tuple[str, ...]  # of config.json, besides FIELDS
 
 
@@ -114,7 +104,7 @@ def convert(config: ConvertConfig) -> None:
     path = resolve(config.input)
     values = read_json(path / "config.json")
     if architecture_of(values) in MTP_FORMS and "drafter" not in values:
-        convert_target(config, path)
+        convert_target(config)
         return
     form = form_of(values, config)
     name = config.target or named_target(path)
@@ -123,7 +113,7 @@ def convert(config: ConvertConfig) -> None:
     target = read_target(name)
     if config.layout == "target":
         check_output_folder(config.output, kind, {"target": [name]}, overwrite=config.overwrite)
-        stitch(config, path, Source(name, resolve(name), target.config, target.shared))
+        stitch(config, path, target)
         return
     draft = read_draft(form, path, target, Choices.of(config))
     check_fields(from_speculators(values), form)
@@ -143,14 +133,13 @@ def convert(config: ConvertConfig) -> None:
         print("  note: it reads the last layer's output, which other servers take after the final norm or not at all")
 
 
-def convert_target(config: ConvertConfig, path: Path) -> None:
-    """Writes the MTP head of the target in `path` as a draft."""
+def convert_target(config: ConvertConfig) -> None:
+    """Writes the MTP head of a target as a draft."""
     if config.layout != "slipstream":
         raise ValueError(
             f"input {config.input} is a target, whose MTP head only layout slipstream holds; set --layout slipstream"
         )
-    target = read_target(config.input)
-    extract(config, Source(config.input, path, target.config, target.shared))
+    extract(config, read_target(config.input))
 
 
 def changes(before: Iterable[str], after: Iterable[str]) -> str:
@@ -184,7 +173,7 @@ def check_fields(values: Values, form: Form) -> None:
         )
 
 
-def read_target(name: str) -> TargetFiles:
+def read_target(name: str) -> Source:
     path = resolve(name)
     config = load_config(path)
     tensors = decoder_tensors(read_tensors(path))
@@ -195,10 +184,10 @@ def read_target(name: str) -> TargetFiles:
     if missing:
         raise ValueError(f"target {name} lacks {', '.join(missing)} in its *.safetensors files")
     shared = {part: tensors[key] for part, key in keys.items()}
-    return TargetFiles(name, config, read_json(path / "config.json").get("architectures") or [], shared)
+    return Source(name, path, config, shared)
 
 
-def read_draft(form: Form, path: Path, target: TargetFiles, choices: Choices) -> Draft:
+def read_draft(form: Form, path: Path, target: Source, choices: Choices) -> Draft:
     """In the public layout, with the file's dtypes; names its target."""
     module: Any = load_draft(form.network, path, target.config, None, CPU, target.shared, choices)
     values = module.config.to_json()
@@ -213,11 +202,11 @@ def dtype_of(tensors: Tensors) -> torch.dtype:
     return next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
 
 
-def as_it_is(draft: Draft, _target: TargetFiles) -> Draft:
+def as_it_is(draft: Draft, _target: Source) -> Draft:
     return draft
 
 
-def block_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
+def block_to_sglang(draft: Draft, _target: Source) -> Draft:
     """z-lab's files of DFLASH and DFlash 2, SpecForge's of DSpark, NVIDIA's of LiLiCorr; ours beside their fields."""
     checked_for_sglang(draft, _target)
     fields = draft.values["dflash_config"]
@@ -229,7 +218,7 @@ def block_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
     return draft._replace(values={**draft.values, "architectures": ["DSparkDraftModel"], "dflash_config": nested})
 
 
-def checked_for_sglang(draft: Draft, _target: TargetFiles) -> Draft:
+def checked_for_sglang(draft: Draft, _target: Source) -> Draft:
     """Raises ValueError for a draft that SGLang does not load."""
     drafter = draft.values["drafter"]
     for rule in broken_rules("sglang", drafter, draft.options):
@@ -246,7 +235,7 @@ def heads_of(values: Values) -> set[str]:
     return {part for part, field in fields.items() if values.get(field)}
 
 
-def block_to_deepspec(draft: Draft, target: TargetFiles) -> Draft:
+def block_to_deepspec(draft: Draft, target: Source) -> Draft:
     """DeepSpec's files: all fields at the top, and copies of the target's embedding and head."""
     fields = dict(draft.values["dflash_config"])
     heads = heads_of(fields)
@@ -272,7 +261,7 @@ def block_to_deepspec(draft: Draft, target: TargetFiles) -> Draft:
     return draft._replace(values=values, tensors={**copies, **draft.tensors})
 
 
-def block_to_modelopt(draft: Draft, _target: TargetFiles) -> Draft:
+def block_to_modelopt(draft: Draft, _target: Source) -> Draft:
     """ModelOpt's files: heads' tensors without a prefix, and shift_label for the convention."""
     fields = draft.values["dflash_config"]
     from_anchor = draft.values["sample_from_anchor"]
@@ -301,7 +290,7 @@ def _renamed(key: str, beginnings: Mapping[str, str]) -> str:
     return key if begin is None else beginnings[begin] + key.removeprefix(begin)
 
 
-def block_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
+def block_to_speculators(draft: Draft, target: Source) -> Draft:
     """With copies of the target's embedding and head; the head has the rows of the draft's vocabulary."""
     copies = dict(target.shared)
     if "t2d" in draft.tensors:
@@ -309,7 +298,7 @@ def block_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
     return _speculators_draft(draft, draft.tensors, copies, target)
 
 
-def eagle_to_sglang(draft: Draft, target: TargetFiles) -> Draft:
+def eagle_to_sglang(draft: Draft, target: Source) -> Draft:
     """With a bias of zeros where fc has none, since SGLang's always has one."""
     weight = draft.tensors["fc.weight"]
     tensors = {"fc.bias": torch.zeros(len(weight), dtype=weight.dtype), **draft.tensors}
@@ -317,7 +306,7 @@ def eagle_to_sglang(draft: Draft, target: TargetFiles) -> Draft:
     return checked_for_sglang(Draft(values, tensors, draft.layers, {**draft.options, "bias": True}), target)
 
 
-def eagle3_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
+def eagle3_to_speculators(draft: Draft, target: Source) -> Draft:
     """With its own embedding or a copy of the target's; without a token map if it drafts the whole vocabulary."""
     if target.config.num_layers in draft.layers:
         raise ValueError(
@@ -329,9 +318,10 @@ def eagle3_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
     return _speculators_draft(draft, tensors, {EMBEDDING: target.shared[EMBEDDING]}, target)
 
 
-def _speculators_draft(draft: Draft, tensors: Tensors, copies: Tensors, target: TargetFiles) -> Draft:
+def _speculators_draft(draft: Draft, tensors: Tensors, copies: Tensors, target: Source) -> Draft:
     dtype = dtype_of(draft.tensors)
-    values = to_speculators(draft.values, draft.values["target"], target.architectures)
+    architectures = read_json(target.path / "config.json").get("architectures") or []
+    values = to_speculators(draft.values, draft.values["target"], architectures)
     tensors = {**{key: copy.to(dtype) for key, copy in copies.items()}, **tensors}
     return draft._replace(values=values, tensors=tensors)
 

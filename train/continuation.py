@@ -75,14 +75,14 @@ class Continuation:
         frozen = load_frozen_target(path, network.config.aux_layers, device, trust_remote_code, last_layers)
         training = kind.of(network.to(device).requires_grad_(True), frozen, options, device)
         training.target.read_as = dtype_of_weights(self.accelerator)
-        weights = {name: tensor.clone() for name, tensor in training.state_dict().items()}
+        self.training = training
+        weights = self.weights()
         training.start(continues=True)  # says what is trained
-        training.load_state_dict(weights)
+        self.load(weights)
         if lora_rank:
             training.adapt(lora_rank, draft)
         self.options = options
         optimizers = build_optimizers(training, optim)
-        self.training = training
         self.model, *self.optimizers = self.accelerator.prepare(training, *optimizers)
         self.progress = Progress(first_length=optim.steps or optim.epochs)
         self.best = self.weights()
