@@ -28,7 +28,7 @@ from slipstream.models.drafts.heads.base import Head, TokenLosses
 from slipstream.models.drafts.heads.confidence import ConfidenceHead
 from slipstream.models.drafts.heads.table import heads_of
 from slipstream.models.files.weights import public_tensors
-from slipstream.models.targets.frozen import FrozenTarget
+from slipstream.models.targets.frozen import FrozenTarget, no_autocast
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, moved, possible_roots
 from slipstream.train.block_slots import Networks, Read, Slots
@@ -277,7 +277,7 @@ class DFlashTraining(DraftTraining):
         `candidate_recall`, the share of slots whose token is a candidate; `path_accept_rate`, of the tokens that some
         path has right, the share that the chain has; `block_accept_length`, the mean over blocks of the accepted
         tokens, and `slots_accept_length`, the same of each slot's best token by itself."""
-        with torch.autocast(self.device.type, enabled=False):
+        with no_autocast(self.device):
             logits = hidden.to(self.head.rows.dtype) @ self.head.rows.t()
         context = read.context[blocks.anchors - 1]
         candidates, scores = self.draft.lattice(
@@ -323,7 +323,7 @@ class DFlashTraining(DraftTraining):
         """Target id of the best draft token by a slot's own logits, plus `noise` (..., Vd): (..., H) -> (...)."""
         if noise is None:
             return self.head.predictions(states.flatten(0, -2)).view(states.shape[:-1])
-        with torch.autocast(self.device.type, enabled=False):
+        with no_autocast(self.device):
             logits = self.draft.unary(states.to(self.head.rows.dtype) @ self.head.rows.t())
         return self.head.ids[(logits.float() + noise).argmax(dim=-1)]
 

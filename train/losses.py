@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from slipstream.kernels.cross_entropy import label_cross_entropy, soft_cross_entropy, taught_cross_entropy
 from slipstream.kernels.loss_kinds import Kind
 from slipstream.kernels.sampling.softcap import softcap
-from slipstream.models.targets.frozen import FrozenTarget
+from slipstream.models.targets.frozen import FrozenTarget, no_autocast
 from slipstream.train.text_noise import RowValues, best_with_noise, slices
 
 LOGITS_AT_ONCE = 2**28  # 512 MiB in bf16
@@ -43,7 +43,7 @@ class TargetHead:
             return self.ids[best_rows(states, self.rows)]
 
         def logits(part: slice) -> Tensor:
-            with torch.autocast(states.device.type, enabled=False):
+            with no_autocast(states.device):
                 return states[part].to(self.rows.dtype) @ self.rows.t()
 
         return self.ids[best_with_noise(len(states), rows_at_once(self.rows), logits, noise)]
@@ -51,7 +51,7 @@ class TargetHead:
     @torch.no_grad()
     def teach(self, final: Tensor) -> Tensor:
         """The target's logits (N, Vd) at its states after its final norm (N, Ht)."""
-        with torch.autocast(final.device.type, enabled=False):
+        with no_autocast(final.device):
             logits = F.linear(final.to(self.rows.dtype), self.rows, self.bias)
         return logits if self.cap is None else softcap(logits, self.cap)
 
@@ -79,7 +79,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         gradients = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         best = torch.empty(len(states), dtype=torch.int64, device=states.device)
         for part in parts(len(states), head):
-            with torch.autocast(states.device.type, enabled=False):
+            with no_autocast(states.device):
                 losses[part], best[part], gradient = loss_of(part, states[part].to(head.dtype))
             if gradients is not None and gradient is not None:
                 gradients[part] = gradient
@@ -147,7 +147,7 @@ class _WeightedLoss(torch.autograd.Function):
             torch.zeros_like(x) if x is not None and needed else None
             for x, needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
         ]
-        with torch.autocast(states.device.type, enabled=False):
+        with no_autocast(states.device):
             wide = None if rows is None else rows.to(head.dtype)
             for part in parts(len(states), head):
                 part_features = None if features is None else features[part].to(head.dtype)
@@ -210,7 +210,7 @@ class _GatheredLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, head: Tensor, candidates: Tensor) -> Tensor:
         logits = states.new_empty(candidates.shape, dtype=torch.float32)
-        with torch.autocast(states.device.type, enabled=False):
+        with no_autocast(states.device):
             for part in gathered_parts(candidates, head):
                 rows = head[candidates[part]]  # (n, k, H)
                 logits[part] = (rows @ states[part].to(head.dtype).unsqueeze(2)).squeeze(2)
@@ -222,7 +222,7 @@ class _GatheredLogits(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
         head, candidates = ctx.saved_tensors
         gradient = upstream[0].new_empty(len(candidates), head.shape[1], dtype=ctx.dtype)
-        with torch.autocast(head.device.type, enabled=False):
+        with no_autocast(head.device):
             for part in gathered_parts(candidates, head):
                 weighted = upstream[0][part].to(head.dtype).unsqueeze(1)
                 gradient[part] = (weighted @ head[candidates[part]]).squeeze(1)
@@ -259,13 +259,13 @@ def distillation_loss(
 
 def regression_losses(states: Tensor, aux_states: Tensor) -> Tensor:
     """both (N, H) -> (N,) fp32: smooth L1, its mean over H (EAGLE, arXiv 2401.15077, equation 4)."""
-    with torch.autocast(states.device.type, enabled=False):
+    with no_autocast(states.device):
         return F.smooth_l1_loss(states.float(), aux_states.float(), reduction="none").mean(dim=-1)
 
 
 def best_rows(states: Tensor, head: Tensor) -> Tensor:
     """Row of the head (N,) that scores highest for each of states (N, H); ties go to the lowest."""
-    with torch.autocast(states.device.type, enabled=False):
+    with no_autocast(states.device):
         return torch.cat([(part.to(head.dtype) @ head.t()).argmax(dim=-1) for part in states.split(rows_at_once(head))])
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from slipstream.models.drafts.heads.table import CONFIGS, HEADS
 from slipstream.models.drafts.layouts import LAYOUTS
-from slipstream.models.files.checkpoint import Values
+from slipstream.models.files.checkpoint import Values, architecture_name
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Fields of other trainers' files -> our fields of the same meaning.
@@ -61,7 +61,7 @@ def convention_of(values: Values, choice: bool | None = None) -> Convention:
         return Convention(from_anchor, f"its config.json has {settings}")
     if choice is not None:
         return Convention(choice, "as the option sample_from_anchor says")
-    architecture = architecture_of(values)
+    architecture = architecture_name(values)
     has_markov = bool(config.get("markov_rank"))
     if architecture not in ANCHOR_FIRST or (has_markov and not ANCHOR_FIRST[architecture]):
         name = f"{architecture} with a Markov head" if has_markov else architecture
@@ -71,10 +71,6 @@ def convention_of(values: Values, choice: bool | None = None) -> Convention:
             "--drafter.sample-from-anchor true|false, convert: --sample-from-anchor)"
         )
     return Convention(ANCHOR_FIRST[architecture], f"its architecture is {architecture}, and sample_from_anchor absent")
-
-
-def architecture_of(values: Values) -> str:
-    return str((values.get("architectures") or ["(none)"])[0])
 
 
 def merged(values: Values) -> dict[str, Any]:
@@ -193,4 +189,4 @@ def _is_non_causal(values: Values, config: Values, types: list[str] | None, *, h
         )
     if non_causal is not None:
         return bool(non_causal)
-    return not is_causal if is_causal is not None else architecture_of(values) == "DFlash2DraftModel"
+    return not is_causal if is_causal is not None else architecture_name(values) == "DFlash2DraftModel"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slipstream.models.drafts.layouts import LAYOUTS
+from slipstream.models.files.checkpoint import architecture_name
 from slipstream.models.targets.config import TargetSpec
 
 Values = dict[str, Any]
@@ -17,7 +18,7 @@ GATES: dict[Any, dict[str, Any] | None] = LAYOUTS["laguna_gates"]
 def publish(values: Mapping[str, Any], target: TargetSpec) -> Mapping[str, Any]:
     """A maker's config.json in the public fields; any other as it is. Raises ValueError for fields that mean what the
     network here does not do."""
-    architecture = (values.get("architectures") or [""])[0]
+    architecture = architecture_name(values)
     if "drafter" in values or architecture not in MAKERS:
         return values
     return MAKERS[architecture](dict(values), target)

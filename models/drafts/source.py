@@ -13,6 +13,7 @@ from slipstream.models.drafts.layouts import LAYOUTS
 from slipstream.models.drafts.speculators_layout import drafter_of_kind, speculators_kind
 from slipstream.models.files.checkpoint import (
     Values,
+    architecture_name,
     checkpoint_fingerprint,
     named_target,
     read_json,
@@ -178,7 +179,7 @@ def drafter_of(config: Values, draft: str) -> str:
         return drafter_of_kind(kind)
     if "drafter" in config:
         return str(config["drafter"])
-    architecture = (config.get("architectures") or ["(none)"])[0]
+    architecture = architecture_name(config)
     if architecture == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1:  # as EAGLE's authors write
         return "eagle3" if "draft_vocab_size" in config else "eagle"
     if architecture in UNSUPPORTED_ARCHITECTURES:

@@ -145,6 +145,10 @@ def _check_number(files: list[Path]) -> None:
         )
 
 
+def architecture_name(values: Values) -> str:
+    return str((values.get("architectures") or ["(none)"])[0])
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())

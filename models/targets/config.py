@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from slipstream.models.files.checkpoint import Values
+from slipstream.models.files.checkpoint import Values, architecture_name
 from slipstream.models.targets import families
 from slipstream.models.targets.families import Norms, OutputGate, PerLayerSpec
 
@@ -679,7 +679,7 @@ def query_growth(values: Values, rope: RopeConfig) -> QueryGrowth:
 
 def check_supported(values: Values) -> None:
     """Raises ValueError for architectures that are not supported, and for variants of others that are refused."""
-    name = (values.get("architectures") or ["(none)"])[0]
+    name = architecture_name(values)
     reason = families.refusal(values)
     if reason or families.architecture_of(values) not in ARCHITECTURES:
         why = f": {reason}" if reason else ""
@@ -856,7 +856,7 @@ def clamped_swiglu(values: Values) -> ClampedSwiGLU:
 
 def is_complete(values: Values) -> bool:
     """Whether `TargetSpec.from_json` reads a config.json as it reads what transformers makes of it."""
-    architecture = (values.get("architectures") or [""])[0]
+    architecture = architecture_name(values)
     needed = NEEDED_TOO.get(architecture)
     if needed is None or values.get("use_sliding_window") or "auto_map" in values:
         return False

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
-from slipstream.models.files.checkpoint import Values
+from slipstream.models.files.checkpoint import Values, architecture_name
 from slipstream.models.files.tables import read_tables
 
 if TYPE_CHECKING:
@@ -588,14 +588,14 @@ MTP_FORMS = {name: MTPForm(**fields) for name, fields in TABLES["mtp"].items()}
 
 def architecture_of(values: Values) -> str:
     """Returns the decoder's architecture: for a multimodal checkpoint, that of its text part."""
-    name = (values.get("architectures") or ["(none)"])[0]
+    name = architecture_name(values)
     return TEXT_TYPES.get((name, _text_type(values)), "") or TEXT_PARTS.get(name, name)
 
 
 def text_part(values: Values) -> Values:
     """The decoder's fields of a config, which a multimodal checkpoint has in `text_config`. Whether the head is tied
     the top level says, as in transformers; Muse-Glimmer's files do not, and have a head."""
-    name = (values.get("architectures") or [""])[0]
+    name = architecture_name(values)
     if name not in TEXT_PARTS:
         return values
     tied = values.get("tie_word_embeddings", False)
@@ -667,7 +667,7 @@ def _text_type(values: Values) -> str:
 
 
 def _reason(values: Values) -> str:
-    name = (values.get("architectures") or [""])[0]
+    name = architecture_name(values)
     inside = values.get("text_config")
     fields = {**(inside if isinstance(inside, Mapping) else {}), **values}
     if values.get("is_encoder_decoder"):

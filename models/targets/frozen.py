@@ -107,7 +107,7 @@ class FrozenTarget(ABC):
         for start in range(0, len(head), VOCABULARY_CHUNK):
             end = start + VOCABULARY_CHUNK
             bias = None if head_bias is None else head_bias[start:end]
-            with torch.autocast(states.device.type, enabled=False):
+            with no_autocast(states.device):
                 chunk = F.linear(states, head[start:end], bias)
             chunk = chunk if cap is None else softcap(chunk, cap)
             values, indices = chunk.max(dim=-1)
@@ -133,7 +133,7 @@ class DecoderTarget(FrozenTarget):
     def aux_states(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         self.attention.plan(positions)
         layers = tuple(dict.fromkeys(self.aux_layers))
-        with torch.autocast(tokens.device.type, enabled=False):  # the checkpoint's dtype, as in serving
+        with no_autocast(tokens.device):  # the checkpoint's dtype, as in serving
             final, states = self.model(tokens.flatten(), self.attention, layers)
         assert states is not None
         if layers != self.aux_layers:
@@ -242,7 +242,7 @@ class TransformersTarget(FrozenTarget):
     @torch.no_grad()
     def aux_states(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         masks = self.masks(positions)
-        with torch.autocast(tokens.device.type, enabled=False):  # the checkpoint's dtype, as in serving
+        with no_autocast(tokens.device):  # the checkpoint's dtype, as in serving
             output = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False)
         final = self._states[len(self.layers)] = self.logit_factor * output.last_hidden_state
         aux_states = torch.cat([self._states[layer] for layer in self.aux_layers], dim=-1)
@@ -330,6 +330,10 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise ValueError(
         f"{type(model).__name__} has no list of {count} decoder layers; aux hidden states cannot be captured"
     )
+
+
+def no_autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, enabled=False)
 
 
 def is_close(tensor: Tensor, expected: Tensor) -> bool:
