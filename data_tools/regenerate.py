@@ -41,6 +41,12 @@ from slipstream.models.files.state_store import StateIndex
 from slipstream.models.files.text import read_key
 from slipstream.serve.llm import LLM
 
+# Options that change answers: only the same ones continue a file.
+ANSWER_OPTIONS = (
+    *("target", "revision", "chat_template", "template", "date", "model"),
+    *("temperature", "top_p", "top_k", "max_tokens", "seed", "cut", "samples"),
+)
+
 
 class Journal(LineFile):
     """A JSONL file of rows with an `id`; `ids` are those in it.
@@ -130,7 +136,8 @@ def regenerate(config: RegenerateConfig) -> None:
     check_files(config, dropped_path, report_path)
     check_data(config)
     source = Source.find(config)
-    options = config.answer_options | {"model": source.model, "target_hash": source.target_hash}
+    options = {name: getattr(config, name) for name in ANSWER_OPTIONS}
+    options |= {"model": source.model, "target_hash": source.target_hash}
     continues = output.exists() and not config.overwrite
     failed = set[str]()  # ids of rows in earlier runs
     if continues:

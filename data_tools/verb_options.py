@@ -15,10 +15,7 @@ from slipstream.serve.options import EngineConfig, check_at_least
 from slipstream.serve.request import SamplingParams
 
 ACCEPT_RATES = (0.75, 0.56, 0.42, 0.32, 0.24)  # three of four draft tokens right at any position
-# Options of regenerate that change answers: only the same ones continue a file.
-RENDERING = ("target", "revision", "chat_template", "template", "date", "model")
 FREE_CAPTURE_OPTIONS = ("shards", "verify", "yes", "endpoint", "answers", "api_key_file", "timeout")
-SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "cut", "samples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +144,6 @@ class RegenerateConfig(ConversationOptions):
     def inputs(self) -> dict[str, Sequence[str | None]]:
         inputs = ConversationOptions.inputs(self)
         return {**inputs, "draft": [self.draft], "api_key_file": [self.api_key_file]}
-
-    @property
-    def answer_options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in RENDERING + SAMPLING}
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -41,14 +41,6 @@ class Category:
     def share(self) -> float:
         return self.rate / self.record_rate if self.record_rate else 1.0
 
-    @property
-    def has_fallen(self) -> bool:
-        return bool(self.clients) and self.share < FALLEN
-
-    @property
-    def is_sound(self) -> bool:
-        return not self.clients and self.segments >= LEAST_SEGMENTS and self.share >= SOUND
-
 
 @dataclass(frozen=True, slots=True)
 class Cause:
@@ -192,8 +184,9 @@ def fact_causes(facts: Facts, new_prompts: float) -> Iterator[Cause]:
 
 
 def category_causes(facts: Facts, categories: Sequence[Category]) -> Iterator[Cause]:
-    fallen = {category.name for category in categories if category.has_fallen}
-    sound = {category.name for category in categories if category.is_sound} - fallen
+    fallen = {chart.name for chart in categories if chart.clients and chart.share < FALLEN}
+    stable = (chart for chart in categories if not chart.clients and chart.segments >= LEAST_SEGMENTS)
+    sound = {chart.name for chart in stable if chart.share >= SOUND} - fallen
     long = [name for name in CLASSES if CONTEXT + name in fallen]
     short = [name for name in CLASSES if CONTEXT + name in sound]
     trained = int(facts.get("trained_length") or 0)

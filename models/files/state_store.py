@@ -58,11 +58,6 @@ class StateFormat:
     dtype: Literal["bf16", "fp8", "fp32"]
     last_hidden: bool  # also keep state n of supervised tokens
 
-    @property
-    def has_final_state(self) -> bool:
-        """Whether state n of every supervised token can be read."""
-        return self.last_hidden or self.num_layers in self.layers
-
     def shapes(self, documents: int, tokens: int, supervised: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Tensors of a shard; T and M rows are ordered by document."""
         states = DTYPES[self.dtype]
@@ -338,7 +333,7 @@ class StateStore:
                 f"states {self.folder} hold {list(form.layers)}, the draft reads {list(layers)}; capture with "
                 "--layers, or set draft.aux_layers"
             )
-        if final_state and not form.has_final_state:
+        if final_state and not (form.last_hidden or form.num_layers in form.layers):
             raise ValueError(
                 f"states {self.folder} lack the state after the final norm, which the loss needs; capture them "
                 "again with --last-hidden"

@@ -708,7 +708,7 @@ def layers_of(values: Values, traits: families.Traits, dense_layer: Callable[...
             )
     growth = query_growth(values, ropes[False]) if traits.query_growth else None
     delta_net = None if traits.delta_net is None else DeltaNetSpec(**traits.delta_net)
-    recurrent = recurrent_layers(values) if delta_net is not None else set()
+    types = kinds_of_layers(values, "layer_types", {"full_attention", "linear_attention"}) if delta_net else ()
     layers = []
     for index, window in enumerate(windows_of(values, traits)):
         rope = replace(ropes[window is not None], rotates=index not in traits.unrotated, query_growth=growth)
@@ -718,7 +718,7 @@ def layers_of(values: Values, traits: families.Traits, dense_layer: Callable[...
         check_heads(layer.attention)
         if traits.mlp_sizes:
             layer = replace(layer, mlp=replace(layer.mlp, intermediate_size=traits.mlp_sizes[index]))
-        if delta_net is not None and index in recurrent:
+        if delta_net is not None and types[index] == "linear_attention":
             layer = replace(layer, mixer=delta_net)
         layers.append(replace(layer, **traits.layer))
     return layers
@@ -732,12 +732,6 @@ def kinds_of_layers(values: Values, name: str, kinds: Collection[str]) -> Sequen
         expected = f"{' or '.join(sorted(kinds))} for each of {count} layers"
         raise ValueError(f"config.json: {name} is {entries!r}; it must be {expected}")
     return entries
-
-
-def recurrent_layers(values: Values) -> set[int]:
-    """The layers that `layer_types` calls linear_attention. Raises ValueError for other kinds of layers."""
-    kinds = kinds_of_layers(values, "layer_types", {"full_attention", "linear_attention"})
-    return {index for index, kind in enumerate(kinds) if kind == "linear_attention"}
 
 
 def windows_of(values: Values, traits: families.Traits) -> list[int | None]:
