@@ -1,9 +1,9 @@
 """Gated delta nets for bench/kernel_times.py, of Qwen3.5-27B and Qwen3.5-35B-A3B: prompts, and walks along chains and
 trees of nodes. Each set of buffers is a layer, with states and inputs of its own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ MODELS = {
 }
 NODES = 16  # that a slot records
 LEAST_PROMPT = 64
-MOST_REQUESTS = 128
 MOST_LAYERS = 16  # each has its states
 
 
@@ -32,15 +31,6 @@ class Pass(NamedTuple):
     parents: list[int]  # of each request's nodes
     num_tokens: int  # of the prompt
     num_replayed: int = 0  # accepted nodes of the pass before
-
-
-def delta_cases(row_counts: list[int], names: list[str]) -> Iterator[tuple[dict[str, Any], Case]]:
-    """Labels and cases, as all_cases has them. A prompt has so many tokens, a walk so many requests."""
-    for name, make in DELTA_MAKERS.items():
-        if not names or name.startswith(tuple(names)):
-            for rows in row_counts:
-                if rows >= LEAST_PROMPT if name.startswith(PROMPTS) else rows <= MOST_REQUESTS:
-                    yield {"kernel": name, "rows": rows}, make(rows)
 
 
 def prompt(rows: int, sizes: Sizes) -> Case:
@@ -150,6 +140,7 @@ WALKS = {
     f"a tree of {NODES}": TREE,
 }
 PROMPTS = ("delta prompt", "delta blocks")
+# A prompt has so many tokens, a walk so many requests.
 DELTA_MAKERS: dict[str, Callable[[int], Case]] = {
     **{f"delta prompt {model}": partial(prompt, sizes=sizes) for model, sizes in MODELS.items()},
     **{f"delta blocks {model}": partial(prompt_blocks, sizes=sizes) for model, sizes in MODELS.items()},

@@ -180,7 +180,7 @@ class Draft:
         layer_at = places(len(config.layers), len(big.layers))
         states = [(index, layer == shape.num_layers) for layer, index in self.states(shape).items()]
         make = inflation.network(like, self.weights, layer_at)
-        make["fc.weight"] = lambda: inflation.fusion(self.weights["fc.weight"], states)
+        make["fc.weight"] = lambda: inflation.fusion(self.weights["fc.weight"].to(inflation.device), states)
         return make | (self.vocabulary(shape) if "d2t" in like else {})
 
     def vocabulary(self, shape: Shape) -> dict[str, Make]:

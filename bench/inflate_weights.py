@@ -122,7 +122,7 @@ class Inflation:
         """Norm weights (h,) -> (H,); `constant` is the constant channel's."""
         weight = self.scale * (1.0 + self.fill(self.H))
         if small is not None:
-            weight[: self.h] = small.to(self.device) * self.scale
+            weight[: self.h] = small * self.scale
         weight[-1] = constant
         return weight
 
@@ -130,7 +130,7 @@ class Inflation:
         """A matrix over normed states: (O, K * h) -> (rows, K * H), small values times `factor`."""
         weight = self.fill(rows, num_inputs * self.H)
         if small is not None:
-            blocks = (small.to(self.device) * factor).unflatten(1, (num_inputs, self.h))
+            blocks = (small * factor).unflatten(1, (num_inputs, self.h))
             weight.unflatten(1, (num_inputs, self.H))[: len(small), :, : self.h] = blocks
         return weight
 
@@ -138,7 +138,7 @@ class Inflation:
         """A matrix whose product is added to the residual stream: (h, I) -> (H, columns). The constant stays."""
         weight = self.fill(self.H, columns, factor=QUIET)
         if small is not None:
-            weight[: self.h, : small.shape[1]] = small.to(self.device)
+            weight[: self.h, : small.shape[1]] = small
         weight[-1] = 0.0
         return weight
 
@@ -146,14 +146,14 @@ class Inflation:
         """(V, h) -> (rows, H). Rows of unused tokens are never read."""
         weight = self.fill(rows, self.H)
         weight[: len(small)] *= QUIET
-        weight[: len(small), : self.h] = small.to(self.device)
+        weight[: len(small), : self.h] = small
         weight[:, -1] = CONSTANT
         return weight
 
     def head(self, small: Tensor, rows: int) -> Tensor:
         """(V, h) -> (rows, H); rows beyond V see the lifted constant and little else."""
         weight = self.fill(rows, self.H)
-        weight[: len(small), : self.h] = small.to(self.device)
+        weight[: len(small), : self.h] = small
         weight[: len(small), -1] = 0.0
         weight[len(small) :, -1] = -UNUSED
         return weight
@@ -170,7 +170,7 @@ class Inflation:
         weight = self.fill(H, K * H)
         blocks = weight.unflatten(1, (K, H))
         blocks[h:] *= QUIET
-        columns = small.to(self.device).unflatten(1, (-1, h))
+        columns = small.unflatten(1, (-1, h))
         for index, (source, _) in enumerate(states):
             blocks[:h, index, :h] = blocks[:h, index, :h] * QUIET if source is None else columns[:, source]
         blocks[:, :, -1] = 0.0
@@ -185,7 +185,7 @@ class Inflation:
         weight = self.fill(rows, RANK)
         if is_quiet:
             weight[:, small.shape[1] :] *= QUIET
-        weight[: len(small), : small.shape[1]] = small.to(self.device)
+        weight[: len(small), : small.shape[1]] = small
         return weight
 
     def beside_head(self, small: Tensor, shape: Sequence[int]) -> Tensor:
@@ -195,8 +195,8 @@ class Inflation:
         rows = len(small)
         rank = small.shape[1] - self.h
         weight[:rows, self.H :] *= QUIET
-        weight[:rows, : self.h] = small[:, : self.h].to(self.device)
-        weight[:rows, self.H : self.H + rank] = small[:, self.h :].to(self.device)
+        weight[:rows, : self.h] = small[:, : self.h]
+        weight[:rows, self.H : self.H + rank] = small[:, self.h :]
         weight[:, self.H - 1] = 0.0  # the last norm lifts the constant
         return weight
 
@@ -205,14 +205,14 @@ class Inflation:
         weight = self.fill(*shape)
         weight[:, 0] += 1.0
         if small is not None:
-            weight[..., : self.h] = small.to(self.device)
+            weight[..., : self.h] = small
         return weight
 
     def kernel_projection(self, small: Tensor | None, shape: Sequence[int]) -> Tensor:
         """The projection to the deltas of both convolutions' taps, by groups of channels: (4 g, h) -> (4 G, H)."""
         weight = self.fill(*shape)
         if small is not None:
-            deltas = small.to(self.device).unflatten(0, (4, -1))
+            deltas = small.unflatten(0, (4, -1))
             weight.unflatten(0, (4, -1))[:, : deltas.shape[1], : self.h] = deltas
         return weight
 
@@ -231,7 +231,7 @@ class Inflation:
             if field == "weight":
                 return self.beside_head(small, shape)
             bias = self.fill(*shape)
-            bias[: len(small)] = small.to(self.device)
+            bias[: len(small)] = small
             return bias
         return None
 
@@ -262,7 +262,7 @@ class Inflation:
 
         def make(name: str) -> Tensor:
             source = small_name(name, layer_at)
-            tensor = None if source is None else small[source]
+            tensor = None if source is None else small[source].to(self.device)
             is_normed = "_proj." in name and name.replace("_proj.", "_norm.") in big
             return self.tensor(name, big[name].shape, tensor, is_normed=is_normed)
 

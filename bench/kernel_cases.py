@@ -81,15 +81,6 @@ class Case:
     """Tilings to try, the chosen one first."""
 
 
-def all_cases(row_counts: list[int], names: list[str]) -> Iterator[tuple[dict[str, Any], Case]]:
-    """Labels and cases of the kernels whose names start with one of `names`, or of all. Made lazily."""
-    for name, make in MAKERS.items():
-        if not names or name.startswith(tuple(names)):
-            for rows in row_counts:
-                if rows <= LARGEST.get(name, rows):
-                    yield {"kernel": name, "rows": rows}, make(rows)
-
-
 def random(*shape: int, scale: float = 1.0) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=scale)
 
@@ -389,4 +380,4 @@ MAKERS: dict[str, Callable[[int], Case]] = {
     **{name: partial(draft_head, name=name) for name in ("head logits", "head sample", "head topk")},
 }
 LARGE = ("rms_norm", "add_rms_norm", "rms_norm_pair", "silu_mul", "rotate_and_store", "norm_rotate_and_store")
-LARGEST = {name: 128 for name in MAKERS if name not in LARGE}  # rows
+MOST_ROWS = 128  # of all others

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from slipstream.bench.delta_cases import DELTA_MAKERS, delta_cases
+from slipstream.bench.delta_cases import DELTA_MAKERS, LEAST_PROMPT, PROMPTS
 from slipstream.bench.gpu import copy_bandwidth, milliseconds
-from slipstream.bench.kernel_cases import MAKERS, Case, all_cases, attention, ragged_pass
+from slipstream.bench.kernel_cases import LARGE, MAKERS, MOST_ROWS, Case, attention, ragged_pass
 from slipstream.bench.lines import Lines, origin
 from slipstream.config import parse
 
@@ -78,9 +78,13 @@ class KernelsConfig:
             raise ValueError(f"kv_dtypes is {self.kv_dtypes}; choose of bf16, fp8")
 
     def cases(self) -> Iterator[tuple[dict[str, Any], Case]]:
-        yield from all_cases(self.rows, self.kernels)
-        yield from delta_cases(self.rows, self.kernels)
-        kernels = [kernel for kernel in (ATTENTION, RAGGED, PLAN) if kernel.startswith(tuple(self.kernels or [""]))]
+        """Labels and cases of the kernels whose names start with one of `kernels`, or of all. Made lazily."""
+        beginnings = tuple(self.kernels or [""])
+        for name, make in (MAKERS | DELTA_MAKERS).items():
+            for rows in self.rows if name.startswith(beginnings) else ():
+                if rows >= LEAST_PROMPT if name.startswith(PROMPTS) else name in LARGE or rows <= MOST_ROWS:
+                    yield {"kernel": name, "rows": rows}, make(rows)
+        kernels = [kernel for kernel in (ATTENTION, RAGGED, PLAN) if kernel.startswith(beginnings)]
         axes: dict[str, list[Any]] = {
             "batch": self.batches,
             "context": self.contexts,

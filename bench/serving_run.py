@@ -19,7 +19,6 @@ from slipstream.serve.request import Request, SamplingParams
 class Run(LoadResult):
     """Results of one level, over HTTP or in process."""
 
-    drafted_tokens: int
     cpu_s: float | None = None  # of this process, where the engine is in it
 
     @property
@@ -35,12 +34,13 @@ class Run(LoadResult):
         """The figures of a result line. `ms`, the time of a round, is the median time between two outputs of a request,
         each of which may hold several tokens; `width` is the mean nodes per round, root included."""
         rounds = self.rounds
+        drafted = sum(answer.drafted_tokens for answer in self.answers)
         accept_length = self.accept_length
         summary = self.summary()
         names = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p95", "itl_ms_p99")
         times = {name: milliseconds(summary[f"{name.replace('_ms', '')}_s"]) for name in names}
         return {
-            "width": round(1 + self.drafted_tokens / rounds, 2) if rounds else None,
+            "width": round(1 + drafted / rounds, 2) if rounds else None,
             "ms": times["itl_ms_p50"],
             "tok_s": self.tok_s,
             "accept_length": None if accept_length is None else round(accept_length, 4),
@@ -57,7 +57,6 @@ def pool(runs: Sequence[Run]) -> Run:
         concurrency=runs[0].concurrency,
         wall_s=sum(run.wall_s for run in runs),
         answers=[answer for run in runs for answer in run.answers],
-        drafted_tokens=sum(run.drafted_tokens for run in runs),
     )
 
 
@@ -118,13 +117,7 @@ def run_offline(
     wall_s = time.perf_counter() - start_s
     cpu_s = time.process_time() - cpu_start_s
     answers: list[Answer] = [EngineAnswer.of(streams.all[request.id]) for request in requests]
-    return Run(
-        concurrency=concurrency,
-        wall_s=wall_s,
-        answers=answers,
-        drafted_tokens=sum(answer.drafted_tokens for answer in answers),
-        cpu_s=cpu_s,
-    )
+    return Run(concurrency=concurrency, wall_s=wall_s, answers=answers, cpu_s=cpu_s)
 
 
 def task_namespace(namespace: str, task: Task) -> str:
@@ -148,5 +141,4 @@ def run_http(
     load = run_load(base_url, prompts, concurrency=concurrency, stream=True, prompt_fields=prompt_fields, **params)
     if load.errors:
         raise ValueError(f"{len(load.errors)} of {len(tasks)} requests failed, the first with: {load.errors[0]}")
-    drafted = sum(answer.drafted_tokens for answer in load.answers)
-    return Run(concurrency=concurrency, wall_s=load.wall_s, answers=load.answers, drafted_tokens=drafted)
+    return Run(concurrency=concurrency, wall_s=load.wall_s, answers=load.answers)

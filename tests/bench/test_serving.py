@@ -115,8 +115,8 @@ def test_the_median_turn_counts() -> None:
     )
     assert comparison["identical"]
     assert not compare(config, ngram | {"answers": [1, 2, 7]}, none, "ngram")["identical"]
-    answer = Answer(text="x", completion_tokens=12, rounds=4, decoded_tokens=10)
-    runs = [Run(concurrency=1, wall_s=wall_s, answers=[answer], drafted_tokens=6) for wall_s in (1.0, 5.0)]
+    answer = Answer(text="x", completion_tokens=12, rounds=4, decoded_tokens=10, drafted_tokens=6)
+    runs = [Run(concurrency=1, wall_s=wall_s, answers=[answer]) for wall_s in (1.0, 5.0)]
     pooled = pool(runs)
     figures = pooled.figures()
     assert (figures["tok_s"], figures["accept_length"], figures["width"]) == (4.0, 2.5, 2.5)
@@ -156,8 +156,10 @@ class FakeEngines:
             if (draft, level) == self.interrupted_at:
                 raise KeyboardInterrupt
             wall_s = 1.0 if draft == "none" else 0.5
-            answer = Answer(text=f"#### {level}", completion_tokens=100, rounds=50, decoded_tokens=100)
-            return Run(concurrency=level, wall_s=wall_s, cpu_s=wall_s, answers=[answer] * len(tasks), drafted_tokens=50)
+            answer = Answer(
+                text=f"#### {level}", completion_tokens=100, rounds=50, decoded_tokens=100, drafted_tokens=50
+            )
+            return Run(concurrency=level, wall_s=wall_s, cpu_s=wall_s, answers=[answer] * len(tasks))
 
         yield run
 
@@ -367,7 +369,7 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
     line = {"tok_s_turns": [1.0], "cpu_s_turns": [1.0], "answers": [0]}
     comparison = compare(config, line, line | {"answers": [1]}, str(draft))
     assert (comparison["speed_up"], comparison["identical"], comparison["num_identical"]) == (1.0, None, None)
-    run = Run(concurrency=1, wall_s=1.0, answers=[Answer(text="x", completion_tokens=1)], drafted_tokens=0)
+    run = Run(concurrency=1, wall_s=1.0, answers=[Answer(text="x", completion_tokens=1)])
     assert run.figures()["accept_length"] is None
 
 
