@@ -89,9 +89,7 @@ def sums(ranks: Ranks) -> str:
 
 
 def sum_line(reduce: AllReduce, rows: int, weight: Tensor) -> str:
-    part_sum = random(rows, SIZE, seed=reduce.peers.rank, dtype=reduce.dtype)
-    place = reduce.partial_rows(rows)
-    part_sum = part_sum if place is None else place.copy_(part_sum)
+    part_sum = part_of(reduce, rows)
     delta = random(rows, SIZE, seed=2, dtype=torch.bfloat16) * 0
     residual = random(rows, SIZE, seed=3, dtype=torch.bfloat16)
 
@@ -128,10 +126,15 @@ def ways(ranks: Ranks) -> str:
     return "\n".join(lines)
 
 
-def sum_of_rows(reduce: AllReduce, rows: int, weight: Tensor) -> Callable[[int], object]:
+def part_of(reduce: AllReduce, rows: int) -> Tensor:
+    """A rank's part of a sum, where it is added up."""
     part_sum = random(rows, reduce.size, seed=reduce.peers.rank, dtype=reduce.dtype)
     place = reduce.partial_rows(rows)
-    part_sum = part_sum if place is None else place.copy_(part_sum)
+    return part_sum if place is None else place.copy_(part_sum)
+
+
+def sum_of_rows(reduce: AllReduce, rows: int, weight: Tensor) -> Callable[[int], object]:
+    part_sum = part_of(reduce, rows)
     norm = Norm(random(rows, reduce.size, seed=3, dtype=torch.bfloat16), weight, EPS)
     return lambda _: reduce.add_and_norm(part_sum, norm)
 
