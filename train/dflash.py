@@ -194,7 +194,7 @@ class DFlashTraining(DraftTraining):
         reads = self.calibrator is not None and not scores_candidates
         if bias is None and not reads:
             entropies, best = head_losses(states, self.head.rows, slots.labels, cap=cap, candidates=candidates)
-            weights = self.weights(slots, entropies)
+            weights = self.weights(slots, lambda: entropies)
             total = self.losses["ce"] * (slots.gather(weights) * entropies).sum()
             return TokenLosses(total, entropies, None, best, candidates, weights)
         weights = self.weights(slots, lambda: self.entropies(states, slots, bias))
@@ -219,13 +219,13 @@ class DFlashTraining(DraftTraining):
         cap = self.draft.config.final_logit_softcapping
         return weighted_losses(states, self.head.rows, slots.labels, weights, bias=bias, cap=cap).entropies
 
-    def weights(self, slots: Slots, losses: Tensor | Callable[[], Tensor]) -> Tensor:
+    def weights(self, slots: Slots, losses: Callable[[], Tensor]) -> Tensor:
         """(N, K) fp32 of the slots; a block's weights sum to at most 1, so that the loss stays near that of one token,
         times the anchors that it stands for and the weights of its tokens. `losses` (M,): cross-entropies, for those
         that depend on them."""
         is_known = slots.is_known
         if self.options.loss == "dpace":
-            entropies = slots.spread(losses if isinstance(losses, Tensor) else losses())
+            entropies = slots.spread(losses())
             count = is_known.shape[1]
             return dpace_weights(entropies, is_known, slots.counts) * (2 / (count * (count + 1))) * slots.stands_for
         return self.decay * is_known * slots.stands_for
@@ -280,10 +280,10 @@ class DFlashTraining(DraftTraining):
         with no_autocast(self.device):
             logits = hidden.to(self.head.rows.dtype) @ self.head.rows.t()
         context = read.context[blocks.anchors - 1]
-        candidates, scores = self.draft.lattice(
-            hidden, read.tokens[blocks.anchors], logits, noise=noise, context=context, embed=self.target.embed
-        )
         roots = read.tokens[blocks.anchors]
+        candidates, scores = self.draft.lattice(
+            hidden, roots, logits, noise=noise, context=context, embed=self.target.embed
+        )
         chain = walk_lattice(scores, candidates.tokens, roots, candidates.values)[0][:, 1:].long()
         matches = (candidates.tokens == blocks.labels.unsqueeze(2)) & blocks.counts.unsqueeze(2)  # (N, K, k)
         accepted = count_accepted(chain.t(), blocks.labels.t(), blocks.counts.t())
@@ -301,7 +301,6 @@ class DFlashTraining(DraftTraining):
     def read(self, batch: Batch) -> Read:
         aux_states, final = target_states(self.target, batch, self.device)
         attention = block_attention(batch.positions.to(self.device).flatten(), self.rope)
-        aux_states = aux_states.flatten(0, 1)
         if self.training and self.row_group is not None:
             parts = self.row_group.parts(len(aux_states))
             part = parts[self.row_group.index]
@@ -310,7 +309,7 @@ class DFlashTraining(DraftTraining):
         else:
             context = self.draft.fuse(aux_states)
         self.draft.write_context(context, attention)
-        return Read(batch.tokens.to(self.device).flatten(), attention, context, final.flatten(0, 1))
+        return Read(batch.tokens.to(self.device).flatten(), attention, context, final)
 
     def states(self, blocks: Blocks, read: Read) -> Tensor:
         """The draft's final states (N, S, H)."""

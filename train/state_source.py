@@ -30,7 +30,7 @@ ItemT = TypeVar("ItemT")
 
 
 def target_states(target: FrozenTarget, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Captured states (B, S, K * Ht) of a batch and the state after the final norm (B, S, Ht), cached or computed.
+    """Captured states (B * S, K * Ht) of a batch and the state after the final norm (B * S, Ht), cached or computed.
 
     The former in the dtype that the draft reads, the latter in that of the target's head. Cached states are zero where
     training reads none: from a document's last supervised token on, and after the final norm at unsupervised tokens.
@@ -41,7 +41,7 @@ def target_states(target: FrozenTarget, batch: Batch, device: torch.device) -> t
         aux_states, final = target.aux_states(tokens, positions)
     else:
         aux_states, final = batch.cached.to(device).spread(target, tokens, positions)
-    return target.as_read(aux_states), final
+    return target.as_read(aux_states).flatten(0, 1), final.flatten(0, 1)
 
 
 class Place(NamedTuple):

@@ -365,7 +365,7 @@ class ChainTraining(DraftTraining):
         group = self.row_group if self.training else None
         rows = moved(find_rows(batch, num_steps, all_run=all_run, group=group), self.device)
         aux_states, final = target_states(self.target, batch, self.device)
-        return rows, batch.tokens.to(self.device).flatten(), aux_states.flatten(0, 1), final.flatten(0, 1)
+        return rows, batch.tokens.to(self.device).flatten(), aux_states, final
 
     def chain(self, rows: Rows, tokens: Tensor, aux_states: Tensor, num_steps: int) -> Iterator[Tensor]:
         """The draft's states (M, H) of each step; from step 1 on it reads its own."""
