@@ -35,9 +35,13 @@ BLOCK = 128  # rows that share a scale of FP8 weights in blocks
 def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
     """Returns a target's tensors by their names in `Target`, with the axes in the order of its layers: views."""
     tensors = without_later_layers(named(tensors, config), config)
-    unread = tuple(f"layers.{index}.self_attn.{name}" for index in readers(config) for name in UNREAD)
-    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(unread)} if unread else tensors
-    return tensors | ones_of(config)
+    unread = tuple(
+        f"layers.{index}.self_attn.{name}"
+        for index, layer in enumerate(config.layers)
+        if isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_source is not None
+        for name in UNREAD
+    )
+    return {key: tensor for key, tensor in tensors.items() if not key.startswith(unread)} | ones_of(config)
 
 
 def mtp_names(keys: Iterable[str], config: TargetSpec) -> dict[str, str]:
@@ -140,7 +144,9 @@ def named(tensors: Tensors, config: TargetSpec) -> dict[str, Tensor]:
     names = NAMES.get(config.architecture)
     is_plain = config.architecture == "HyperCLOVAXForCausalLM" and config.layers[0].norms == "pre"
     if names is not None and not is_plain:
-        tensors = {key: flat(key, tensor) for key, tensor in renamed(tensors, names).items()}
+        tensors = renamed(tensors, names)
+        for key in (key for key in tensors if key.endswith(".gate.correction")):  # (1, E) in files of ERNIE
+            tensors[key] = tensors[key].flatten()
     return tensors
 
 
@@ -218,11 +224,6 @@ def joined(key: str, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), dim=1 if name in ACROSS_OUTPUTS else 0)
 
 
-def flat(key: str, tensor: Tensor) -> Tensor:
-    """A router's correction as (E,), which files of ERNIE have as (1, E)."""
-    return tensor.flatten() if key.endswith(".gate.correction") else tensor
-
-
 def without_later_layers(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
     """Leaves out the layers after the last one, where they are modules that predict more tokens."""
     form = MTP_FORMS.get(config.architecture)
@@ -240,12 +241,6 @@ def ones_of(config: TargetSpec) -> dict[str, Tensor]:
             norms = ("" if layer.mixer.norm_weights else "qk") + ("v" if layer.mixer.value_norm else "")
             names |= {f"layers.{index}.self_attn.{name}_norm.weight": layer.mixer.head_dim for name in norms}
     return {name: torch.ones(size) for name, size in names.items()}
-
-
-def readers(config: TargetSpec) -> list[int]:
-    """Layers that read the keys and values of another."""
-    layers = enumerate(config.layers)
-    return [i for i, layer in layers if isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_source is not None]
 
 
 def oriented(key: str, tensor: Tensor, hidden_size: int) -> Tensor:
