@@ -45,6 +45,7 @@ SHAPES = [
     (3, 30, 1),
     (1, 16, 16),
     (4, 2 * TILE + 7, 5),
+    pytest.param((1, TILE + 70, 64), marks=SLOW),
     *(pytest.param(x, marks=pytest.mark.gpu) for x in BIG),
 ]
 each_run = pytest.mark.parametrize("run", RUNS)
@@ -82,18 +83,6 @@ def test_several_k(run, device: str) -> None:
             values, columns = run(logits, k, positions, sampling)
         check(values, columns, scores, k)
     assert torch.equal(columns[:, 0], sample.reference(logits, positions, sampling))
-
-
-@each_device
-@each_run
-@pytest.mark.parametrize(("columns", "k"), [(50, 37), pytest.param(TILE + 70, 64, marks=SLOW)])
-def test_more_than_a_few(columns: int, k: int, run, device: str) -> None:
-    logits = torch.randn(1, columns, generator=torch.Generator().manual_seed(k)).to(device)
-    sampling = sampling_of(1, device, [1.0])
-    positions = torch.tensor([5], device=device)
-    with poisoned():
-        top = run(logits, k, positions, sampling)
-    check(*top, exact_scores(logits, positions, sampling), k)
 
 
 @each_device

@@ -211,22 +211,14 @@ def test_a_cache_with_more_cells_than_32_bits_count() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["batch 1, 700 tokens", "batch 1, 16 nodes", "batch 8", "32k tokens"])
 @torch.inference_mode()
-def test_repeats_are_bit_identical(name: str) -> None:
-    """Whichever program comes last; the result must not show which."""
+def test_repeats_are_bit_identical(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever program comes last; the result must not show which. Programs may have to run one after another: then
+    the last merges what all would."""
     scene = Scene(GPU_CASES[name], torch.bfloat16, "cuda")
     expected = scene.run(tree_attention)
     for _ in range(100):
         assert all(map(torch.equal, scene.run(tree_attention), expected))
     assert not (barriers(torch.device("cuda", 0)) & 0x7FFFFFFF).any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["batch 1, 700 tokens", "batch 1, 16 nodes", "batch 8", "32k tokens"])
-@torch.inference_mode()
-def test_the_last_program_merges_what_all_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs may have to run one after another."""
-    scene = Scene(GPU_CASES[name], torch.bfloat16, "cuda")
-    expected = scene.run(tree_attention)
     monkeypatch.setattr(module, "all_resident", lambda *_: False)
     assert all(map(torch.equal, scene.run(tree_attention), expected))
     assert not done_counters(torch.device("cuda", 0)).any()
