@@ -17,7 +17,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from slipstream.models.targets.decoder import Target
+from slipstream.models.targets.config import TargetSpec
+from slipstream.models.targets.decoder import Target, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.tables import table_of
 
@@ -101,6 +102,14 @@ def logits(target: Target, tokens: Tensor) -> Tensor:
     attention = PackedAttention()
     attention.plan(torch.arange(len(tokens))[None])
     return target.logits(target(tokens, attention)[0])
+
+
+def assert_same_logits(path: Path, config: TargetSpec, model: PreTrainedModel) -> None:
+    target = load_target(path, config, torch.float32, torch.device("cpu"))
+    tokens = torch.arange(3, 40)
+    with torch.no_grad():
+        expected = model(input_ids=tokens[None]).logits[0]
+    torch.testing.assert_close(logits(target, tokens), expected, atol=2e-5, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.sources import ROOT, TINY
+from slipstream.tests.train.runs import emitted_per_round
 from slipstream.train.dflash import main as train_dflash
 from slipstream.train.eagle3 import main as train
 from slipstream.train.trackers import read_metrics
@@ -72,11 +73,6 @@ def save_answers(llm: LLM, path: Path, train_rows: list[Tokens], heldout_rows: l
     write_dataset(train, path, heldout=0.0, seed=0, describe=lambda: described, heldout_conversations=heldout)
 
 
-def accept_length(answers: list[Generation]) -> float:
-    emitted = sum(reply.stats.completion_tokens - reply.stats.prefills for reply in answers)
-    return emitted / sum(reply.stats.rounds for reply in answers)
-
-
 @pytest.mark.parametrize("drafter", ["eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_an_overfitted_draft_is_accepted_whole(
     target: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture, drafter: str
@@ -99,7 +95,7 @@ def test_an_overfitted_draft_is_accepted_whole(
     drafted = LLM(draft=str(tmp_path / "draft" / "best"), drafter=options, width=length)
     served = answer(drafted, questions, max_tokens=num_rounds * length + 1)
     assert [reply.tokens for reply in served] == [reply.tokens for reply in answers]
-    assert accept_length(served) == length
+    assert emitted_per_round(served) == length
     check_warning_for_another_tokenizer(tmp_path / "draft" / "best", caplog)
 
 
@@ -145,7 +141,7 @@ def test_64_answers_are_the_same_with_and_without_the_draft(target: LLM, trained
             llm = LLM(str(TINY), draft, max_running=max_running)
             served = answer(llm, questions, 128, temperature)
             assert [reply.tokens for reply in served] == expected, f"{draft} at batch {max_running}"
-            assert draft == "none" or accept_length(served) > 1.2
+            assert draft == "none" or emitted_per_round(served) > 1.2
 
 
 @pytest.mark.slow
@@ -166,4 +162,4 @@ def test_the_simulated_accept_length_is_the_served_one(target: LLM, trained: Pat
     options, width = DRAFTERS[trained.name][2:4]
     width = read_json(trained / "best" / "config.json").get("block_size", width)  # the recipe's block, not the default
     served = answer(LLM(draft=str(trained / "best"), drafter=options, width=width), prompts(target, "heldout", 64), 192)
-    assert accept_length(served) == pytest.approx(simulated, rel=0.03)
+    assert emitted_per_round(served) == pytest.approx(simulated, rel=0.03)

@@ -69,9 +69,9 @@ from slipstream.tests.random_targets import (
     RELATIVES,
     SHAPE,
     MakeTarget,
+    assert_same_logits,
     change_json,
     load_model,
-    logits,
     roughen,
 )
 from slipstream.tests.sources import ROOT
@@ -97,14 +97,6 @@ def test_logits_and_features_equal_transformers(family: str, make_target: MakeTa
     final = expected.hidden_states[-1] / config.logit_divisor  # the final norm's weight holds it here
     states = [expected.hidden_states[layer + 1] for layer in layers[:-1]] + [final]
     torch.testing.assert_close(aux_states, torch.cat(states, -1)[0], atol=2e-5, rtol=1e-4)
-
-
-def assert_same_logits(path: Path, config: TargetSpec, model: PreTrainedModel) -> None:
-    target = load_target(path, config, torch.float32, CPU)
-    tokens = torch.arange(3, 40)
-    with torch.no_grad():
-        expected = model(input_ids=tokens[None]).logits[0]
-    torch.testing.assert_close(logits(target, tokens), expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layout", ["hub", "transformers", "modules"])
