@@ -38,14 +38,14 @@ class Family:
     """A kind of draft: the program that trains it."""
 
     training: type[DraftTraining]
-    options: Callable[[Any], Any]  # makes the options of training from a draft's config
+    options: Callable[[], Any]  # of training
 
 
 FAMILIES: Mapping[str, Family] = {
-    "eagle": Family(eagle.EagleTraining, lambda _: eagle.DraftOptions()),
-    "eagle3": Family(eagle3.Eagle3Training, lambda _: eagle3.DraftOptions()),
-    "mtp": Family(mtp.MTPTraining, lambda _: mtp.DraftOptions()),
-    "dflash": Family(dflash.DFlashTraining, lambda config: dflash.DraftOptions(block_size=config.block_size)),
+    "eagle": Family(eagle.EagleTraining, eagle.DraftOptions),
+    "eagle3": Family(eagle3.Eagle3Training, eagle3.DraftOptions),
+    "mtp": Family(mtp.MTPTraining, mtp.DraftOptions),
+    "dflash": Family(dflash.DFlashTraining, dflash.DraftOptions),
 }
 
 
@@ -255,8 +255,8 @@ class Replay:
         if subject.mask_embedding is not None:
             target.mask_token = config.mask_token_id, subject.mask_embedding
         rope = self._rope(config, subject.most_positions)
-        options = family.options(config)
-        training = family.training(draft.requires_grad_(False), target, rope, options, depth or self.depth).eval()
+        draft.requires_grad_(False)
+        training = family.training(draft, target, rope, family.options(), depth or self.depth).eval()
         emitted: list[int] = []
         rounds: list[Round] = []
         for batch in self.batches[:num_batches]:

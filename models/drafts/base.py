@@ -68,6 +68,9 @@ class Choices:
                 raise ValueError(f"{field.name} is {value}; it is not for {kind} drafts, so leave it out")
 
 
+UNCHOSEN = Choices()
+
+
 class Evidence(NamedTuple):
     """A checkpoint's tensors, and what they are called in its files."""
 
@@ -345,7 +348,7 @@ def load_draft(
     dtype: torch.dtype | None,
     device: torch.device,
     shared: Tensors | None = None,
-    choices: Choices | None = None,
+    choices: Choices = UNCHOSEN,
 ) -> Network:
     """Reads a draft for `target`, strictly: the ValueError names every missing or unexpected key, and values that are
     not finite.
@@ -366,7 +369,7 @@ def load_draft(
 
 
 def read_draft_config(
-    network: type[DraftNetwork], path: Path, target: TargetSpec, choices: Choices | None = None
+    network: type[DraftNetwork], path: Path, target: TargetSpec, choices: Choices = UNCHOSEN
 ) -> DraftConfig:
     """Returns the config with which `load_draft` builds the network. Where `path` has no weights, which a draft on the
     hub need not have fetched, what they would decide takes its usual meaning."""
@@ -377,7 +380,7 @@ def read_draft_config(
         return settle_files(network, DraftFiles(values, read_draft_tensors(path)), path, target, choices)[0]
     if values.get("quantization_config"):
         raise quantized_draft(path, "its config.json has quantization_config")
-    settled = network.Config.settle(from_speculators(values), target, choices or Choices(), None)
+    settled = network.Config.settle(from_speculators(values), target, choices, None)
     return network.Config.from_json(settled, target, None)
 
 
@@ -396,10 +399,9 @@ class DraftFiles(NamedTuple):
 
 
 def settle_files(
-    network: type[DraftNetwork], files: DraftFiles, path: Path, target: TargetSpec, choices: Choices | None
+    network: type[DraftNetwork], files: DraftFiles, path: Path, target: TargetSpec, choices: Choices
 ) -> tuple[Any, dict[str, Tensor]]:
     """Returns the network's config, and the tensors by their public names."""
-    choices = choices or Choices()
     check_unquantized(files.tensors, path)
     tensors = network.read_tensors(files.tensors, target)
     values: Values = from_speculators(dict(files.values))
@@ -423,7 +425,7 @@ def build_draft(
     dtype: torch.dtype | None,
     device: torch.device,
     shared: Tensors | None = None,
-    choices: Choices | None = None,
+    choices: Choices = UNCHOSEN,
 ) -> Network:
     """`load_draft` of files that are read already; `path` names them in errors."""
     config, tensors = settle_files(network, files, path, target, choices)
