@@ -79,12 +79,13 @@ def to_example(row: Row, columns: Columns, *, has_template: bool = True) -> Exam
         if documents is not None:
             return example(documents=documents, tokenizer_hash=columns.get("tokenizer_hash"))
         conversation = _conversation(_answered_forms(columns, present, has_template))
-        if conversation is None and not _is_text(present):
+        is_pair = {"prompt", "completion"} <= present
+        if conversation is None and not is_pair and "text" not in present:
             conversation = _conversation(_question_forms(columns, present))
         if conversation is not None:
             messages, weights = conversation
             return example(messages=messages, weights=weights, tools=_tools(columns.get("tools")), is_cut=is_cut)
-        if {"prompt", "completion"} <= present:
+        if is_pair:
             prompt, text = (_string(name, columns[name]) for name in ("prompt", "completion"))
             return example(prompt=prompt, text=text, is_cut=is_cut)
         if "text" in present:
@@ -100,11 +101,6 @@ def content_hash(messages: Sequence[Message], tools: Sequence[Any] | None) -> st
     """Hash of a conversation's content."""
     text = json.dumps([messages, tools], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _is_text(present: set[str]) -> bool:
-    """Whether a row that holds no conversation is plain text."""
-    return {"prompt", "completion"} <= present or "text" in present
 
 
 def _conversation(forms: Columns) -> Conversation | None:

@@ -12,6 +12,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import aiohttp
@@ -141,17 +142,13 @@ class EndpointAnswers(Answers):
             trust_env=True,
         ) as client:
 
-            async def work(worker: int, count: int | None = None) -> None:
-                while count is None or count > 0:
-                    dialogue = next(waiting, None)
-                    if dialogue is None:
-                        return
+            async def work(worker: int, dialogues: Iterable[Dialogue]) -> None:
+                for dialogue in dialogues:
                     await self._answer(client, dialogue, worker)
-                    count = None if count is None else count - 1
 
             try:
-                await work(0, count=1)
-                await asyncio.gather(*(work(worker) for worker in range(self.concurrency)))
+                await work(0, islice(waiting, 1))
+                await asyncio.gather(*(work(worker, waiting) for worker in range(self.concurrency)))
             finally:
                 self._settle_refused(are_final=self._has_answered)
 

@@ -103,7 +103,7 @@ class RowTokenizer:
             raise RowDropped("too_few_supervised_tokens", detail)
         return Outcome(
             status="kept",
-            id=None if columns.get("id") is None else str(columns["id"]),
+            id=example.id,
             sample_of=None if columns.get("sample_of") is None else str(columns["sample_of"]),
             truncated=any(len(ids) > length for ids, _ in documents),
             documents=tuple(
