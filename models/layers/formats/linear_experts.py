@@ -103,10 +103,9 @@ class LinearExperts(QuantizedExperts):
             for expert in range(self.spec.num_local):
                 self.expert(name, expert).load_part(None, self._of_fused(name, expert, tensors))
         else:
-            expert = int(part.partition(".")[0])
-            projection = part.partition(".")[2]
+            number, _, projection = part.partition(".")
             name = "down_proj" if projection == "down_proj" else "gate_up_proj"
-            self.expert(name, expert).load_part(projection if self.layers[name].parts else None, tensors)
+            self.expert(name, int(number)).load_part(projection if self.layers[name].parts else None, tensors)
         shared = self.layers[name].shared_scale
         if shared is not None:
             self.get_buffer(f"{name}_largest_scale").copy_(self.get_buffer(f"{name}_{shared}").max())
