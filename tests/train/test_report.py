@@ -182,7 +182,7 @@ def test_a_run_of_the_trainer_is_drawn_with_its_options(
     cli.main(["report", str(finished), "--output", str(tmp_path / "page.html")])
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    assert re.search("<h1>EAGLE3 draft for [^/<]+</h1><p>Training run finished0</p>", text)
+    assert re.search(f"<h1>EAGLE3 draft for [^/<]+</h1><p>Training run {finished.name}</p>", text)
     assert "<th>optim.lr<td>0.01" in text
     assert "<th>versions.torch<td>" in text
     assert "<th>git_revision<td>" in text
