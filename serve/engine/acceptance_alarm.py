@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from slipstream.serve.contexts import context_class
 from slipstream.serve.engine.control_charts import DAY, LEAST_VARIANCE, Alarm, Chart, Level, collapse_evidence
 from slipstream.serve.engine.cost_files import text_hash
-from slipstream.serve.engine.counts import AcceptanceView, CategoryState, RecentAcceptance
+from slipstream.serve.engine.counts import AcceptanceView, CategoryState
 from slipstream.serve.engine.draft_trial import DraftTrial
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.request import Request
@@ -212,7 +212,6 @@ class AcceptanceAlarm:
         self.facts: dict[str, str] = {}  # of draft and target, for doctors
         self.forms = PromptForms()
         self.charts: dict[str, dict[str, Chart]] = {"day": {}, "training": {}}  # by record and category
-        self.recent: dict[str, dict[str, RecentAcceptance]] = {"day": {}, "training": {}}
         self.records: dict[str, dict[Key, Record]] = {}  # by client; the last used last
         self.trial: DraftTrial | None = None  # of the draft's weights
         self._first_on_trial = 0  # number of its first request
@@ -252,7 +251,6 @@ class AcceptanceAlarm:
         self.trained = trained
         self.facts = {**facts}
         self.charts = {"day": {}, "training": {}}
-        self.recent = {"day": {}, "training": {}}
         for request in self._open.values():
             request.charts.clear()
 
@@ -306,7 +304,7 @@ class AcceptanceAlarm:
                 record=record,
                 clients="" if chart.alarm is None else chart.alarm.clients,
                 share=chart.share,
-                recent=self.recent[record][category],
+                recent=chart.recent,
             )
             for record, charts in self.charts.items()
             for category, chart in charts.items()
@@ -385,7 +383,7 @@ class AcceptanceAlarm:
                 chart.update_collapse(request.number, client, evidence, self._clock())
                 request.charts[f"day {category}"] = chart
                 if is_quiet and chart.alarm is not None:
-                    log_change(category, "day", chart, self.recent["day"][category])
+                    log_change(category, "day", chart)
 
     def _compare(self, request: OpenRequest, labels: tuple[str, ...], segment: Moments, record: Record) -> None:
         """Tells the charts what the segment shows, by each record that there is."""
@@ -415,8 +413,7 @@ class AcceptanceAlarm:
         client = request.sequence.request.client
         for category in (ALL, *labels):
             chart = self.charts[record].setdefault(category, Chart())
-            recent = self.recent[record].setdefault(category, RecentAcceptance())
-            recent.add(RECENT, request.rate, length, baseline.rate, baseline.length)
+            chart.recent.add(RECENT, request.rate, length, baseline.rate, baseline.length)
             before = chart.alarm
             chart.update(request.number, client, evidence, now)
             request.charts[f"{record} {category}"] = chart
@@ -424,7 +421,7 @@ class AcceptanceAlarm:
                 self._forget(category, chart.alarm)
                 chart.clear()
             if (chart.alarm is None) != (before is None):
-                log_change(category, record, chart, recent)
+                log_change(category, record, chart)
 
     def _forget(self, category: str, alarm: Alarm) -> None:
         """Drops the records of a category that an alarm has contradicted for a day; of one client, if it is theirs."""
@@ -488,8 +485,9 @@ def labels_of(sequence: Sequence) -> tuple[str, ...]:
     return tuple(chain(sequence.request.labels, (name for name, holds in labels.items() if holds)))
 
 
-def log_change(category: str, record: str, chart: Chart, recent: RecentAcceptance) -> None:
+def log_change(category: str, record: str, chart: Chart) -> None:
     """Logs that an alarm begins or ends."""
+    recent = chart.recent
     figures = (
         f"accept length {recent.length:.2f} lately, {recent.record_length:.2f} by the record; first drafted token "
         f"{100 * recent.rate:.0f} %, {100 * recent.record_rate:.0f} %"

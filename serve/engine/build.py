@@ -79,14 +79,6 @@ def build_engine(config: EngineConfig) -> Engine:
     return build(read_plan(config))
 
 
-def build_runner(plan: EnginePlan, capture: Capture = capture_all) -> ModelRunner:
-    """Builds the runner alone, of a plan whose space is known: an engine's of one rank."""
-    assert plan.config.tp == 1
-    runner = make_runner(plan, load_networks(plan), capture)
-    runner.forget()
-    return runner
-
-
 def build(
     plan: EnginePlan,
     capture: Capture = capture_all,

@@ -15,14 +15,14 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import FORCED, Edits, HostProposal, NodeMasks, Refusal, Restart
-from slipstream.serve.grammar.grammars import MOST_SECONDS
+from slipstream.serve.grammar.grammars import MOST_SECONDS, Grammars, Matcher
 from slipstream.serve.request import Request
 
 WORD_BITS = 32
@@ -39,42 +39,6 @@ CROWDED_OUT = Restart("the masks of other requests take the time of a step")
 TOKEN_REFUSED = (
     "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
 )
-
-
-class Matcher(Protocol):
-    """The state of one answer in its grammar: the interface of the matchers in serve/grammar/grammars.py."""
-
-    is_slow: bool  # it takes too long for a token of the answer
-
-    @property
-    def is_cheap(self) -> bool:
-        """Whether masks take so little time lately that drafting pays."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the answer has ended."""
-
-    def push(self, tokens: Sequence[int]) -> bool:
-        """Advances by tokens; returns whether the grammar takes them."""
-
-    def forced(self, last: int, limit: int) -> tuple[list[int], NDArray[np.uint32]]:
-        """Returns up to `limit` tokens after the token `last` that spell the only text that the grammar leaves, and the
-        masks before and after each. No tokens where masks take long."""
-
-
-class Grammars(Protocol):
-    """Makes matchers of compiled grammars, and masks for many of them at once."""
-
-    def matcher(self, compiled: Any, ends: Collection[int]) -> Matcher:
-        """Returns a matcher at the start of an answer. `ends`: ids that may end it."""
-
-    def allowed(
-        self, matchers: Sequence[Any], trees: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[NDArray[np.uint32]]:
-        """Returns for each matcher the masks (M, ceil(V / 32)) after the first M nodes of its tree: tokens, and
-        parents, which come first. M < N where these take too long, and 0 where those of earlier matchers did."""
-
-    def close(self) -> None: ...
 
 
 class TokenSet(NamedTuple):

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
+from slipstream.serve.engine.counts import RecentAcceptance
+
 FALL = 0.25  # fall of the rate, as a share of the record's, that theta is best for; half of it is noticed in time
 THRESHOLD = math.log(1e5)  # evidence for an alarm
 DOUBT = 2.0  # evidence from which on requests wait outside the record
@@ -93,6 +95,7 @@ class Chart:
     collapse: Cusum = field(default_factory=Cusum)
     alarm: Alarm | None = None
     times: dict[str, float] = field(default_factory=dict)  # by client: time of its last request
+    recent: RecentAcceptance = field(default_factory=RecentAcceptance)  # of its requests
 
     @property
     def share(self) -> float:

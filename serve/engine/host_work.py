@@ -33,7 +33,7 @@ class HostWork:
         """Returns the stages' work on the steps in flight, which are those of `slots`, that the next step waits for:
         proposals before its launch, as long as that pays, or masks before its sampling."""
         drafting = (stage for stage in self.stages if max(stage.widths) > 1)
-        if self.planner.waiting_pays and any(self._isolated.wants(stage, slots) for stage in drafting):
+        if self.planner.policy.host_wait.pays and any(self._isolated.wants(stage, slots) for stage in drafting):
             return "before launch"
         return "before sampling" if self._reads_proposals(slots) else "nothing"
 

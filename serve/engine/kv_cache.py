@@ -107,18 +107,13 @@ class PageCache(PagePool):
             counts.update({(str(group), state): count for state, count in states.items()})
         return counts
 
-    def match(self, tokens: list[int], namespace: str, lookahead: int) -> list[Node]:
-        """Returns the nodes whose pages serve the start of `tokens`, from the first page on; changes nothing.
+    def look_up(self, tokens: list[int], namespace: str, lookahead: int) -> tuple[int, int]:
+        """Returns how many tokens at the start of `tokens` have pages in the tree, and of how many a hit is now.
 
         A text that agrees with a cached one on `matched` tokens can use floor((matched - lookahead) / page_size) of
         its pages, and at least one token is left to compute. Further groups must have attached what a pass over those
-        left reads: the path is cut to the longest for which they all have.
+        left reads: a hit is the longest path for which they all have.
         """
-        nodes = self._known(tokens, namespace, lookahead)
-        return nodes[: self._longest_hit(nodes)]
-
-    def look_up(self, tokens: list[int], namespace: str, lookahead: int) -> tuple[int, int]:
-        """Returns how many tokens at the start of `tokens` have pages in the tree, and of how many a hit is now."""
         nodes = self._known(tokens, namespace, lookahead)
         return len(nodes) * self.page_size, self._longest_hit(nodes) * self.page_size
 

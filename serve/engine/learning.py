@@ -50,7 +50,7 @@ from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.engine.state_passes import PackedText
 from slipstream.serve.options import EngineConfig, LearnOptions, find_target
 from slipstream.serve.processes import child_environment
-from slipstream.serve.runner.model_runner import is_out_of_memory
+from slipstream.serve.runner.model_runner import is_out_of_memory, to_host
 
 MODULE = "slipstream.train.learn"
 MOST_UNSENT = 64  # messages, above which texts are dropped
@@ -94,19 +94,17 @@ def text_of(sequence: Sequence, read: Callable[[int], Tensor]) -> ServedText | N
     states = read(len(tokens) - 1)
     if len(states) < len(tokens) - 1:
         return None
-    return ServedText(request.client, [*tokens], len(request.prompt), to_host(states))
+    return ServedText(request.client, [*tokens], len(request.prompt), on_host(states))
 
 
-def to_host(states: Tensor) -> Tensor:
-    """Starts a copy to the host, to pinned memory from a GPU."""
-    dtype = states.dtype if states.dtype == torch.float32 else torch.bfloat16
-    on_host = torch.empty(states.shape, dtype=dtype, pin_memory=states.device.type == "cuda")
-    return on_host.copy_(states, non_blocking=True)
+def on_host(states: Tensor) -> Tensor:
+    """Starts a copy to the host, of 16 bits where the states are not of 32."""
+    return to_host(states if states.dtype == torch.float32 else states.bfloat16())
 
 
-def end_of_copy(on_host: Tensor) -> torch.cuda.Event | None:
+def end_of_copy(copy: Tensor) -> torch.cuda.Event | None:
     """Returns an event after the copies to pinned memory so far."""
-    if not on_host.is_pinned():
+    if not copy.is_pinned():
         return None
     landed = torch.cuda.Event()
     landed.record()
@@ -206,12 +204,12 @@ class Learner:
         positions = torch.tensor([[*chain(*(range(len(text)) for text in question.texts))]], dtype=torch.int32)
         try:
             states, _ = self._passes.compute(PackedText(tokens, positions, tuple(self._job.layers)))
-            on_host = to_host(states)
+            copy = on_host(states)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            on_host = torch.empty(0, len(self._job.layers), 1)
-        self._unsent.put(Unsent(StateAnswer(on_host), line, end_of_copy(on_host)))
+            copy = torch.empty(0, len(self._job.layers), 1)
+        self._unsent.put(Unsent(StateAnswer(copy), line, end_of_copy(copy)))
 
     def judge(self, outcome: Outcome) -> None:
         """Tells the trainer what became of its offer."""

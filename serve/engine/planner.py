@@ -147,9 +147,11 @@ class Planner:
             return None
         traits = self._traits_of(sequences, chunks)
         launched = Launched(sequences, chunks, traits, traits.filtered)
+        self._number += 1
+        self._launched[self._number] = launched
         bounds = tuple([sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences])
         plan = StepPlan(
-            number=self._next(launched),
+            number=self._number,
             admissions=tuple(self._admissions),
             pages=self._new_pages(traits.everyone),
             chunks=tuple(map(prompt_chunk, chunks)),
@@ -243,11 +245,6 @@ class Planner:
         if self.graphs is None:
             return plan
         return replace(plan, graph=self.graphs.step(plan), draft_graph=self.graphs.draft(plan))
-
-    @property
-    def waiting_pays(self) -> bool:
-        """Whether steps should wait for proposals of the host."""
-        return self.policy.host_wait.pays
 
     def launched(self, plan: StepPlan) -> None:
         """Notes that the passes of the plan are launched and will store proposals."""
@@ -440,11 +437,6 @@ class Planner:
             if is_end and sequence.slot == slot and slot not in errors
         ]
         return [place for place, _ in receivers], [slot for _, slot in receivers]
-
-    def _next(self, launched: Launched) -> int:
-        self._number += 1
-        self._launched[self._number] = launched
-        return self._number
 
     def _new_pages(self, sequences: list[Sequence]) -> tuple[tuple[int, int, int, int], ...]:
         """Returns what has changed in the sequences' page tables."""

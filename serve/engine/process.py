@@ -19,16 +19,17 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slipstream.serve import logs
 from slipstream.serve.engine.counts import DraftState, EngineCounts
 from slipstream.serve.options import TRIAL_ROUNDS, EngineConfig, ServeConfig
 from slipstream.serve.pipe import Pipe
-from slipstream.serve.request import EngineInfo, Output, Request, RequestStats
+from slipstream.serve.request import Output, Request, RequestStats
 
 if TYPE_CHECKING:
     from slipstream.models.files.learning import Offer
+    from slipstream.serve.engine.engine import Engine
     from slipstream.serve.engine.learning import Learner
 
 METRICS_SECONDS = 0.1  # a busy engine sends its gauges at most this often
@@ -39,27 +40,7 @@ logger = logging.getLogger(__name__)
 Call = Callable[[], None]  # of another thread of this process, for the one that steps the engine
 
 
-class EngineLike(Protocol):
-    """Interface of an engine for this process. The real one is in serve/engine/engine.py."""
-
-    info: EngineInfo
-
-    @property
-    def has_work(self) -> bool: ...
-    def add(self, request: Request) -> None: ...
-    def abort(self, request_id: str, *, is_whole: bool = False) -> Output | None: ...
-    def step(self) -> list[Output]: ...
-    def work_idle(self) -> bool: ...
-    def stage_draft(self, name: str) -> Any: ...
-    def swap_draft(self, staged: Any, trial_rounds: int) -> DraftState: ...
-    def metrics(self) -> dict[str, float]: ...
-    def counts(self) -> EngineCounts: ...
-    def watch(self, report: Callable[[str], None]) -> None: ...
-    def open_states(self, config: EngineConfig, post: Callable[[Call], None]) -> None: ...
-    def close(self) -> None: ...
-
-
-EngineFactory = Callable[[EngineConfig], EngineLike]  # importable, since it is pickled
+EngineFactory = Callable[[EngineConfig], "Engine"]  # importable, since it is pickled
 Inbox = SimpleQueue  # of Message | None
 
 
@@ -115,7 +96,7 @@ class Failed:
     reason: str
 
 
-def build_engine(config: EngineConfig) -> EngineLike:
+def build_engine(config: EngineConfig) -> "Engine":
     from slipstream.serve.engine import build  # here, so that only the engine's process loads it
 
     # INFO: the chosen backends and captured passes. A ServeConfig names the format, `LLM` has none.
@@ -191,7 +172,7 @@ def attach(learner: "Learner", engine: Any, inbox: Inbox) -> None:
 
 def start_engine(
     make_engine: EngineFactory, config: EngineConfig, pipe: Pipe, inbox: Inbox
-) -> "tuple[EngineLike, Learner | None]":
+) -> "tuple[Engine, Learner | None]":
     try:
         with ExitStack() as failure:
             learner = failure.enter_context(closing(start_learner(config))) if learns(config) else None
@@ -237,7 +218,7 @@ def listen(pipe: Pipe, inbox: Inbox) -> None:
                 return
 
 
-def serve_requests(engine: EngineLike, inbox: Inbox, pipe: Pipe) -> None:
+def serve_requests(engine: "Engine", inbox: Inbox, pipe: Pipe) -> None:
     """Steps while there is work, otherwise waits for messages; returns on None."""
     metrics_due = 0.0
     while True:
@@ -259,7 +240,7 @@ def serve_requests(engine: EngineLike, inbox: Inbox, pipe: Pipe) -> None:
             pipe.send(Step(outputs, engine.metrics(), engine.counts()) if is_due else Step(outputs, None))
 
 
-def take(inbox: Inbox, engine: EngineLike) -> Iterator[Message | None]:
+def take(inbox: Inbox, engine: "Engine") -> Iterator[Message | None]:
     """Yields all messages in the inbox; if no request is open, at least one."""
     if not engine.has_work:
         yield wait_for_message(inbox, engine)
@@ -270,7 +251,7 @@ def take(inbox: Inbox, engine: EngineLike) -> Iterator[Message | None]:
         return
 
 
-def wait_for_message(inbox: Inbox, engine: EngineLike) -> Message | None:
+def wait_for_message(inbox: Inbox, engine: "Engine") -> Message | None:
     """Returns the next message. Once it is quiet, the engine works for later requests in the meantime."""
     try:
         return inbox.get(timeout=QUIET_SECONDS)
@@ -280,7 +261,7 @@ def wait_for_message(inbox: Inbox, engine: EngineLike) -> Message | None:
         return inbox.get()
 
 
-def swap_draft(swap: SwapDraft, engine: EngineLike, inbox: Inbox, answer: Callable[[Swapped], None]) -> None:
+def swap_draft(swap: SwapDraft, engine: "Engine", inbox: Inbox, answer: Callable[[Swapped], None]) -> None:
     """Reads the weights of a draft on this thread, and has the engine's thread let them serve and answer."""
     error = ""
     try:
@@ -305,7 +286,7 @@ def swap_draft(swap: SwapDraft, engine: EngineLike, inbox: Inbox, answer: Callab
     inbox.put(finish)
 
 
-def handle(message: Request | Abort | Ping | Call, engine: EngineLike, pipe: Pipe) -> list[Output]:
+def handle(message: Request | Abort | Ping | Call, engine: "Engine", pipe: Pipe) -> list[Output]:
     if isinstance(message, Ping):
         return []
     if callable(message):

@@ -122,6 +122,10 @@ class Chunk:
     is_last: bool  # end was len(sequence.tokens) when the chunk was made: a token is sampled after it
 
 
+def ignore(sequence: Sequence) -> None:
+    """Does nothing, as nobody listens."""
+
+
 class Scheduler:
     """Requests in, work out, tokens in, outputs out.
 
@@ -146,9 +150,6 @@ class Scheduler:
         stop_ids: frozenset[int],  # the model's end-of-text ids
         lookahead: int,  # tokens that the drafter's KV looks ahead: see serve/engine/kv_cache.py
         max_reserve: int,  # most KV tokens that the passes in flight write beyond the committed ones
-        on_admit: Callable[[Sequence], None] = lambda _: None,
-        on_release: Callable[[Sequence], None] = lambda _: None,
-        on_finish: Callable[[Sequence], None] = lambda _: None,
         max_chunks: int | None = None,  # chunks of a step; None: any number
     ) -> None:
         self.cache = cache
@@ -158,9 +159,9 @@ class Scheduler:
         self.stop_ids = stop_ids
         self.lookahead = lookahead
         self.max_reserve = max_reserve
-        self.on_admit = on_admit
-        self.on_release = on_release
-        self.on_finish = on_finish
+        self.on_admit: Callable[[Sequence], None] = ignore
+        self.on_release: Callable[[Sequence], None] = ignore
+        self.on_finish: Callable[[Sequence], None] = ignore
         self.num_preemptions = 0
         self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
         self._waiting: deque[Sequence] = deque()

@@ -31,7 +31,7 @@ from slipstream.models.targets.config import check_aux_layers
 from slipstream.serve.engine.state_passes import PackedText, StatePasses
 from slipstream.serve.keys import check_states, read_keys
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.runner.model_runner import is_out_of_memory
+from slipstream.serve.runner.model_runner import is_out_of_memory, to_host
 
 MOST_TOKENS = 1 << 18  # of a request
 MOST_CONNECTIONS = 256  # a thread or two for each
@@ -75,7 +75,7 @@ class StateJob:
                 answer[f"{name}_scales"] = scales
         if self.slot is not None:
             answer = self.share(self.slot, answer)
-        self.answer = {name: to_host(values) for name, values in answer.items()}
+        self.answer = {name: to_host(values.contiguous()) for name, values in answer.items()}
         if aux_states.is_cuda:
             self.landed = torch.cuda.Event()
             self.landed.record()
@@ -314,14 +314,6 @@ class Client:
         for slot in self.slots:
             with suppress(OSError, RuntimeError):  # of a device that has failed
                 slot.close()
-
-
-def to_host(values: Tensor) -> Tensor:
-    """Starts a copy to pinned memory, unless they lie on the host."""
-    if values.device.type == "cpu":
-        return values.contiguous()
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
 
 
 def listen(address: Address) -> socket.socket:

@@ -285,11 +285,9 @@ def compile_with(compiler: Any, grammar: Grammar, json_whitespace: int = JSON_WH
 
 class Matcher:
     """The state of one answer in its grammar. `size`: size of the matcher's vocabulary, at most `vocab_size`.
-    `spelling`: spelling of its tokens; None: no text counts as forced."""
+    `spelling`: of its tokens."""
 
-    def __init__(
-        self, matcher: Any, ends: Collection[int], vocab_size: int, size: int, spelling: Spelling | None = None
-    ) -> None:
+    def __init__(self, matcher: Any, ends: Collection[int], vocab_size: int, size: int, spelling: Spelling) -> None:
         self.library = matcher
         self.is_slow = False  # a token of the answer has taken more than MOST_SECONDS: its request should end
         self.mask_seconds = 0.0  # CPU time of a mask, a decayed mean
@@ -385,7 +383,7 @@ class Matcher:
         library's own search for forced text does not end if the text has no end.
         """
         longest = self._longest(limit + LOOKAHEAD) if self.root_seconds <= CHEAP_SECONDS else []
-        if not longest or self._spelling is None or self.takes_long:  # a thread would have to fill the first mask
+        if not longest or self.takes_long:  # a thread would have to fill the first mask
             return [], np.empty((0, self._num_words), np.uint32)
         spelled = self._spelling.respell(last, longest)[:limit]
         masks = self.allowed([last, *spelled], range(-1, len(spelled)))
@@ -420,7 +418,7 @@ class Matcher:
     def _only(self, mask: Masks) -> int | None:
         """Returns the only token that may come next, or the longest if the others are its beginnings."""
         tokens = tokens_in(mask, MOST_PREFIXES)
-        if len(tokens) < 2 or self._spelling is None:
+        if len(tokens) < 2:
             return tokens[0] if tokens else None
         vocabulary = self._spelling.vocabulary
         longest = max(tokens, key=lambda token: len(vocabulary[token]))
@@ -430,7 +428,6 @@ class Matcher:
 
     def _is_sure(self, mask: Masks, following: Sequence[int]) -> bool:
         """Whether all tokens that may come next are beginnings of the text of the `following` tokens."""
-        assert self._spelling is not None
         tokens = tokens_in(mask, MOST_PREFIXES)
         vocabulary = self._spelling.vocabulary
         if tokens == [following[0]]:

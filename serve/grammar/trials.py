@@ -10,10 +10,9 @@ import asyncio
 import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from slipstream.serve.grammar.grammars import check_length
-from slipstream.serve.grammar.trial import Crashed, TooLong, Unavailable
+from slipstream.serve.grammar.trial import Crashed, TooLong, TrialProcess, Unavailable
 from slipstream.serve.grammar.trial_process import TooSlow
 from slipstream.serve.request import Grammar
 
@@ -30,16 +29,6 @@ logger = logging.getLogger(__name__)
 
 class Busy(Exception):
     """Too many grammars wait."""
-
-
-class Compiler(Protocol):
-    """Tries grammars, as TrialProcess does (serve/grammar/trial.py)."""
-
-    def start(self) -> None: ...
-
-    async def attempt(self, grammar: Grammar, seconds: float, abandoned: asyncio.Event) -> Grammar: ...
-
-    def close(self) -> None: ...
 
 
 Verdict = Grammar | str  # a translation, or the sentence that refuses it
@@ -112,7 +101,7 @@ def size_of(verdict: Verdict) -> int:
 class Trials:
     """Tries grammars. `seconds`: CPU time that compiling one may take. All methods belong to one event loop."""
 
-    def __init__(self, compiler: Compiler, seconds: float) -> None:
+    def __init__(self, compiler: TrialProcess, seconds: float) -> None:
         self._compiler = compiler
         self._seconds = seconds
         self._short = Lane(min(SHORT_SECONDS, seconds), MOST_SHORT)

@@ -210,7 +210,7 @@ class ModelRunner:
             if not is_out_of_memory(error):
                 raise
             return self._failed(plan, error)
-        results = Results._make(map(to_host, results))
+        results = Results._make(None if values is None else to_host(values) for values in results)
         proposed = to_host(self._proposals(plan)) if plan.returns_proposals else None
         landed = None
         cpu_ms = 0.0
@@ -288,9 +288,9 @@ class ModelRunner:
             self.passes.draft(self._upload("draft", slots), plan.mode, plan.width, max(bounds))
 
 
-def to_host(values: Tensor | None) -> Tensor | None:
-    """Starts a copy to pinned memory, unless they lie there."""
-    if values is None or values.device.type == "cpu":
+def to_host(values: Tensor) -> Tensor:
+    """Starts a copy to pinned memory, unless they lie on the host."""
+    if values.device.type == "cpu":
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.serve.engine.build import build_runner
+from slipstream.serve.engine.build import load_networks, make_runner
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request
@@ -76,7 +76,8 @@ def check_replayed(folder: Path, name: str) -> None:
 def main() -> None:
     for file in sorted(Path(sys.argv[1]).glob("*.steps")):
         plan, plans = pickle.loads(file.read_bytes())  # noqa: S301
-        runner = build_runner(plan, play_all if plan.device.type == "cpu" else capture_all)
+        runner = make_runner(plan, load_networks(plan), play_all if plan.device.type == "cpu" else capture_all)
+        runner.forget()
         steps = map(pickle.loads, plans)
         outputs = {step.number: runner.launch(step).read() for step in steps}
         file.with_suffix(".replayed").write_bytes(pickle.dumps((outputs, digest(runner))))

@@ -29,6 +29,7 @@ from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.grammar import grammars as grammars_module
 from slipstream.serve.grammar.grammars import Grammars, Matcher, compile_with, parse, translate
 from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, rewrite, whole
+from slipstream.serve.grammar.spelling import Spelling
 from slipstream.serve.grammar.strings import FORMATS
 from slipstream.serve.grammar.work import Unsupported
 from slipstream.serve.options import EngineConfig
@@ -70,12 +71,13 @@ class Bytes:
             vocabulary, vocab_type=xgrammar.VocabType.RAW, vocab_size=END + 1, stop_token_ids=[END]
         )
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        self.spelling = Spelling(None, vocabulary)
 
     def compile(self, schema: Any) -> Any:
         return self.compiler.compile_grammar(parse(Grammar("json_schema", json.dumps(schema))))
 
     def matcher(self, compiled: Any) -> Matcher:
-        return Matcher(xgrammar.GrammarMatcher(compiled), [END], END + 1, END + 1)
+        return Matcher(xgrammar.GrammarMatcher(compiled), [END], END + 1, END + 1, self.spelling)
 
     def takes(self, compiled: Any, text: str) -> bool:
         matcher = self.matcher(compiled)

@@ -24,7 +24,7 @@ def store(cache: PageCache, tokens: list[int], namespace: str = "", lookahead: i
 
 
 def num_matched_pages(cache: PageCache, tokens: list[int], namespace: str = "", lookahead: int = 0) -> int:
-    return len(cache.match(tokens, namespace, lookahead))
+    return cache.look_up(tokens, namespace, lookahead)[1] // cache.page_size
 
 
 def test_eviction_takes_the_longest_unused_leaf_first() -> None:
@@ -143,7 +143,7 @@ def test_a_hit_ends_where_a_window_has_lost_its_pages() -> None:
     cache.release(compute(cache, list(range(23))), list(range(23)), 23)
     assert num_matched_pages(cache, list(range(24))) == 5
     window = cache.groups[1]
-    node = cache.match(list(range(24)), "", 0)[3]
+    node = cache._known(list(range(24)), "", 0)[3]
     window._cached.move_to_end(window._attached[node], last=False)
     window._free.clear()
     window._take()
@@ -184,7 +184,7 @@ def test_a_window_is_the_reason_of_a_shorter_hit() -> None:
     text = list(range(23))
     cache.release(compute(cache, text), text, 23)
     window = cache.groups[0]
-    node = cache.match([*text, 99], "", 0)[-1]
+    node = cache._known([*text, 99], "", 0)[-1]
     window.detach(node)
     table = PageTable("", 0)
     assert cache.admit(table, [*text, 99], 30, headroom=0)

@@ -37,10 +37,10 @@ class Recorder:
             stop_ids=frozenset({STOP_ID}),
             lookahead=lookahead,
             max_reserve=RESERVE,
-            on_admit=lambda sequence: self._record("admit", sequence),
-            on_release=lambda sequence: self._record("release", sequence),
             **limits,
         )
+        self.scheduler.on_admit = lambda sequence: self._record("admit", sequence)
+        self.scheduler.on_release = lambda sequence: self._record("release", sequence)
 
     def _record(self, name: str, sequence: Sequence) -> None:
         assert sequence.table.pages, "pages are held at both calls"

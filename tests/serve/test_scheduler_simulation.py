@@ -221,10 +221,10 @@ class Simulation:
             stop_ids=STOP_IDS,
             lookahead=setting.lookahead,
             max_reserve=setting.max_reserve,
-            on_admit=self._admit,
-            on_release=self._release,
             max_chunks=setting.max_chunks,
         )
+        self.scheduler.on_admit = self._admit
+        self.scheduler.on_release = self._release
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         # Of each step: nodes that it verified, tokens emitted before and after the cut.

@@ -12,8 +12,8 @@ import huggingface_hub
 import pytest
 
 from slipstream.serve import cli
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import read_plan
-from slipstream.serve.engine.process import EngineLike
 from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.http.launch import check_files, prepare
 from slipstream.serve.http.listener import bind
@@ -24,7 +24,7 @@ from slipstream.tests.sources import TINY
 Spoil = Callable[[Path], dict[str, Any]]  # changes a target's folder; returns options
 
 
-def endless(_: EngineConfig) -> EngineLike:
+def endless(_: EngineConfig) -> Engine:
     """Stands for an engine whose weights are read for long."""
     while True:
         time.sleep(60)
