@@ -82,8 +82,6 @@ class PageCache(PagePool):
     def __init__(self, num_pages: int, page_size: int, groups: Sequence[GroupPages] = ()) -> None:
         """`groups`: the further ones."""
         super().__init__(num_pages, page_size)
-        if page_size < 1:
-            raise ValueError(f"page_size is {page_size}; it must be at least 1")
         assert all(group.page_size == page_size for group in groups), "all groups have one page size"
         self.groups: tuple[Any, ...] = tuple(groups)
         self._cached: OrderedDict[int, Node] = OrderedDict()  # by page, the one longest unused first

@@ -24,8 +24,7 @@ class PagePool:
     _cached: Sized  # pages that nobody uses and that have a text
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        if num_pages < 2:
-            raise ValueError(f"num_pages is {num_pages}; it must be at least 2, since page 0 is never handed out")
+        assert num_pages > 1, "page 0 is never handed out"
         self.page_size = page_size
         self.total_pages = num_pages - 1
         self._free = list(range(num_pages - 1, 0, -1))

@@ -61,8 +61,6 @@ class WindowPages(AttachedPages):
     def __init__(self, num_pages: int, page_size: int, window: int, reserve: int) -> None:
         """`reserve`: most KV tokens that the passes in flight write beyond the committed ones."""
         super().__init__(num_pages, page_size)
-        if window < 1:
-            raise ValueError(f"window is {window}; it must be at least 1")
         self.window = window
         self.reserve = reserve
         self._claimed = 0  # by all tables

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.fleet.client import FleetClient, capacity, first_state
-from slipstream.serve.fleet.metrics import FleetCollector, IngressReport, render, report_of
+from slipstream.serve.fleet.metrics import FleetCollector, IngressReport, render
 from slipstream.serve.grammar.trial import TrialProcess
 from slipstream.serve.grammar.trials import GRAMMAR_SECONDS, Trials
 from slipstream.serve.http.app import Api, create_app
@@ -36,7 +36,7 @@ class FleetApi(Api):
     engine: FleetClient
 
     def report(self) -> IngressReport:
-        return report_of(self.name, self.metrics, self.engine.counts_of)
+        return IngressReport(self.name, list(self.metrics.registry.collect()), dict(self.engine.counts_of))
 
     async def prometheus(self, request: Request) -> Response:
         await self.engine.refresh()

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from slipstream.serve.fleet.client import ReplicaCounts
 from slipstream.serve.fleet.replica import ReplicaState
-from slipstream.serve.http.metrics import PREFIX, EngineCollector, EngineView, Metrics, cumulative, encoded
+from slipstream.serve.http.metrics import PREFIX, EngineCollector, EngineView, cumulative, encoded, family
 
 REPLICA_LABELS = ("replica", "draft")
 
@@ -23,10 +23,6 @@ class IngressReport:
     replicas: dict[str, ReplicaCounts] = field(default_factory=dict)
 
 
-def report_of(name: str, metrics: Metrics, replicas: Mapping[str, ReplicaCounts]) -> IngressReport:
-    return IngressReport(name, list(metrics.registry.collect()), dict(replicas))
-
-
 class FleetCollector(Collector):
     """Metric families of a deployment at a scrape."""
 
@@ -37,35 +33,37 @@ class FleetCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for report in self._ingresses:
-            for family in report.families:
-                join(families, family, {"ingress": report.name})
+            for members in report.families:
+                join(families, members, {"ingress": report.name})
         for state in self._replicas:
             labels = {"replica": state.name, "draft": state.draft}
-            for family in EngineCollector(view_of(state)).collect():
-                join(families, family, labels)
+            for members in EngineCollector(view_of(state)).collect():
+                join(families, members, labels)
         yield from families.values()
         yield from self._shares()
 
     def _shares(self) -> Iterator[Metric]:
         """Requests and accept lengths by replica, of all ingresses together."""
-        requests = CounterMetricFamily(
-            f"{PREFIX}_replica_requests", "Ended sequences by replica.", labels=[*REPLICA_LABELS, "finish_reason"]
-        )
-        lost = CounterMetricFamily(f"{PREFIX}_replica_lost", "Sequences whose replica was lost.", labels=REPLICA_LABELS)
-        resumed = CounterMetricFamily(
-            f"{PREFIX}_replica_resumed", "Sequences taken over from a replica that was lost.", labels=REPLICA_LABELS
-        )
+        together = joined_counts(self._ingresses)
+        of_replica = {(name, counts.draft): counts for name, counts in together.items()}
+        requests = {
+            (*key, reason): number for key, counts in of_replica.items() for reason, number in counts.finished.items()
+        }
+        labels = [*REPLICA_LABELS, "finish_reason"]
+        yield family(CounterMetricFamily, "replica_requests", "Ended sequences by replica.", labels, requests)
+        for attribute, text in (
+            ("lost", "Sequences whose replica was lost."),
+            ("resumed", "Sequences taken over from a replica that was lost."),
+        ):
+            values = {key: getattr(counts, attribute) for key, counts in of_replica.items()}
+            yield family(CounterMetricFamily, f"replica_{attribute}", text, REPLICA_LABELS, values)
         lengths = HistogramMetricFamily(
             f"{PREFIX}_replica_accept_length", "Tokens per round of ended sequences.", labels=REPLICA_LABELS
         )
-        for name, counts in joined_counts(self._ingresses).items():
-            for reason, number in counts.finished.items():
-                requests.add_metric([name, counts.draft, reason], number)
-            lost.add_metric([name, counts.draft], counts.lost)
-            resumed.add_metric([name, counts.draft], counts.resumed)
+        for key, counts in of_replica.items():
             buckets = cumulative(counts.accept_length)
-            lengths.add_metric([name, counts.draft], buckets=buckets, sum_value=counts.accept_length.total)
-        yield from (requests, lost, resumed, lengths)
+            lengths.add_metric(key, buckets=buckets, sum_value=counts.accept_length.total)
+        yield lengths
 
 
 def view_of(state: ReplicaState) -> EngineView:

@@ -110,7 +110,7 @@ class DeployConfig(ServeConfig):
 
     def values(self) -> dict[str, Any]:
         """Returns the options without keys, as plain data that make them again."""
-        return {name: value for name, value in asdict(self).items() if name not in SECRETS}
+        return {name: value for name, value in asdict(self).items() if name != "api_key"}
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
@@ -135,9 +135,6 @@ class DeployConfig(ServeConfig):
         """A name for what a replica depends on."""
         unrelated = ("replicas", "max_replicas", "second", "ingresses", "requests_per_replica", *OF_CLUSTER)
         return digest({name: value for name, value in self.values().items() if not name.startswith(unrelated)})
-
-
-SECRETS = ("api_key",)
 
 
 def digest(values: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 from slipstream.serve.engine.counts import EngineCounts
-from slipstream.serve.http.engine_client import EngineClient, EngineError
+from slipstream.serve.http.engine_client import EngineClient, EngineError, problem_of
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import EngineInfo, Output, Request
 
@@ -99,7 +99,7 @@ class Replica:
         self._draft = draft
         self._health_timeout = health_timeout
         self._info: EngineInfo | None = None
-        self._busy = BusyMeter()
+        self._counted = 0, 0.0  # steps, and their seconds, that `scaling_stats` has seen
 
     async def start(self, config: EngineConfig) -> None:
         """Raises EngineError, with one sentence, if the engine cannot be built."""
@@ -129,11 +129,7 @@ class Replica:
     @property
     def problem(self) -> str | None:
         """Why the engine answers nothing: it has ended, or its heartbeat has stopped."""
-        if self.engine.failure is not None:
-            return self.engine.failure
-        if (seconds := self.engine.unresponsive_seconds) > self._health_timeout:
-            return f"the engine has not answered for {seconds:.0f} s"
-        return None
+        return problem_of(self.engine, self._health_timeout)
 
     def check_health(self) -> None:
         """Raises EngineError if the replica must be replaced."""
@@ -156,23 +152,10 @@ class Replica:
 
     def scaling_stats(self) -> dict[str, float]:
         """Returns `step_ms`, the mean time of the steps since the last call, and `open`, its open requests."""
-        return {"step_ms": self._busy.step_ms(self.engine.counts), "open": float(self.engine.num_open)}
+        now = self.engine.counts.steps, self.engine.counts.seconds.total
+        num_steps, seconds = (after - before for after, before in zip(now, self._counted, strict=True))
+        self._counted = now
+        return {"step_ms": 1000 * seconds / num_steps if num_steps else 0.0, "open": float(self.engine.num_open)}
 
     async def stop(self) -> None:
         await self.engine.stop()
-
-
-class BusyMeter:
-    """Differences between counts of steps."""
-
-    def __init__(self) -> None:
-        self._num_steps = 0
-        self._seconds = 0.0
-
-    def step_ms(self, counts: EngineCounts) -> float:
-        """Returns the mean milliseconds of the steps since the last call; 0 if there was none."""
-        num_steps = counts.steps - self._num_steps
-        seconds = counts.seconds.total - self._seconds
-        self._num_steps = counts.steps
-        self._seconds = counts.seconds.total
-        return 1000 * seconds / num_steps if num_steps else 0.0

@@ -31,7 +31,7 @@ from slipstream.serve.http.answer_log import AnswerLog
 from slipstream.serve.http.completions import Completion, Delta, RequestFailed
 from slipstream.serve.http.connections import UnreadBodies
 from slipstream.serve.http.engine_client import Busy as EngineBusy
-from slipstream.serve.http.engine_client import Engine, EngineError, EngineStopped
+from slipstream.serve.http.engine_client import Engine, EngineError, EngineStopped, problem_of
 from slipstream.serve.http.frontend import CallBody, Frontend
 from slipstream.serve.http.guard import Guard
 from slipstream.serve.http.limits import (
@@ -164,11 +164,7 @@ class Api:
     @property
     def engine_problem(self) -> str | None:
         """Why no request can be answered now, or None."""
-        if self.engine.failure is not None:
-            return self.engine.failure
-        if (seconds := self.engine.unresponsive_seconds) > self._health_timeout:
-            return f"the engine has not answered for {seconds:.0f} s"
-        return None
+        return problem_of(self.engine, self._health_timeout)
 
     async def health(self, _: Request) -> Response:
         seconds = round(self.engine.unresponsive_seconds, 3)

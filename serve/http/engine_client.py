@@ -82,6 +82,13 @@ class Engine(Protocol):
     async def swap_draft(self, name: str, trial_rounds: int) -> DraftState: ...
 
 
+def problem_of(engine: Engine, timeout: float) -> str | None:
+    """Says why an engine answers nothing: it has ended, or has been silent for `timeout` seconds; None: it answers."""
+    if engine.failure is None and (seconds := engine.unresponsive_seconds) > timeout:
+        return f"the engine has not answered for {seconds:.0f} s"
+    return engine.failure
+
+
 class EngineClient:
     """One engine process. All methods belong to the event loop that ran `start`."""
 

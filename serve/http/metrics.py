@@ -4,10 +4,11 @@ The server counts what requests see; the engine counts what its steps do and sen
 (serve/engine/counts.py). Names and labels are an interface: docs/operations.md lists and docs/grafana.json draws them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
@@ -23,6 +24,7 @@ TTFT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30
 TOKEN_BOUNDS = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # s
 DURATION_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)  # s
 ACCEPT_BOUNDS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)  # tokens per round
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 HIT_KINDS = ("whole", "shorter")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
@@ -174,17 +176,15 @@ def encoded(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     return encode(registry), content_type
 
 
+@dataclass(frozen=True, slots=True)
 class EngineView:
     """The state of the engine at a scrape. `gauges`: by name; each becomes `engine_<name>`."""
 
-    def __init__(
-        self, gauges: Mapping[str, float], counts: EngineCounts, *, num_open: int, is_up: bool, is_ready: bool
-    ) -> None:
-        self.gauges = gauges
-        self.counts = counts
-        self.num_open = num_open
-        self.is_up = is_up
-        self.is_ready = is_ready
+    gauges: Mapping[str, float]
+    counts: EngineCounts
+    num_open: int
+    is_up: bool
+    is_ready: bool
 
 
 class EngineCollector(Collector):
@@ -204,57 +204,44 @@ class EngineCollector(Collector):
         for name, attribute, text in ENGINE_TOTALS:
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=attrgetter(attribute)(counts))
         text = "Rows of passes: nodes of proposals, roots included, and prompt tokens."
-        yield total("rows", text, ["kind"], {("node",): counts.node_rows, ("prompt",): counts.prompt_rows})
+        rows = {("node",): counts.node_rows, ("prompt",): counts.prompt_rows}
+        yield family(CounterMetricFamily, "rows", text, ["kind"], rows)
         text = "Proposals of which a pass verified tokens."
-        yield total("draft_rounds", text, ["source"], {(source,): count for source, count in counts.rounds.items()})
+        rounds = {(source,): count for source, count in counts.rounds.items()}
+        yield family(CounterMetricFamily, "draft_rounds", text, ["source"], rounds)
         places = ["source", "position"]
-        yield total("drafted_tokens", "Drafted tokens that passes verified.", places, counts.drafted)
-        yield total("accepted_tokens", "Drafted tokens that became part of an answer.", places, counts.accepted)
+        text = "Drafted tokens that passes verified."
+        yield family(CounterMetricFamily, "drafted_tokens", text, places, counts.drafted)
+        text = "Drafted tokens that became part of an answer."
+        yield family(CounterMetricFamily, "accepted_tokens", text, places, counts.accepted)
         for name, attribute, text in ENGINE_HISTOGRAMS:
             yield histogram(name, text, getattr(counts, attribute))
-        pages = GaugeMetricFamily(
-            f"{PREFIX}_kv_pages", "KV pages by group of layers and state.", labels=["group", "state"]
-        )
-        for labels, number in counts.kv_pages.items():
-            pages.add_metric(labels, number)
-        yield pages
+        text = "KV pages by group of layers and state."
+        yield family(GaugeMetricFamily, "kv_pages", text, ["group", "state"], counts.kv_pages)
         for name, text, values in (
             ("rank_memory_bytes", "Memory of each rank's device that its process holds.", counts.rank_memory),
             ("rank_sum_seconds", "Sums over ranks in a pass of one row, at start-up.", counts.rank_sum_seconds),
         ):
-            ranks = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["rank"])
-            for rank, value in enumerate(values):
-                ranks.add_metric([str(rank)], value)
-            yield ranks
+            by_rank = {(str(rank),): value for rank, value in enumerate(values)}
+            yield family(GaugeMetricFamily, name, text, ["rank"], by_rank)
         yield from acceptance_metrics(counts.acceptance)
 
 
 def acceptance_metrics(acceptance: AcceptanceView) -> Iterator[Metric]:
     """The acceptance alarm. The first drafted token's rates do not depend on the load, accept lengths do."""
     labels = ["category", "record"]
-    alarms = GaugeMetricFamily(
-        f"{PREFIX}_accept_alarm",
-        "1 while drafts are accepted less than the record says, of one client's requests alone or of several.",
-        labels=[*labels, "clients"],
-    )
-    families = {
-        attribute: GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
-        for attribute, name, text in ACCEPTANCE_GAUGES
-    }
-    for state in acceptance.states:
-        for clients in ("one", "several"):
-            alarms.add_metric([state.category, state.record, clients], state.clients == clients)
-        for attribute, family in families.items():
-            holder = state if attribute == "share" else state.recent
-            family.add_metric([state.category, state.record], getattr(holder, attribute))
-    yield alarms
-    yield from families.values()
+    states = {(state.category, state.record): state for state in acceptance.states}
+    text = "1 while drafts are accepted less than the record says, of one client's requests alone or of several."
+    alarms = {(*key, kind): state.clients == kind for key, state in states.items() for kind in ("one", "several")}
+    yield family(GaugeMetricFamily, "accept_alarm", text, [*labels, "clients"], alarms)
+    for attribute, name, text in ACCEPTANCE_GAUGES:
+        read = attrgetter(attribute if attribute == "share" else f"recent.{attribute}")
+        values = {key: read(state) for key, state in states.items()}
+        yield family(GaugeMetricFamily, name, text, labels, values)
     text = "Share of the last chats whose prompts begin or end with tokens that no chat before had there."
     yield gauge("accept_new_prompts", text, acceptance.new_prompts)
-    facts = GaugeMetricFamily(f"{PREFIX}_draft_info", "Facts of draft and target.", labels=list(acceptance.facts))
-    if acceptance.facts:
-        facts.add_metric(list(acceptance.facts.values()), 1)
-    yield facts
+    facts = {tuple(acceptance.facts.values()): 1} if acceptance.facts else {}
+    yield family(GaugeMetricFamily, "draft_info", "Facts of draft and target.", list(acceptance.facts), facts)
 
 
 def help_of(name: str) -> str:
@@ -262,12 +249,12 @@ def help_of(name: str) -> str:
     return next(text for beginning, text in ENGINE_GAUGES if name.startswith(beginning))
 
 
-def total(name: str, text: str, labels: list[str], values: Mapping[Any, float]) -> CounterMetricFamily:
-    """`values`: by labels."""
-    family = CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
+def family(kind: type[Family], name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Family:
+    """Makes a family of metrics. `values`: by the values of its labels."""
+    members = kind(f"{PREFIX}_{name}", text, labels=labels)
     for place, value in values.items():
-        family.add_metric(place, value)
-    return family
+        members.add_metric(place, value)
+    return members
 
 
 def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
