@@ -114,7 +114,7 @@ def overrides_none(tokenizer: Any, public: str, private: str) -> bool:
 
 def fallback_bytes(backend: Any) -> dict[int, int]:
     """Maps the tokens that spell a byte to it, for a fast tokenizer whose decoder joins such tokens."""
-    if backend.decoder is None or "ByteFallback" not in decoder_steps(json.loads(backend.decoder.__getstate__())):
+    if "ByteFallback" not in decoder_steps(backend):
         return {}
     ids = {byte: backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
     return {id: byte for byte, id in ids.items() if id is not None}
@@ -133,8 +133,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
         self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        steps = decoder_steps(json.loads(decoder.__getstate__())) if decoder is not None else {}
+        steps = decoder_steps(getattr(tokenizer, "backend_tokenizer", None))
         self._byte_of: dict[str, int] = {}
         if "ByteLevel" in steps:
             non_printable = [byte for byte in range(256) if byte not in PRINTABLE_BYTES]
@@ -182,9 +181,13 @@ class TokenTexts:
         return starts
 
 
-def decoder_steps(decoder: dict[str, Any]) -> set[str]:
-    """Returns the kinds of steps of a fast tokenizer's decoder."""
-    return {decoder["type"]}.union(*(decoder_steps(step) for step in decoder.get("decoders", [])))
+def decoder_steps(backend: Any) -> set[str]:
+    """Returns the kinds of steps of a fast tokenizer's decoder; none without either."""
+    decoder = getattr(backend, "decoder", None)
+    steps = [] if decoder is None else [json.loads(decoder.__getstate__())]
+    for step in steps:  # grows while it is walked
+        steps += step.get("decoders", [])
+    return {step["type"] for step in steps}
 
 
 class TextStream:

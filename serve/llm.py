@@ -150,11 +150,9 @@ class LLM:
         """
         check_prompts(prompts)
         tokens = [self.encode(prompt) for prompt in prompts]
-        formats = [
-            AnswerFormat(self._decoder, prompt_params.grammar, continues=True)
-            for prompt_params in params_of(prompts, params)
-        ]
-        return self._generate(tokens, params, formats, stop, bad_words, progress)
+        every = params_of(prompts, params)
+        formats = [AnswerFormat(self._decoder, params.grammar, continues=True) for params in every]
+        return self._generate(tokens, every, formats, stop, bad_words, progress)
 
     def chat(
         self,
@@ -179,11 +177,10 @@ class LLM:
         several: Sequence[Any] = [conversations] if is_one else conversations
         choice = read_choice(None if tools is None else list(tools), tool_choice, parallel_tool_calls)
         prompts = [self._chat_prompt(messages, choice, chat_template_kwargs or {}) for messages in several]
-        formats = [
-            self._chat.answer(choice, prompt, prompt_params.grammar)
-            for prompt, prompt_params in zip(prompts, params_of(prompts, params), strict=True)
-        ]
-        return self._generate(prompts, params, formats, stop, bad_words, progress)
+        every = params_of(prompts, params)
+        pairs = zip(prompts, every, strict=True)
+        formats = [self._chat.answer(choice, prompt, params.grammar) for prompt, params in pairs]
+        return self._generate(prompts, every, formats, stop, bad_words, progress)
 
     def _chat_prompt(self, messages: Any, choice: ToolChoice, variables: Mapping[str, Any]) -> list[int]:
         template = PromptTemplate(self.tokenizer, date=DEFAULT_DATE, variables={})
@@ -195,20 +192,20 @@ class LLM:
     def _generate(
         self,
         prompts: Sequence[list[int]],
-        params: SamplingParams | Sequence[SamplingParams],
+        every: Sequence[SamplingParams],
         formats: Sequence[AnswerFormat],
         stop: str | Sequence[str],
         bad_words: str | Sequence[str],
         progress: bool,
     ) -> list[Generation]:
-        """Answers token ids. `formats` say how to read the answer of each prompt."""
+        """Answers token ids. `every` has the params of each prompt, `formats` say how to read its answer."""
         stop = check_texts("stop", stop)
         words = check_texts("bad_words", bad_words)
         bad_tokens = spellings(self.tokenizer, words)
         answers: list[Answer] = []
-        for prompt, prompt_params, form in zip(prompts, params_of(prompts, params), formats, strict=True):
-            all_params = replace(prompt_params, bad_words=prompt_params.bad_words + bad_tokens)
-            answers.append(self._begin(str(len(answers)), prompt, all_params, form, stop))
+        for prompt, params, form in zip(prompts, every, formats, strict=True):
+            params = replace(params, bad_words=params.bad_words + bad_tokens)
+            answers.append(self._begin(str(len(answers)), prompt, params, form, stop))
         done: dict[int, Generation] = {}
         bar = tqdm(total=len(answers), unit="answer", disable=not progress)
         with bar, closing(self.stream(answer.request for answer in answers)) as outputs:

@@ -6,22 +6,19 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from typing import Self
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.fleet.client import FleetClient, capacity, first_state
 from slipstream.serve.fleet.metrics import FleetCollector, IngressReport, render
-from slipstream.serve.grammar.trial import TrialProcess
-from slipstream.serve.grammar.trials import GRAMMAR_SECONDS, Trials
+from slipstream.serve.grammar.trials import Trials
 from slipstream.serve.http.app import Api, create_app
 from slipstream.serve.http.frontend import Frontend, TargetText
 from slipstream.serve.http.guard import Guard
-from slipstream.serve.options import ServeConfig, find_target
+from slipstream.serve.options import ServeConfig
 
 REFRESH_SECONDS = 1.0  # between looks at the replicas
 
@@ -63,9 +60,7 @@ class Ingress:
         while (state := first_state(client.replicas.values())) is None:
             await client.refresh()
             await asyncio.sleep(0.1)
-        _, path = find_target(config, weights=False)
-        load = partial(load_tokenizer, path, config.trust_remote_code)
-        trials = Trials(TrialProcess(load, config.json_whitespace), GRAMMAR_SECONDS)
+        trials = Trials.of(config)
         trials.start()
         api = FleetApi(config, Frontend(config, state.info, text), client, guard, trials)
         ingress = cls(api, config.max_running + config.max_waiting)

@@ -10,10 +10,13 @@ import asyncio
 import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from functools import partial
 
+from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.grammar.grammars import check_length
 from slipstream.serve.grammar.trial import Crashed, TooLong, TrialProcess, Unavailable
 from slipstream.serve.grammar.trial_process import TooSlow
+from slipstream.serve.options import ServeConfig, find_target
 from slipstream.serve.request import Grammar
 
 GRAMMAR_SECONDS = 20.0  # CPU time that compiling a grammar may take
@@ -109,6 +112,13 @@ class Trials:
         self._jobs: dict[bytes, Job] = {}  # those not yet decided
         self._verdicts = Verdicts()
         self._workers: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def of(cls, config: ServeConfig) -> "Trials":
+        """Returns the trials of a server."""
+        _, path = find_target(config, weights=False)
+        load = partial(load_tokenizer, path, config.trust_remote_code)
+        return cls(TrialProcess(load, config.json_whitespace), GRAMMAR_SECONDS)
 
     def start(self) -> None:
         """Starts the process in the background, so that the first grammar waits less."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from slipstream.serve.chat.answers import AnswerFormat
-from slipstream.serve.chat.parser import AnswerParser, CallPiece, Piece, TextPiece, calls_of
+from slipstream.serve.chat.parser import AnswerParser, CallPiece, Piece, TextPiece, calls_of, text_of
 from slipstream.serve.detokenize import TextStream
 from slipstream.serve.http.answer_log import AnswerLog
 from slipstream.serve.http.engine_client import Engine, EngineError
@@ -45,15 +45,15 @@ class Delta:
 
     @property
     def text(self) -> str:
-        return "".join([piece.text for piece in self.pieces if piece.kind == "content"])
+        return text_of(self.pieces, "content")
 
     @property
     def reasoning(self) -> str:
-        return "".join([piece.text for piece in self.pieces if piece.kind == "reasoning"])
+        return text_of(self.pieces, "reasoning")
 
     @property
     def calls(self) -> list[CallPiece]:
-        return calls_of(self.pieces) if any(piece.kind == "call" for piece in self.pieces) else []
+        return calls_of(self.pieces)
 
     @classmethod
     def join(cls, deltas: "Sequence[Delta]") -> "Delta":

@@ -113,7 +113,7 @@ CallBody = Conversation | CompletionBody
 
 
 class Frontend:
-    """Tokenizer and rules of one target; stateless, so `requests` may run on several threads at once."""
+    """Tokenizer and rules of one target; stateless, so `read` may run on several threads at once."""
 
     def __init__(self, config: ServeConfig, info: EngineInfo, text: TargetText | None = None) -> None:
         """`text`: the target's, if it has been read. Raises ValueError for a target that cannot be read."""
@@ -255,13 +255,9 @@ class Frontend:
             return self.plain_text(text, add_special_tokens=add_special_tokens)
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
 
-    def requests(self, body: CallBody, response_id: str) -> list[Request]:
-        """Returns one Request per choice, first those of the first prompt. The first Request has the seed of the
-        call."""
-        return self.read(body, response_id)[0]
-
     def read(self, body: CallBody, response_id: str) -> tuple[list[Request], AnswerFormat]:
-        """Returns the Requests and the format of their answers."""
+        """Returns a Request for each choice, first those of the first prompt, and the format of their answers. The
+        first Request has the seed of the call."""
         self.check_choices(body)
         grammar, field = grammar_of(body, ignore_unknown=self._ignore_unknown) or (None, "tools")
         if not isinstance(body, CompletionBody):

@@ -9,14 +9,11 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, closing
-from functools import partial
 from types import FrameType
 
 import uvicorn
 
-from slipstream.models.targets.pretrained import load_tokenizer
-from slipstream.serve.grammar.trial import TrialProcess
-from slipstream.serve.grammar.trials import GRAMMAR_SECONDS, Trials
+from slipstream.serve.grammar.trials import Trials
 from slipstream.serve.http.app import Api, create_app
 from slipstream.serve.http.connections import (
     KEEP_ALIVE_SECONDS,
@@ -31,7 +28,7 @@ from slipstream.serve.http.frontend import Frontend, TargetText
 from slipstream.serve.http.guard import Guard, warning
 from slipstream.serve.http.listener import address
 from slipstream.serve.logs import say
-from slipstream.serve.options import ServeConfig, find_target
+from slipstream.serve.options import ServeConfig
 
 GRACE_SECONDS = 3  # for open connections to receive their last error at shutdown
 FAILURE_SECONDS = 5.0  # /health reports the engine's failure for so long before the server exits
@@ -129,10 +126,7 @@ async def prepare(config: ServeConfig, listener: socket.socket, engine: EngineCl
         guard = Guard.of(config)  # before anything is loaded: its keys may be wrong
         try:
             info, text = await asyncio.gather(engine.start(config), asyncio.to_thread(TargetText.read, config))
-            _, path = find_target(config)
-            load = partial(load_tokenizer, path, config.trust_remote_code)
-            process = TrialProcess(load, config.json_whitespace)
-            async with aclosing(Trials(process, GRAMMAR_SECONDS)) as trials:
+            async with aclosing(Trials.of(config)) as trials:
                 api = Api(config, Frontend(config, info, text), engine, guard, trials)
                 with closing(api):
                     yield Server(api, engine, config, listener)

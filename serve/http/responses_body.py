@@ -24,6 +24,8 @@ from slipstream.serve.http.schemas import (
     UnderstoodFields,
     check_length,
     check_parts,
+    grammar_of_schema,
+    grammars_of_kind,
     ignores_unknown,
     understood_fields,
 )
@@ -244,17 +246,10 @@ class ResponsesBody(SamplingBody):
         return self.top_logprobs if LOGPROBS in self.include else None
 
     def grammars_of_format(self, read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
-        form = self.text.format or {"type": "text"}
+        value = self.text.format or {"type": "text"}
         path = "text.format"
-        kind = form.get("type")
-        if kind in ("text", "json_object"):
-            read_fields(form, {"type"}, {}, f"{path}.")
-            return [(Grammar("json_object"), path)] if kind == "json_object" else []
-        if kind != "json_schema":
-            message = f"{path}.type is {quote(kind)}; it must be text, json_object or json_schema"
-            raise ApiError(400, message, f"{path}.type")
-        # A schema is always kept to the letter, so `strict` changes nothing.
-        read_fields(form, {"type", "name", "schema"}, {"strict": None, "description": None}, f"{path}.")
-        if not isinstance(form.get("schema"), dict | bool):
+        if value.get("type") != "json_schema":
+            return grammars_of_kind(value, path, "text, json_object or json_schema", read_fields)
+        if not isinstance(value.get("schema"), dict | bool):
             raise ApiError(400, f"{path}.schema must be an object", f"{path}.schema")
-        return [(Grammar("json_schema", json.dumps(form["schema"])), f"{path}.schema")]
+        return grammar_of_schema(value, path, {"type"}, read_fields)

@@ -182,35 +182,29 @@ def check_length(items: Sized, limit: int, field: str) -> None:
         raise ApiError(400, f"{field} has {len(items)} entries; the limit is {limit}", field)
 
 
-class Fields(BaseModel):
-    """The fields of a request. The server understands the fields of the class; null means left out."""
-
-    model_config = ConfigDict(strict=True)
-    neutral: ClassVar[Neutral] = {}
-
-    model: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_fields(cls, body: Values, info: ValidationInfo) -> Values:
-        return understood_fields(body, set(cls.model_fields), cls.neutral, ignore_unknown=ignores_unknown(info))
-
-
 class Options(BaseModel):
-    """The fields of an object in a body, which is at `place`."""
+    """The fields of a body, or of an object at `place` in one. The server understands the fields of the class; null
+    means left out."""
 
     model_config = ConfigDict(strict=True)
     neutral: ClassVar[Neutral] = {}
-    place: ClassVar[str]
+    place: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
     def check_fields(cls, options: Any, info: ValidationInfo) -> Any:
         if not isinstance(options, dict):
             raise ApiError(400, f"{cls.place} must be an object", cls.place)
-        understood = set(cls.model_fields)
-        ignore = ignores_unknown(info)
-        return understood_fields(options, understood, cls.neutral, f"{cls.place}.", ignore_unknown=ignore)
+        path = cls.place and f"{cls.place}."
+        return understood_fields(
+            options, set(cls.model_fields), cls.neutral, path, ignore_unknown=ignores_unknown(info)
+        )
+
+
+class Fields(Options):
+    """The fields of a request."""
+
+    model: str | None = None
 
 
 class StreamOptions(Options):
@@ -315,7 +309,18 @@ class Body(SamplingBody):
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def grammars_of_format(self, read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
-        return _grammars_of_format(self.response_format or {"type": "text"}, read_fields)
+        value = self.response_format or {"type": "text"}
+        path = "response_format"
+        if value.get("type") == "structural_tag":
+            return [(structural_tag(value, path, read_fields), path)]
+        if value.get("type") != "json_schema":
+            return grammars_of_kind(value, path, "text, json_object, json_schema or structural_tag", read_fields)
+        read_fields(value, {"type", "json_schema"}, {}, f"{path}.")
+        path += ".json_schema"
+        json_schema = value.get("json_schema")
+        if not isinstance(json_schema, dict) or not isinstance(json_schema.get("schema"), dict | bool):
+            raise ApiError(400, f"{path} must hold name and schema, an object", path)
+        return grammar_of_schema(json_schema, path, set(), read_fields)
 
 
 class ChatBody(Body):
@@ -393,24 +398,22 @@ def grammar_of(body: SamplingBody, *, ignore_unknown: bool = False) -> tuple[Gra
     return grammars[0] if grammars else None
 
 
-def _grammars_of_format(value: Values, read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
+def grammars_of_kind(value: Values, path: str, kinds: str, read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
+    """Reads a format at `path` that is no schema. `kinds`: all that it may be."""
     kind = value.get("type")
-    path = "response_format"
-    if kind in ("text", "json_object"):
-        read_fields(value, {"type"}, {}, f"{path}.")
-        return [(Grammar("json_object"), path)] if kind == "json_object" else []
-    if kind == "structural_tag":
-        return [(structural_tag(value, path, read_fields), path)]
-    if kind != "json_schema":
-        message = f"{path}.type is {quote(kind)}; it must be text, json_object, json_schema or structural_tag"
-        raise ApiError(400, message, f"{path}.type")
-    read_fields(value, {"type", "json_schema"}, {}, f"{path}.")
-    json_schema = value.get("json_schema")
-    if not isinstance(json_schema, dict) or not isinstance(json_schema.get("schema"), dict | bool):
-        raise ApiError(400, f"{path}.json_schema must hold name and schema, an object", f"{path}.json_schema")
-    # A schema is always kept to the letter, so `strict` changes nothing.
-    read_fields(json_schema, {"name", "schema"}, {"strict": None, "description": None}, f"{path}.json_schema.")
-    return [(Grammar("json_schema", json.dumps(json_schema["schema"])), f"{path}.json_schema.schema")]
+    if kind not in ("text", "json_object"):
+        raise ApiError(400, f"{path}.type is {quote(kind)}; it must be {kinds}", f"{path}.type")
+    read_fields(value, {"type"}, {}, f"{path}.")
+    return [(Grammar("json_object"), path)] if kind == "json_object" else []
+
+
+def grammar_of_schema(
+    value: Values, path: str, names: set[str], read_fields: UnderstoodFields
+) -> list[tuple[Grammar, str]]:
+    """Reads an object that holds a JSON schema, with further fields of these names. The schema is always kept to the
+    letter, so `strict` changes nothing."""
+    read_fields(value, {"name", "schema", *names}, {"strict": None, "description": None}, f"{path}.")
+    return [(Grammar("json_schema", json.dumps(value["schema"])), f"{path}.schema")]
 
 
 def structural_tag(value: Any, path: str, read_fields: UnderstoodFields) -> Grammar:

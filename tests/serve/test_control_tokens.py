@@ -199,7 +199,7 @@ def test_the_option_reaches_chats_and_completions() -> None:
     for is_on in (False, True):
         front = Frontend(ServeConfig(target=str(TINY), control_tokens_as_text=is_on), info())
         start = front.tokenizer.convert_tokens_to_ids("<|im_start|>")
-        counts.append([front.requests(body, "r")[0].prompt.count(start) for body in (chat, completion)])
+        counts.append([front.read(body, "r")[0][0].prompt.count(start) for body in (chat, completion)])
     assert counts == [[3, 1], [2, 0]]
 
 

@@ -149,7 +149,7 @@ def test_prompts_of_a_call_have_seeds_of_their_own(server: Server) -> None:
     front = server.api.frontend
 
     def keys(**fields: Any) -> list[tuple[int, int]]:
-        return [(request.seed, request.choice) for request in front.requests(CompletionBody(**fields), "r")]
+        return [(request.seed, request.choice) for request in front.read(CompletionBody(**fields), "r")[0]]
 
     call = keys(prompt=["ab", "ab", "c"], n=2, seed=7)
     assert len(set(call)) == 6, "equal prompts draw different noise"
@@ -163,13 +163,13 @@ def test_prompts_of_a_call_have_seeds_of_their_own(server: Server) -> None:
 
 def test_choices_share_a_salt_and_differ_in_id(server: Server) -> None:
     front = server.api.frontend
-    requests = front.requests(CompletionBody(prompt=["ab", "c"], n=2, cache_salt="tenant"), "r")
+    requests = front.read(CompletionBody(prompt=["ab", "c"], n=2, cache_salt="tenant"), "r")[0]
     assert len({request.id for request in requests}) == 4
     [namespace] = {request.namespace for request in requests}
-    [long] = {request.namespace for request in front.requests(CompletionBody(prompt="ab", cache_salt="s" * 10**6), "r")}
+    [long] = {request.namespace for request in front.read(CompletionBody(prompt="ab", cache_salt="s" * 10**6), "r")[0]}
     assert len(long) == len(namespace) == 32, "the engine keeps a digest with every cached prefix"
     assert long != namespace
-    assert front.requests(CompletionBody(prompt="ab"), "r")[0].namespace == ""
+    assert front.read(CompletionBody(prompt="ab"), "r")[0][0].namespace == ""
 
 
 def test_a_seed_is_drawn_for_each_call(client: httpx.Client) -> None:
@@ -195,7 +195,7 @@ def test_every_field_without_effect_is_refused_with_another_value() -> None:
 def test_chat_needs_a_template(tmp_path: Path) -> None:
     config = ServeConfig(target=str(write_target(tmp_path, template=None)))
     with pytest.raises(ApiError, match="/v1/completions") as caught:
-        Frontend(config, info()).requests(ChatBody(messages=HELLO), "r")
+        Frontend(config, info()).read(ChatBody(messages=HELLO), "r")[0]
     assert caught.value.status == 400
 
 

@@ -178,7 +178,7 @@ def test_a_prompt_that_is_too_long_is_told_to_the_client_alone(caplog: pytest.Lo
     logger = logging.getLogger("transformers")  # which hands nothing on to its parents
     logger.addHandler(caplog.handler)
     with pytest.raises(ApiError, match="has 3000 tokens"):
-        front.requests(CompletionBody(prompt="a\n" * 1500), "r")
+        front.read(CompletionBody(prompt="a\n" * 1500), "r")[0]
     logger.removeHandler(caplog.handler)
     assert not caplog.records
 

@@ -112,7 +112,7 @@ def test_a_completion_keeps_the_space_that_its_tokenizer_drops_at_the_beginning_
         assert client.post(COMPLETIONS, json={**body, "logprobs": None}).json()["choices"][0]["text"] == text
         front = server.api.frontend
         chat = {"messages": [{"role": "user", "content": "the the"}], "max_tokens": count}
-        ids = front.requests(ChatBody(**chat), "r")[0].prompt
+        ids = front.read(ChatBody(**chat), "r")[0][0].prompt
         answer = client.post(CHAT, json=chat).json()["choices"][0]["message"]["content"]
     assert answer == tokenizer.decode((ids * count)[:count])
     request = Request(id="r", prompt=prompt, params=SamplingParams(max_tokens=count))

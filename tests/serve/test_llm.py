@@ -210,8 +210,8 @@ def test_a_seeded_call_repeats_and_its_equal_prompts_differ(plain: LLM, folders:
     front = Frontend(ServeConfig(target=str(folders[0])), plain.engine.info)
     fields = {"max_tokens": 12, "temperature": 1.0, "seed": 5, "ignore_eos": True}
     body = CompletionBody(prompt=[PROMPTS[1]] * 4, n=2, **fields)
-    served: Tokens = {request.id: [] for request in front.requests(body, "r")}
-    for output in plain.stream(front.requests(body, "r")):
+    served: Tokens = {request.id: [] for request in front.read(body, "r")[0]}
+    for output in plain.stream(front.read(body, "r")[0]):
         served[output.request_id] += output.tokens
     assert list(served.values())[::2] == tokens_of(answers), "choice 0 of every prompt"
 
