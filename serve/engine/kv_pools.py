@@ -14,7 +14,6 @@ three places:
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sized
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 
@@ -128,15 +127,3 @@ class AttachedPages(PagePool):
         self._bereft.add(node)
         self._hit.discard(page)
         return page
-
-    def _check_attached(self, holders: dict[int, int], nodes: AbstractSet[Hashable]) -> None:
-        """Proves the module's invariant; `holders`: how many tables hold each page in use; `nodes`: all those of the
-        tree. Raises AssertionError."""
-        assert self._attached == {node: page for page, node in self._nodes.items()}, "attached both ways"
-        assert self._attached.keys() <= nodes, "a page is attached to a node that the tree has lost"
-        assert self._bereft <= nodes - self._attached.keys(), "a node is bereft that the tree has lost, or that has one"
-        assert self._holders == {page: holders.get(page, 0) for page in self._nodes}, "holders are counted wrong"
-        assert self._hit <= self._nodes.keys(), "a page without a node was hit"
-        assert self._cached.keys() == {page for page, number in self._holders.items() if number == 0}, "cached in use"
-        assert len(self._free) + len(self._cached) + len(holders) == self.total_pages, "pages were lost or given twice"
-        assert {*self._free, *self._cached, *holders} == set(range(1, self.total_pages + 1)), "a page is in two places"

@@ -16,8 +16,7 @@ Chunks that do not end their prompt end at multiples of `grid`, so that a layer 
 tokens from the first one on, and a text's numbers do not depend on how it was cut.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from slipstream.serve.engine.kv_pools import AttachedPages
@@ -179,19 +178,3 @@ class StatePages(AttachedPages):
         if table.snapshot:
             self._give_back(table.snapshot)
             table.snapshot = 0
-
-    def check_table(self, table: StateTable, num_computed: int) -> None:
-        """Proves that the next pass of a sequence finds its state. Raises AssertionError."""
-        assert table.entry, "a sequence has no entry"
-        assert table.source == table.entry or num_computed % self.grid == 0, "a snapshot off the grid"
-
-    def check(self, tables: Iterable[tuple[StateTable, AbstractSet[Hashable]]], nodes: AbstractSet[Hashable]) -> None:
-        """Proves the invariant of kv_pools.py; `tables` are those of all running sequences, each with the nodes that it
-        shares; `nodes` all those of the tree. Raises AssertionError."""
-        holders: dict[int, int] = {}
-        for table, shared in tables:
-            assert table.entry not in self._nodes, "a running sequence writes a snapshot"
-            assert table.source == table.entry or self._nodes.get(table.source) in shared, "a hit's node is not shared"
-            for page in {table.entry, table.source, table.snapshot} - {0}:
-                holders[page] = holders.get(page, 0) + 1
-        self._check_attached(holders, nodes)

@@ -9,8 +9,7 @@ committed, although older passes, launched when the host knew of fewer, may stil
 and whoever gets the page next writes it in a later one.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.serve.engine.kv_pools import AttachedPages
@@ -148,27 +147,6 @@ class WindowPages(AttachedPages):
         for page in reversed(table.pages):
             self._give_back(page)
 
-    def check_table(self, table: WindowTable, num_computed: int) -> None:
-        """Proves that the next pass of a sequence finds its pages. Raises AssertionError."""
-        assert table.first <= self.first_read(num_computed), "a page that the next pass reads was given back"
-        assert table.end >= self.pages_for(num_computed), "tokens of a window without a page"
-
     def first_read(self, start: int) -> int:
         """Returns the index of the first page that a pass over positions from `start` on reads."""
         return max(0, start - self.window + 1) // self.page_size
-
-    def check(self, tables: Iterable[tuple[WindowTable, AbstractSet[Hashable]]], nodes: AbstractSet[Hashable]) -> None:
-        """Prove the module's invariant and that claims fit; `tables` are those of all running sequences, each with
-        the nodes that it shares; `nodes` all those of the tree. Raises AssertionError."""
-        holders: dict[int, int] = {}
-        sharers: dict[int, int] = {}
-        claimed = 0
-        for table, shared in tables:
-            claimed += max(table.quota, len(table.pages))
-            for page in table.pages:
-                holders[page] = holders.get(page, 0) + 1
-                sharers[page] = sharers.get(page, 0) + (self._nodes.get(page) in shared)
-        assert claimed == self._claimed <= self.total_pages, "claims are summed wrong, or exceed the pool"
-        for page, number in holders.items():
-            assert number - sharers[page] <= 1, "a page is held by two that do not share its node: an own one, by two"
-        self._check_attached(holders, nodes)

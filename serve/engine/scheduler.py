@@ -315,27 +315,6 @@ class Scheduler:
             outputs.append(self._emit(sequence, answer_tokens, reason))
         return outputs
 
-    def check(self) -> None:
-        """Prove the invariants of queue, slots and pages. Raises AssertionError. Walks everything: for tests."""
-        self.cache.check(sequence.table for sequence in self._running)
-        everyone = [*self._running, *self._waiting]
-        assert {id(sequence) for sequence in everyone} == {id(sequence) for sequence in self._sequences.values()}
-        assert len(everyone) == len(self._sequences), "a sequence is in two places"
-        slots = [sequence.slot for sequence in self._running] + self._free_slots
-        assert sorted(slots) == list(range(self.max_running)), "a request slot was lost or given twice"
-        for sequence in self._running:
-            num_rest = len(sequence.tokens) - sequence.num_computed
-            assert num_rest == 1 or (sequence.in_flight and num_rest == 0 if sequence.decoding else num_rest > 1), (
-                "num_computed is wrong"
-            )
-            assert len(sequence.table.pages) >= self.cache.pages_for(len(sequence.tokens) - 1), "tokens without a page"
-            for group, pages in zip(self.cache.groups, sequence.table.groups, strict=True):
-                group.check_table(pages, sequence.num_computed)
-        for sequence in self._waiting:
-            assert not sequence.table.pages, "a waiting sequence holds pages"
-            assert not sequence.table.groups, "a waiting sequence holds pages of further groups"
-            assert (sequence.slot, sequence.num_computed, sequence.decoding) == (-1, 0, False)
-
     def validate(self, request: Request, open_ids: Collection[str] = ()) -> None:
         """Raises ValueError if the request can never run. `open_ids`: ids of requests that were not added yet."""
         prompt_len = len(request.prompt)

@@ -28,6 +28,7 @@ from slipstream.serve.request import (
 )
 from slipstream.serve.runner.batch import DraftBatch, Proposal
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
+from slipstream.tests.serve.cache_invariants import check_scheduler
 
 VOCAB = 120  # of the tiny targets
 Tokens = dict[str, list[int]]  # of answers, by request id
@@ -130,7 +131,7 @@ def run(
             break
         collect(engine.step(), answers)
         after_step(step, answers)
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     assert engine.num_open == 0
     assert answers.keys() == {request.id for request in requests}
     for answer in answers.values():

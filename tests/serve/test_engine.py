@@ -28,6 +28,7 @@ from slipstream.serve.request import Grammar
 from slipstream.serve.runner.chunks import padding_prompts
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import change_json
+from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.serve.engine_runs import (
     VOCAB,
     build_engine,
@@ -126,7 +127,7 @@ def test_requests_that_can_never_run_are_refused(
     with pytest.raises(ValueError, match=message):
         engine.add(make_request("0", prompt, max_tokens=max_tokens))
     assert not engine.has_work
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
 
 
 def test_yarn_extends_the_context(make_target: MakeTarget, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from slipstream.tests.models.test_quantization import ADAPTED
 from slipstream.tests.quantized_targets import LAYOUTS, MOE_CONFIG, save_gpt_oss, save_quantized
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import SHAPE, save_random_target
+from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
     Tokens,
@@ -88,7 +89,9 @@ def test_any_numbers_of_nodes_beside_any_prompts(target: Path, draft: Path) -> N
     expected = on_cpu(target, list(kinds.values()))
     engine = on_gpu(target, draft, max_running=5, kv_cache_tokens=176, page_size=1, prefill_budget=40)
     engine.planner.policy = AnyPolicy(engine.planner, rng)
-    serve_traffic(engine, kinds, expected, rng, lambda number: number < 60, 8, engine.scheduler.check)
+    serve_traffic(
+        engine, kinds, expected, rng, lambda number: number < 60, 8, lambda: check_scheduler(engine.scheduler)
+    )
 
 
 @pytest.mark.parametrize("name", ["none", "draft", "ngram"])
@@ -331,4 +334,4 @@ def test_soak(tmp_path: Path) -> None:
     engine = on_gpu(target, draft, max_running=64, kv_cache_tokens=8400)
     end = time.monotonic() + 300
     assert serve_traffic(engine, kinds, expected, rng, lambda _: time.monotonic() < end, most_open=80) > 1000
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)

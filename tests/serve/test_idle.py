@@ -19,6 +19,7 @@ from slipstream.serve.request import Output, Request, SamplingParams
 from slipstream.tests.pairwise import gate_of, some_of
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.random_targets import new_config, save_random_target
+from slipstream.tests.serve.cache_invariants import check_scheduler, nodes_of
 from slipstream.tests.serve.engine_runs import (
     DRAFTERS,
     build_engine,
@@ -72,7 +73,7 @@ def work(engine: Engine) -> int:
     """Computes all that is left to compute. Returns the number of chunks."""
     count = 0
     while engine.work_idle():
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
         count += 1
     return count
 
@@ -226,10 +227,10 @@ def test_nothing_is_given_up_where_no_page_is_free(small: Path) -> None:
     cache = engine.scheduler.cache
     run(engine, [turn_of("filler", random_prompt(400, 2), max_tokens=1)])
     assert cache.num_free * cache.page_size < GRID
-    nodes = cache._nodes()
+    nodes = nodes_of(cache)
     assert not engine.work_idle()
-    assert cache._nodes() == nodes
-    engine.scheduler.check()
+    assert nodes_of(cache) == nodes
+    check_scheduler(engine.scheduler)
     assert hit(engine, text) == GRID
 
 
@@ -313,7 +314,7 @@ def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(small: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "_finish_target", fail)
         assert engine.work_idle()
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     assert not engine.work_idle()
     turn = turn_of("turn", [*text, 5])
     assert tokens_of(run(engine, [turn])) == uncached(small, [turn])

@@ -11,6 +11,7 @@ from slipstream.serve.engine.kv_cache import Node, PageCache, PageTable
 from slipstream.serve.engine.kv_states import StatePages
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.tests.pairwise import grouped, pairwise
+from slipstream.tests.serve.cache_invariants import check_cache, check_group, nodes_of
 from slipstream.tests.tables import each_case
 
 Text = tuple[str, tuple[int, ...]]
@@ -44,7 +45,7 @@ def test_eviction_takes_the_longest_unused_leaf_first() -> None:
     for expected in ([2, 3], [1, 3], [1, 2], [1, 1], [1, 0], [0, 0]):
         assert cache.extend(first, len(first.pages) + 1)
         assert [num_matched_pages(cache, tokens) for tokens in (old, new)] == expected
-        cache.check([first])
+        check_cache(cache, [first])
     assert not cache.extend(first, 7)
 
 
@@ -58,7 +59,7 @@ FAULTS: dict[str, Callable[[PageCache, PageTable], object]] = {
     "a page is lost": lambda cache, _: cache._free.pop(),
     "a page in use is free": lambda cache, table: cache._free.append(table.pages[-1]),
     "a shared page is handed out": lambda cache, table: cache._free.__setitem__(0, table.pages[0]),
-    "a reader is counted twice": lambda cache, _: setattr(cache._nodes()[0], "references", 2),
+    "a reader is counted twice": lambda cache, _: setattr(nodes_of(cache)[0], "references", 2),
     "a node is cut off": lambda _, table: table.nodes[0].children.clear(),
     "pages are swapped": lambda _, table: table.pages.reverse(),
     "pages hold less": lambda _, table: setattr(table, "room", 16),
@@ -71,10 +72,10 @@ def test_check_notices(fault: str) -> None:
     store(cache, list(range(30)))
     table = PageTable("", 0)
     assert cache.admit(table, list(range(15)), 20, headroom=0)
-    cache.check([table])
+    check_cache(cache, [table])
     FAULTS[fault](cache, table)
     with pytest.raises(AssertionError):
-        cache.check([table])
+        check_cache(cache, [table])
 
 
 class TextModel:
@@ -134,7 +135,7 @@ def test_an_answer_of_any_length_is_found_by_the_next_turn(window: int, lookahea
         cache = windowed(window)
         text = list(range(length + 1))
         cache.release(compute(cache, text[:-1], length - 10, lookahead), text, length)
-        cache.check([])
+        check_cache(cache, [])
         assert num_matched_pages(cache, [*text, 99], lookahead=lookahead) == length // 4
 
 
@@ -176,7 +177,7 @@ def test_a_shorter_hit_has_a_reason(reason: str | None, num_entries: int, num_sh
     assert cache.admit(table, [*text[:num_shared], 99, 98, 97, 96], 30, headroom=0)
     assert (len(table.nodes) * 4, table.miss_reason) == (num_hit, reason)
     assert table.num_missed * 4 == (num_shared // 4 * 4 - num_hit if reason else 0)
-    cache.check([table, *neighbours])
+    check_cache(cache, [table, *neighbours])
 
 
 def test_a_window_is_the_reason_of_a_shorter_hit() -> None:
@@ -203,7 +204,7 @@ def test_pages_behind_the_window_become_cached_or_free() -> None:
         cache.extend_groups(sharer, 24)
         cache.slide(sharer, 20)
     assert (len(window._cached), len(window._free)) == (4, 59 - 4 - 4), "the copy is free"
-    cache.check([table, other])
+    check_cache(cache, [table, other])
 
 
 def test_a_long_prompt_leaves_what_ended_texts_and_shared_beginnings_need() -> None:
@@ -221,7 +222,7 @@ def test_a_long_prompt_leaves_what_ended_texts_and_shared_beginnings_need() -> N
         cache.extend_groups(table, end + RESERVE * (end == 40))
         cache.publish(table, long, end)
         cache.slide(table, end)
-    cache.check([table])
+    check_cache(cache, [table])
     assert num_matched_pages(cache, [*ended, 99]) == 5
     assert num_matched_pages(cache, [*shared, 99]) == 3
 
@@ -238,7 +239,7 @@ def test_a_page_of_a_known_text_is_attached_and_stays_with_its_table_when_the_tr
         cache._take()
     attached = table.groups[0].pages.copy()
     assert (window._attached, window._holders, table.groups[0].pages) == ({}, {}, attached)
-    window.check([(table.groups[0], set())], set())
+    check_group(window, [(table.groups[0], set())], set())
 
 
 def test_sequences_are_admitted_by_quota() -> None:
@@ -249,7 +250,7 @@ def test_sequences_are_admitted_by_quota() -> None:
     assert cache.num_available == 99 - 3, "a refused admission takes nothing"
     cache.release(tables[0], [1], 1)
     assert cache.admit(tables[0], [1], 4, headroom=0, limit=40)
-    cache.check(tables[:3])
+    check_cache(cache, tables[:3])
 
 
 def test_chunks_reach_as_far_as_pages_that_nobody_claims() -> None:
@@ -262,7 +263,7 @@ def test_chunks_reach_as_far_as_pages_that_nobody_claims() -> None:
     assert cache.reach(first, 400) == cache.reach(second, 400) == 4 * (4 + 2)
     cache.extend_groups(first, 24)
     assert cache.reach(second, 400) == 16, "its quota"
-    cache.check([first, second])
+    check_cache(cache, [first, second])
 
 
 @pytest.mark.parametrize(("num_pages", "window", "field"), [(1, 4, "num_pages"), (2, 0, "window")])
@@ -287,10 +288,10 @@ WINDOW_FAULTS: dict[str, Callable[[WindowPages, PageTable], object]] = {
 def test_check_notices_in_a_window_group(fault: str) -> None:
     cache = windowed(8)
     table = compute(cache, list(range(18)))
-    cache.check([table])
+    check_cache(cache, [table])
     WINDOW_FAULTS[fault](cache.groups[0], table)
     with pytest.raises(AssertionError):
-        cache.check([table])
+        check_cache(cache, [table])
 
 
 @dataclass(slots=True, eq=False)
@@ -498,10 +499,10 @@ def test_random_operations_against_the_dict_of_texts(
     for number in range(800):
         play.step()
         if number % 3 == 0:  # what is wrong stays wrong
-            play.cache.check(run.table for run in play.running)
+            check_cache(play.cache, (run.table for run in play.running))
     for run in play.running.copy():
         play.end(run)
-    play.cache.check([])
+    check_cache(play.cache, [])
     assert all(window.num_available == window.total_pages for window in play.cache.groups)
     assert play.num_shared > 50
     assert play.cache.num_cut > 5 or not evicts or max(sizes, default=1) == 1

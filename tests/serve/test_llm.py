@@ -23,6 +23,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES, save_random_target
+from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.serve.engine_runs import VOCAB, Tokens, build_engine, make_request, random_prompt, run
 from slipstream.tests.sources import ROOT, TINY
 from slipstream.tests.tables import each_case
@@ -134,7 +135,7 @@ def test_stop_strings_cut_text_tokens_and_counts(stride: int, plain: LLM, drafte
             assert (counts.rounds > 0) == (end > 1)
             assert counts.drafted_tokens == counts.rounds * (llm.engine.planner.limits.of_network - 1)
             assert not llm.engine.has_work
-            llm.engine.scheduler.check()
+            check_scheduler(llm.engine.scheduler)
     for llm in (plain, drafted):
         (answer,) = llm.generate([PROMPTS[1]], params, stop=(words(full[10:13]) + " ",))
         text = f" {words(full[:10])} "
@@ -279,7 +280,7 @@ def test_generation_can_be_interrupted_and_started_again(plain: LLM, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             plain.generate(PROMPTS, PARAMS)
     assert not plain.engine.has_work, "what was cut off does not run on"
-    plain.engine.scheduler.check()
+    check_scheduler(plain.engine.scheduler)
     assert tokens_of(plain.generate(PROMPTS, PARAMS)) == expected
 
 
@@ -303,7 +304,7 @@ def test_what_a_broken_pass_has_not_computed_is_not_shared(
         patch.setattr(layer, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             drafted.generate([prompt], params)
-    drafted.engine.scheduler.check()
+    check_scheduler(drafted.engine.scheduler)
     assert tokens_of(drafted.generate([prompt], params)) == tokens_of(plain.generate([prompt], params))
 
 

@@ -29,6 +29,7 @@ from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, grouped, rotating, some_of
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, MakeTarget, load_model
+from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
     Answer,
@@ -406,12 +407,12 @@ def test_an_abort_leaves_the_others_alone(
     aborted = [request.id for request in requests[::3] if not answers.get(request.id, Answer()).finish_reason]
     outputs = [engine.abort(name) for name in aborted]
     collect([output for output in outputs if output], answers)
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     assert {answers[name].finish_reason for name in aborted} == {"abort"}
     assert engine.abort(aborted[0]) is None
     while engine.has_work:
         collect(engine.step(), answers)
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     expected = reference(family, requests)
     for request in requests:
         tokens = answers[request.id].tokens
@@ -602,7 +603,7 @@ class RootsAlone(WidestDrafts):
 
 
 def preempt_some(engine: Engine, rng: random.Random) -> None:
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     if engine.scheduler.num_running > 1 and rng.random() < 0.1:
         engine.scheduler._preempt_newest()
 

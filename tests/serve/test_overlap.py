@@ -17,6 +17,7 @@ from slipstream.serve.engine.step_costs import FittedCosts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import rotating, some_of
+from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.serve.engine_runs import (
     build_engine,
     make_request,
@@ -203,6 +204,6 @@ def test_closing_a_stream_early_ends_what_is_in_flight(
     next(stream)
     stream.close()
     assert not model.engine.has_work
-    model.engine.scheduler.check()
+    check_scheduler(model.engine.scheduler)
     again = run(model.engine, [make_request("again", random_prompt(9, 0))])
     assert tokens_of(again) == plain_answers(target, [make_request("again", random_prompt(9, 0))])

@@ -22,6 +22,7 @@ from slipstream.serve.llm import Answer
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar, Request
 from slipstream.tests.kernels.triton_runs import SLOW
+from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.serve.engine_runs import SAMPLINGS, build_engine, make_request, run, tokens_of
 from slipstream.tests.serve.test_overlap import build_overlapping
 
@@ -118,7 +119,7 @@ def answer_all(engine: Engine, beside: Request, answers: dict[str, Answer]) -> t
                 reasons[end.finish_reason] += 1
                 assert end.finish_reason != "error" or end.is_refusal, (end.error, answer.request)
                 answer.generation(end)
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     return tokens, reasons
 
 

@@ -9,6 +9,7 @@ from slipstream.serve.engine.kv_cache import PageCache
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.scheduler import Scheduler, Sequence
 from slipstream.serve.request import Output, Request, SamplingParams
+from slipstream.tests.serve.cache_invariants import check_scheduler
 
 STOP_ID = 99
 RESERVE = 4
@@ -48,7 +49,7 @@ class Recorder:
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 50, **params: Any) -> None:
         self.scheduler.add(Request(id=name, prompt=prompt, params=SamplingParams(max_tokens=max_tokens, **params)))
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def prefill(self) -> list[tuple[str, int, int]]:
         """A step that computes prompts alone; returns (request, start, end) of its chunks."""
@@ -64,15 +65,15 @@ class Recorder:
         """Runs a step and returns its chunks and the outputs of the decoding requests, none if nothing is emitted."""
         scheduler = self.scheduler
         sequences = scheduler.next_decodes(RESERVE) if emitted else []
-        scheduler.check()
+        check_scheduler(scheduler)
         chunks = scheduler.next_chunks(self.prefill_budget if prompt_tokens is None else prompt_tokens)
-        scheduler.check()
+        check_scheduler(scheduler)
         scheduler.mark_launched(chunks)
-        scheduler.check()
+        check_scheduler(scheduler)
         outputs = scheduler.commit_decodes(sequences, list(emitted), [drafted] * len(sequences))
-        scheduler.check()
+        check_scheduler(scheduler)
         self.outputs = scheduler.commit_chunks(chunks, [1 if chunk.is_last else None for chunk in chunks])
-        scheduler.check()
+        check_scheduler(scheduler)
         return [(chunk.sequence.request.id, chunk.start, chunk.end) for chunk in chunks], outputs
 
     def decoding(self) -> list[str]:

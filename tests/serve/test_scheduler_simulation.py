@@ -23,6 +23,7 @@ from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
 from slipstream.tests.pairwise import grouped, pairwise
+from slipstream.tests.serve.cache_invariants import check_scheduler, nodes_of
 
 VOCAB_SIZE = 40
 STOP_IDS = frozenset({0})
@@ -507,12 +508,12 @@ def test_random_operations(
             scheduler.restart(rng.choice(scheduler.running))
         else:
             simulation.abort_one()
-        scheduler.check()
+        check_scheduler(scheduler)
     for _ in range(10_000):
         if not scheduler.has_work:
             break
         simulation.step(decodes=True, prompt_tokens=max(prefill_budget, setting.grid))
-        scheduler.check()
+        check_scheduler(scheduler)
     simulation.land(0)
     simulation.check_ended()
     assert (scheduler.num_running, scheduler.num_waiting, simulation.slots) == (0, 0, {})
@@ -563,14 +564,14 @@ def test_random_arrivals_in_idle_time(
             simulation.add(request)
         while scheduler.has_work:
             simulation.step(decodes=True, prompt_tokens=rng.choice([grid, 24]), abort=rng.random() < 0.01)
-            scheduler.check()
+            check_scheduler(scheduler)
         simulation.land(0)
-        nodes = simulation.cache._nodes()
+        nodes = nodes_of(simulation.cache)
         for _ in range(rng.randrange(8)):
             if not simulation.work_idle(prompts):
                 break
-            scheduler.check()
-        assert set(nodes) <= set(simulation.cache._nodes()), "a page was given up in idle time"
+            check_scheduler(scheduler)
+        assert set(nodes) <= set(nodes_of(simulation.cache)), "a page was given up in idle time"
     simulation.check_ended()
     assert any(output.stats and output.stats.idle_tokens for output in simulation.ended.values())
     for pool in (simulation.cache, *simulation.cache.groups):

@@ -32,6 +32,7 @@ from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import gate_of, some_of
 from slipstream.tests.random_targets import CAPPED, MakeTarget
+from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.serve.engine_runs import (
     Tokens,
     build_engine,
@@ -233,7 +234,15 @@ def test_mixed_traffic_with_aborts_and_preemption(
     recorded = record(engine)
     remaining = {key for key in captured if key.rows not in (24, 32) and (key.rows, key.mode) != (2, "all")}
     engine.planner.graphs = without_graphs(engine, set(captured) - remaining)
-    serve_traffic(engine, kinds, expected, rng, lambda number: number < num_requests, 30, engine.scheduler.check)
+    serve_traffic(
+        engine,
+        kinds,
+        expected,
+        rng,
+        lambda number: number < num_requests,
+        30,
+        lambda: check_scheduler(engine.scheduler),
+    )
     greedy = make_request("greedy", random_prompt(9, 0), ignore_eos=True)
     assert tokens_of(run(engine, [greedy])) == plain_answers(target, [greedy])
     replayed = replays_of(engine)
