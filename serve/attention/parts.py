@@ -83,13 +83,10 @@ class PartsAttention(Attention):
         q = self.prompts.rotate_and_store(q, k, v, layer)
         if not count:
             return self.prompts.attend_stored(q, layer, "causal")
-        out = self._attend_nodes(q, layer, mask)
+        if self.backend.supports_ragged_nodes:
+            out = self.backend.attend_stored(q[:count], layer, mask)
+        else:
+            out = self.nodes.keep(self.backend.attend_stored(self.nodes.pad(q), layer, mask))
         if not self.has_prompts:
             return out
         return torch.cat((out, self.prompts.attend_stored(q[count:], layer, "causal")))
-
-    def _attend_nodes(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        """(n, Q, D)."""
-        if self.backend.supports_ragged_nodes:
-            return self.backend.attend_stored(q[: self.nodes.total], layer, mask)
-        return self.nodes.keep(self.backend.attend_stored(self.nodes.pad(q), layer, mask))

@@ -77,7 +77,9 @@ class AcceptanceStats:
         self._is_new = False
         self._steps += steps
         if self._steps >= min(2 * self._published, self._published + REFRESH):
-            self._publish_moved()
+            self._published = self._steps
+            if np.abs(self.probabilities - self.table).max() > MOVED:
+                self.publish(self.probabilities.astype(np.float32))
 
     def publish(self, table: NDArray[np.float32]) -> None:
         """Gives the device and proposals of the host another table, (BINS,)."""
@@ -112,11 +114,6 @@ class AcceptanceStats:
             probabilities[1:] = np.minimum.accumulate(self.table[bins[1:]])
             self._host_rows[key] = HostRow(bins, probabilities.view(np.int32))
         return self._host_rows[key]
-
-    def _publish_moved(self) -> None:
-        self._published = self._steps
-        if np.abs(self.probabilities - self.table).max() > MOVED:
-            self.publish(self.probabilities.astype(np.float32))
 
 
 class RequestRatios:

@@ -161,7 +161,8 @@ class IsolatedStages:
         edits = Edits()
         for index in range(len(inputs.slots)):
             edits += self._run_one(stage, inputs.at([index]), width, late=late)
-        self._tell_if_none(stage, cause, num_failed)
+        if len(self._failed) == num_failed:
+            logger.warning("%s raised for a step, but for none of its requests", type(stage).__name__, exc_info=cause)
         return edits
 
     def _run_one(self, stage: HostStage, inputs: Emitted | Proposed, width: int, *, late: bool) -> Edits:
@@ -186,11 +187,6 @@ class IsolatedStages:
                 stage.release(sequence.slot, [])
         self._admitted.add(key)
         stage.admit(sequence.slot, sequence.request, sequence.tokens)
-
-    def _tell_if_none(self, stage: HostStage, cause: Exception, num_failed: int) -> None:
-        """Logs the exception of a stage in a step, if no request alone has failed since."""
-        if len(self._failed) == num_failed:
-            logger.warning("%s raised for a step, but for none of its requests", type(stage).__name__, exc_info=cause)
 
     def _end(self, stage: HostStage, slot: int, error: Exception) -> None:
         """Fails a request, unless it has failed already."""

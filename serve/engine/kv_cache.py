@@ -153,7 +153,10 @@ class PageCache(PagePool):
         nodes = nodes[: self._most_shared(table, len(tokens)) // self.page_size]
         hit = self._longest_hit(nodes)
         table.num_missed = len(nodes) - hit
-        table.miss_reason = self._miss_reason(nodes, hit) if hit < len(nodes) else None
+        table.miss_reason = None
+        if hit < len(nodes):  # by the further group that has the least of the path
+            shortest = min(self.groups, key=lambda group: group.longest_hit(nodes, len(nodes)))
+            table.miss_reason = shortest.miss_reason(nodes, hit)
         for node in nodes[:hit]:
             self._reference(table, node)
             table.pages.append(node.page)
@@ -281,11 +284,6 @@ class PageCache(PagePool):
         while self.groups and hit > (shorter := min(group.longest_hit(nodes, hit) for group in self.groups)):
             hit = shorter
         return hit
-
-    def _miss_reason(self, nodes: list[Node], hit: int) -> MissReason:
-        """Returns why the hit ends before the last node, by the further group that has the least of the path."""
-        group = min(self.groups, key=lambda group: group.longest_hit(nodes, len(nodes)))
-        return group.miss_reason(nodes, hit)
 
     def _attach(self, table: PageTable, index: int, node: Node) -> None:
         """Lets hits on `node` find the table's page `index` of every further group, too."""

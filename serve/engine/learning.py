@@ -49,7 +49,6 @@ from slipstream.serve.engine.engine_plan import EnginePlan, read_plan
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.engine.state_passes import PackedText
 from slipstream.serve.options import EngineConfig, LearnOptions, find_target
-from slipstream.serve.processes import child_environment
 from slipstream.serve.runner.model_runner import is_out_of_memory, to_host
 
 MODULE = "slipstream.train.learn"
@@ -182,7 +181,7 @@ class Learner:
                 argv,
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=child_environment(),
+                env=processes.child_environment(),
                 start_new_session=True,
             )
         self._line = Line(end)

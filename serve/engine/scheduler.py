@@ -286,7 +286,7 @@ class Scheduler:
         """
         sequences: list[Sequence] = []
         for sequence in self._running.copy():
-            while self._decodes_next(sequence):
+            while sequence.slot >= 0 and sequence.decoding and not sequence.is_ending:
                 bound = sequence.kv_bound + reserve
                 if bound <= sequence.table.room or self.cache.extend(sequence.table, bound):
                     sequences.append(sequence)
@@ -389,10 +389,6 @@ class Scheduler:
         self._running.append(sequence)
         self.on_admit(sequence)
         return True
-
-    def _decodes_next(self, sequence: Sequence) -> bool:
-        """Whether the next step verifies a proposal of the sequence."""
-        return sequence.slot >= 0 and sequence.decoding and not sequence.is_ending
 
     def _preempt_newest(self) -> None:
         assert len(self._running) > 1, "one sequence alone outgrew the cache, which add() rules out"

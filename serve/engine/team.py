@@ -37,7 +37,6 @@ from slipstream.serve import processes
 from slipstream.serve.drafters.base import DraftWeights
 from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.pipe import Pipe
-from slipstream.serve.processes import blocked_signals, child_environment
 from slipstream.serve.runner.cuda_graphs import REMEDY
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
@@ -365,8 +364,9 @@ def start_member(rank: int, world: int, device: torch.device, file: str) -> Memb
         ends = (peer.fileno(), peer_life.fileno())
         name = device.type if device.type == "cpu" else f"{device.type}:{rank}"
         argv = [sys.executable, "-P", "-m", MODULE, *map(str, ends), str(rank), str(world), name, file]
-        with blocked_signals():
-            process = subprocess.Popen(argv, pass_fds=ends, stdin=subprocess.DEVNULL, env=child_environment())
+        with processes.blocked_signals():
+            environment = processes.child_environment()
+            process = subprocess.Popen(argv, pass_fds=ends, stdin=subprocess.DEVNULL, env=environment)
     return Member(f"rank {rank} ({name})", process, Pipe(channel), life)
 
 

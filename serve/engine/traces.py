@@ -72,13 +72,11 @@ class Tracer:
                 entries = trace_round(drafted, output, place, rounds[result.request_id], rows)
             traced_outputs.append(replace(result, trace=entries[: len(result.tokens)]))
         if output.proposed is not None:
-            self._stored |= {slots[place]: self._drafted(output.proposed[:, place]) for place in traced.values()}
+            for place in traced.values():
+                nodes = output.proposed[:, place]
+                foreign = None if self._fixed_tokens is None else np.isin(nodes[0], self._fixed_tokens, invert=True)
+                self._stored[slots[place]] = Drafted(self._drafter, nodes, foreign)
         return traced_outputs
-
-    def _drafted(self, nodes: NDArray[np.int32]) -> Drafted:
-        """Makes a proposal of the (2, N) nodes that the device proposed."""
-        foreign = None if self._fixed_tokens is None else np.isin(nodes[0], self._fixed_tokens, invert=True)
-        return Drafted(self._drafter, nodes, foreign)
 
 
 def num_rows(plan: StepPlan, output: StepOutput) -> int:

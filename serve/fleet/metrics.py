@@ -37,7 +37,9 @@ class FleetCollector(Collector):
                 join(families, members, {"ingress": report.name})
         for state in self._replicas:
             labels = {"replica": state.name, "draft": state.draft}
-            for members in EngineCollector(view_of(state)).collect():
+            is_up = state.problem is None
+            view = EngineView(state.metrics, state.counts, state.num_open, is_up, is_up)
+            for members in EngineCollector(view).collect():
                 join(families, members, labels)
         yield from families.values()
         yield from self._shares()
@@ -64,11 +66,6 @@ class FleetCollector(Collector):
             buckets = cumulative(counts.accept_length)
             lengths.add_metric(key, buckets=buckets, sum_value=counts.accept_length.total)
         yield lengths
-
-
-def view_of(state: ReplicaState) -> EngineView:
-    is_up = state.problem is None
-    return EngineView(state.metrics, state.counts, num_open=state.num_open, is_up=is_up, is_ready=is_up)
 
 
 def join(families: dict[str, Metric], family: Metric, labels: Mapping[str, str]) -> None:

@@ -56,19 +56,16 @@ class PrefixTable:
     def learn(self, news: Iterable[Placed]) -> None:
         """Takes what another ingress added."""
         for replica, keys in news:
-            self._note(keys, replica)
+            for key in reversed(keys[: self._limit]):
+                self._holders[key] = self._holders.pop(key, frozenset()) | {replica}
+            while len(self._holders) > self._limit:
+                del self._holders[next(iter(self._holders))]
 
     def take_news(self) -> list[Placed]:
         """Returns what was added since the last call, or the last of it."""
         news = list(self._news)
         self._news.clear()
         return news
-
-    def _note(self, keys: Sequence[int], replica: str) -> None:
-        for key in reversed(keys[: self._limit]):
-            self._holders[key] = self._holders.pop(key, frozenset()) | {replica}
-        while len(self._holders) > self._limit:
-            del self._holders[next(iter(self._holders))]
 
     def matches(self, keys: Sequence[int]) -> dict[str, int]:
         """Returns how many pages of a prompt, from its beginning, each replica holds that holds any."""

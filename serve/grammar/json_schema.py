@@ -185,19 +185,16 @@ class _Rewriter:
             for other, value in listed.values():
                 if index != other and self.holds(value, variant, place, "oneOf"):
                     return False
-        have_names = self.have_a_discriminator(objects, place) or self.are_apart_in_pairs(objects, place)
-        return have_names and self.are_apart_in_pairs(kinds, place)
+        names = objects[0][1].get("required", []) if objects else []
+        is_told = any(self.is_discriminator(name, objects, place) for name in names)
+        return (is_told or self.are_apart_in_pairs(objects, place)) and self.are_apart_in_pairs(kinds, place)
 
     def variants_of(self, branch: Schema, place: str) -> Iterator[Schema]:
         for variant in self.resolved(branch, place, "oneOf").get("anyOf", [branch]):
             yield self.resolved(variant, place, "oneOf")
 
-    def have_a_discriminator(self, objects: list[tuple[int, Schema]], place: str) -> bool:
-        """Whether the values of some property tell the branches of these objects apart."""
-        names = objects[0][1].get("required", []) if objects else []
-        return any(self.is_discriminator(name, objects, place) for name in names)
-
     def is_discriminator(self, name: str, objects: list[tuple[int, Schema]], place: str) -> bool:
+        """Whether the values of a property tell the branches of these objects apart."""
         branches = dict[str, int]()  # by canonical text of a value of the property
         for index, variant in objects:
             required = variant.get("required", [])

@@ -13,12 +13,7 @@ from slipstream.serve.chat.parser import AnswerParser, CallPiece, Piece, TextPie
 from slipstream.serve.detokenize import TextStream
 from slipstream.serve.http.answer_log import AnswerLog
 from slipstream.serve.http.engine_client import Engine, EngineError
-from slipstream.serve.http.logprobs import (
-    Echo,
-    Scored,
-    scored_prompt,
-    scored_tokens,
-)
+from slipstream.serve.http.logprobs import Echo, Scored, scored_prompt, scored_tokens
 from slipstream.serve.http.metrics import Metrics
 from slipstream.serve.http.request_log import NOTES, note_choice
 from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats, TokenTrace
@@ -175,8 +170,10 @@ class Choice:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if self._echo is not None:
-            pieces = [TextPiece("content", self._echo.text, 0, 0), *pieces]
-            scored = self._echoed(self._echo)
+            echo = self._echo
+            pieces = [TextPiece("content", echo.text, 0, 0), *pieces]
+            if self.request.params.logprobs is not None and self.prompt_logprobs is not None:
+                scored = scored_prompt(echo.tokens, echo.starts, self.prompt_logprobs)
             self._echo = None
         self._ledger.add(output)
         if self._text.stopped and not was_stopped and reason is None:
@@ -215,11 +212,6 @@ class Choice:
     @property
     def reasoning_tokens(self) -> int:
         return 0 if self.parser is None else self.parser.num_reasoning(self._text.starts)
-
-    def _echoed(self, echo: Echo) -> list[Scored]:
-        if self.request.params.logprobs is None or self.prompt_logprobs is None:
-            return []
-        return scored_prompt(echo.tokens, echo.starts, self.prompt_logprobs)
 
     def fail(self, error: Exception) -> None:
         if isinstance(error, EngineError):  # refused requests do not count: they never ran

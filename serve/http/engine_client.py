@@ -30,7 +30,6 @@ from slipstream.serve.engine.process import (
 )
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.pipe import HEADER
-from slipstream.serve.processes import blocked_signals
 from slipstream.serve.request import EngineInfo, Output, Request
 
 STOP_SECONDS = 10.0  # for the current step to end before the process is killed
@@ -135,7 +134,10 @@ class EngineClient:
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=run_engine, args=arguments, name="slipstream-engine", daemon=True)
         resource_tracker.ensure_running()  # or process.start() would start it, and that unblocks the signals
-        with engine_end, blocked_signals():  # the end closes here, so that it closes with the engine's process
+        with (
+            engine_end,
+            processes.blocked_signals(),
+        ):  # the end closes here, so that it closes with the engine's process
             process.start()
             self._process = process  # before a Ctrl-C that waits is raised
 
@@ -211,11 +213,6 @@ class EngineClient:
         payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         writer.write(HEADER.pack(len(payload)) + payload)
 
-    async def _receive(self, reader: asyncio.StreamReader) -> Any:
-        """Returns the next message. Raises EOFError or OSError at the end."""
-        (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-        return pickle.loads(await reader.readexactly(size))
-
     async def _ping(self) -> None:
         """Keeps sending messages to an idle engine, to see that it answers."""
         while self.failure is None:
@@ -228,7 +225,8 @@ class EngineClient:
         try:
             while True:
                 for _ in range(MESSAGES_AT_ONCE):
-                    self._handle(await self._receive(reader))
+                    (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+                    self._handle(pickle.loads(await reader.readexactly(size)))
                 await asyncio.sleep(0)
         except (EOFError, OSError):
             await self._wait_for_exit(EXIT_SECONDS)

@@ -200,7 +200,8 @@ class EngineCollector(Collector):
         yield gauge("engine_up", "1 while the engine's process answers.", float(engine.is_up))
         yield gauge("ready", "1 while new requests are taken, as /ready says.", float(engine.is_ready))
         for name, value in engine.gauges.items():
-            yield gauge(f"engine_{name}", help_of(name), value)
+            text = next(text for beginning, text in ENGINE_GAUGES if name.startswith(beginning))
+            yield gauge(f"engine_{name}", text, value)
         for name, attribute, text in ENGINE_TOTALS:
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=attrgetter(attribute)(counts))
         text = "Rows of passes: nodes of proposals, roots included, and prompt tokens."
@@ -242,11 +243,6 @@ def acceptance_metrics(acceptance: AcceptanceView) -> Iterator[Metric]:
     yield gauge("accept_new_prompts", text, acceptance.new_prompts)
     facts = {tuple(acceptance.facts.values()): 1} if acceptance.facts else {}
     yield family(GaugeMetricFamily, "draft_info", "Facts of draft and target.", list(acceptance.facts), facts)
-
-
-def help_of(name: str) -> str:
-    """The help text of an engine's gauge."""
-    return next(text for beginning, text in ENGINE_GAUGES if name.startswith(beginning))
 
 
 def family(kind: type[Family], name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Family:

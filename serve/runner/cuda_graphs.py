@@ -104,7 +104,10 @@ class Capturer:
             if captured is None:
                 if self._target.ranks is not None:  # the others have captured it, and would wait
                     raise ValueError(f"the CUDA graph of {description} does not fit into memory; {remedy}")
-                self._warn(description, remedy)
+                if not self._has_warned:
+                    message = "no memory is left for the CUDA graph of %s: it runs kernel by kernel, as may others; %s"
+                    logger.warning(message, description, remedy)
+                self._has_warned = True
                 return []
             graph, value = captured
             graphs.append(graph)
@@ -145,12 +148,6 @@ class Capturer:
         with torch.cuda.stream(self._stream), self._target.short_run():
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
-
-    def _warn(self, description: str, remedy: str) -> None:
-        if not self._has_warned:
-            message = "no memory is left for the CUDA graph of %s: it runs kernel by kernel, as may others; %s"
-            logger.warning(message, description, remedy)
-        self._has_warned = True
 
 
 class Graphs(ABC, Generic[Key]):

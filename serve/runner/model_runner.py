@@ -13,7 +13,7 @@ from slipstream.kernels.speculation.ragged import Chunks
 from slipstream.models.files.cost_tables import CostTables
 from slipstream.serve.drafters.base import DraftWeights
 from slipstream.serve.engine.graph_keys import MODES, GraphKeys
-from slipstream.serve.engine.plan import HostProposal, PromptChunk, StepOutput, StepPlan
+from slipstream.serve.engine.plan import PromptChunk, StepOutput, StepPlan
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.serve.runner.step import EagerPass, Results, StepInputs, StepPasses
@@ -186,7 +186,8 @@ class ModelRunner:
         if plan.acceptance_table is not None:
             self.state.set_acceptance_table(plan.acceptance_table)
         for proposal in plan.edits.proposals:
-            self._store(proposal)
+            if any(proposal.counts):
+                self.state.store(self._upload("store", tuple(proposal.slots)), proposal)
         if up_to_sampling:
             return self._launch_target(plan)
         self.state.set_masks(plan.edits.masks)
@@ -211,7 +212,9 @@ class ModelRunner:
                 raise
             return self._failed(plan, error)
         results = Results._make(None if values is None else to_host(values) for values in results)
-        proposed = to_host(self._proposals(plan)) if plan.returns_proposals else None
+        proposed = None
+        if plan.returns_proposals:
+            proposed = to_host(self.state.proposals[:2, self.state.upload(plan.segments)])
         landed = None
         cpu_ms = 0.0
         if flight.started is None:
@@ -268,14 +271,6 @@ class ModelRunner:
         if entry is None or entry[0] != slots:
             entry = self._slots[purpose] = slots, self.state.upload(slots)
         return entry[1]
-
-    def _store(self, proposal: HostProposal) -> None:
-        if any(proposal.counts):
-            self.state.store(self._upload("store", tuple(proposal.slots)), proposal)
-
-    def _proposals(self, plan: StepPlan) -> Tensor:
-        """(2, S, W): the stored proposals."""
-        return self.state.proposals[:2, self.state.upload(plan.segments)]
 
     def _draft(self, plan: StepPlan) -> None:
         slots = plan.drafting

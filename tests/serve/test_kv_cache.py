@@ -49,12 +49,6 @@ def test_eviction_takes_the_longest_unused_leaf_first() -> None:
     assert not cache.extend(first, 7)
 
 
-@pytest.mark.parametrize(("num_pages", "page_size", "field"), [(1, 16, "num_pages"), (2, 0, "page_size")])
-def test_sizes_are_checked(num_pages: int, page_size: int, field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is .* at least"):
-        PageCache(num_pages, page_size)
-
-
 FAULTS: dict[str, Callable[[PageCache, PageTable], object]] = {
     "a page is lost": lambda cache, _: cache._free.pop(),
     "a page in use is free": lambda cache, table: cache._free.append(table.pages[-1]),
