@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from tqdm import tqdm
@@ -11,7 +12,7 @@ from slipstream.bench.lines import milliseconds
 from slipstream.bench.streams import Stream, Streams
 from slipstream.bench.workload import Task
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.load import Answer, LoadResult, run_load
+from slipstream.serve.load import Answer, LoadResult, percentile, run_load
 from slipstream.serve.request import Request, SamplingParams
 
 
@@ -36,9 +37,11 @@ class Run(LoadResult):
         rounds = self.rounds
         drafted = sum(answer.drafted_tokens for answer in self.answers)
         accept_length = self.accept_length
-        summary = self.summary()
-        names = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p95", "itl_ms_p99")
-        times = {name: milliseconds(summary[f"{name.replace('_ms', '')}_s"]) for name in names}
+        streams = [answer.arrivals_s for answer in self.completed if answer.arrivals_s]
+        first = [arrivals[0] for arrivals in streams]
+        gaps = [later - earlier for arrivals in streams for earlier, later in pairwise(arrivals)]
+        times = {f"ttft_ms_p{percent}": milliseconds(percentile(first, percent)) for percent in (50, 99)}
+        times |= {f"itl_ms_p{percent}": milliseconds(percentile(gaps, percent)) for percent in (50, 95, 99)}
         return {
             "width": round(1 + drafted / rounds, 2) if rounds else None,
             "ms": times["itl_ms_p50"],

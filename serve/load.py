@@ -130,28 +130,6 @@ class LoadResult:
         counts = zip_longest(*(answer.accepted_by_position for answer in self.completed), fillvalue=0)
         return [sum(column) / self.rounds for column in counts]
 
-    def summary(self) -> dict[str, Any]:
-        """Returns figures for tables and files; times in seconds, None if not measured."""
-        streams = [answer.arrivals_s for answer in self.completed if answer.arrivals_s]
-        gaps = [later - earlier for times in streams for earlier, later in zip(times, times[1:], strict=False)]
-        return {
-            "concurrency": self.concurrency,
-            "requests": len(self.answers),
-            "errors": len(self.errors),
-            "wall_s": self.wall_s,
-            "completion_tokens": self.completion_tokens,
-            "tok_s": self.tokens_per_second,
-            **percentiles("latency", [answer.latency_s for answer in self.completed]),
-            **percentiles("ttft", [times[0] for times in streams]),
-            **percentiles("itl", gaps),  # between pieces, which may have several tokens
-            "accept_length": self.accept_length,
-            "accept_rate_by_position": self.accept_rate_by_position,
-        }
-
-
-def percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    return {f"{name}_p{percent}_s": percentile(values, percent) for percent in (50, 95, 99)}
-
 
 def percentile(values: Sequence[float], percent: int) -> float | None:
     """Returns the smallest value that is at least as large as so many percent of the values; None without values."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.serve.http.launch import Server
-from slipstream.serve.load import Answer, LoadResult, percentiles, run_load
+from slipstream.serve.load import Answer, LoadResult, percentile, run_load
 from slipstream.tests.serve.fake_engine import ROUND
 from slipstream.tests.serve.fake_server import HELLO
 
@@ -27,11 +27,9 @@ def test_answers_come_in_the_order_of_the_prompts(server: Server, stream: bool, 
     assert result.completion_tokens == 90
     assert result.accept_length == 9 / 3
     assert result.accept_rate_by_position == [1.0] * (ROUND - 1)
-    summary = result.summary()
-    assert (summary["requests"], summary["errors"]) == (9, 0)
-    assert (summary["ttft_p50_s"] is not None) == stream
     for answer in result.answers:
         assert answer.arrivals_s == sorted(answer.arrivals_s)
+        assert bool(answer.arrivals_s) == stream
         assert all(0 < arrival <= answer.latency_s for arrival in answer.arrivals_s)
     url = server.url + "/v1/"  # as OpenAI's clients take it
     uneven = run_load(url, prompts[:3], prompt_fields=[{"max_tokens": length} for length in (3, 9, 5)], **options)
@@ -133,8 +131,6 @@ def test_figures() -> None:
     assert result.tokens_per_second == 42 / 4
     assert result.accept_length == 40 / 15
     assert result.accept_rate_by_position == [13 / 15, 8 / 15, 4 / 15]
-    summary = result.summary()
-    assert (summary["latency_p50_s"], summary["latency_p99_s"]) == (1.0, 3.0)
-    assert summary["ttft_p50_s"] is None
-    assert percentiles("x", list(range(1, 101))) == {"x_p50_s": 50, "x_p95_s": 95, "x_p99_s": 99}
-    assert percentiles("x", [7.0]) == {"x_p50_s": 7.0, "x_p95_s": 7.0, "x_p99_s": 7.0}
+    assert [percentile(range(1, 101), percent) for percent in (50, 95, 99)] == [50, 95, 99]
+    assert percentile([7.0], 99) == 7.0
+    assert percentile([], 99) is None
