@@ -260,12 +260,6 @@ def test_chunks_reach_as_far_as_pages_that_nobody_claims() -> None:
     check_cache(cache, [first, second])
 
 
-@pytest.mark.parametrize(("num_pages", "window", "field"), [(1, 4, "num_pages"), (2, 0, "window")])
-def test_sizes_of_a_group_are_checked(num_pages: int, window: int, field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is .* at least"):
-        WindowPages(num_pages, 4, window, RESERVE)
-
-
 WINDOW_FAULTS: dict[str, Callable[[WindowPages, PageTable], object]] = {
     "a page is lost": lambda window, _: window._free.pop(),
     "a page in use is free": lambda window, table: window._free.append(table.groups[0].pages[-1]),
