@@ -137,7 +137,6 @@ class OpenRequest:
     collapsed: bool = False
     rounds: int = 0
     tokens: int = 0
-    charts: dict[str, Chart] = field(default_factory=dict)  # that have evidence of it, by name
     forms: dict[str, tuple[str, bool]] = field(default_factory=dict)  # of its prompt, by edge
 
     @property
@@ -225,16 +224,11 @@ class AcceptanceAlarm:
     def change_draft(self, trained: Baseline | None, facts: Mapping[str, str], trial_rounds: int) -> None:
         """Begins anew for other weights of the draft, which are on trial for so many rounds: the records up to now are
         what they are compared with. `trained` and `facts` are theirs."""
-        levels = {
-            (client, *key): record.moments.level
-            for client, records in self.records.items()
-            for key, record in records.items()
-            if record.is_known
-        }
+        every = {(client, *key): record for client, records in self.records.items() for key, record in records.items()}
+        levels = {kind: record.moments.level for kind, record in every.items() if record.is_known}
         pooled = Moments()
-        for records in self.records.values():
-            for record in records.values():
-                pooled.add(record.moments)
+        for record in every.values():
+            pooled.add(record.moments)
         level = pooled.level if pooled.requests >= LEAST_REQUESTS else None
         self.trial = DraftTrial(levels, level, trial_rounds) if trial_rounds else None
         self._first_on_trial = self._number + 1
@@ -251,8 +245,6 @@ class AcceptanceAlarm:
         self.trained = trained
         self.facts = {**facts}
         self.charts = {"day": {}, "training": {}}
-        for request in self._open.values():
-            request.charts.clear()
 
     def admit(self, sequence: Sequence) -> None:
         """Begins to observe a request, which has got its slot."""
@@ -293,8 +285,9 @@ class AcceptanceAlarm:
         if not self._is_doubted([ALL], sequence.request.client):
             self.forms.learn(request.forms)
         del self._open[sequence.slot]
-        for chart in request.charts.values():
-            chart.release(request.number)
+        for charts in self.charts.values():
+            for chart in charts.values():
+                chart.release(request.number)
 
     def view(self) -> AcceptanceView:
         """Returns the state of every chart that has seen a request, and the draft's facts."""
@@ -381,7 +374,6 @@ class AcceptanceAlarm:
             if chart is not None:
                 is_quiet = chart.alarm is None
                 chart.update_collapse(request.number, client, evidence, self._clock())
-                request.charts[f"day {category}"] = chart
                 if is_quiet and chart.alarm is not None:
                     log_change(category, "day", chart)
 
@@ -416,7 +408,6 @@ class AcceptanceAlarm:
             chart.recent.add(RECENT, request.rate, length, baseline.rate, baseline.length)
             before = chart.alarm
             chart.update(request.number, client, evidence, now)
-            request.charts[f"{record} {category}"] = chart
             if chart.alarm is not None and record == "day" and now - chart.alarm.since > DAY:
                 self._forget(category, chart.alarm)
                 chart.clear()

@@ -262,10 +262,5 @@ class FleetClient:
         return self.counts_of.setdefault(name, ReplicaCounts("" if state is None else state.draft))
 
 
-def capacity(states: Iterable[ReplicaState], places: int) -> int:
-    """Returns how many requests may be open, with `places` for each replica that answers."""
-    return places * sum(state.problem is None for state in states)
-
-
 def first_state(states: Iterable[ReplicaState]) -> ReplicaState | None:
     return next((state for state in states if state.problem is None), None)

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.serve.fleet.client import FleetClient, capacity, first_state
+from slipstream.serve.fleet.client import FleetClient, first_state
 from slipstream.serve.fleet.metrics import FleetCollector, IngressReport, render
 from slipstream.serve.grammar.trials import Trials
 from slipstream.serve.http.app import Api, create_app
@@ -74,8 +74,9 @@ class Ingress:
     def take_states(self) -> None:
         """Sets what depends on the replicas: how many requests may be open, and whose draft is reported."""
         client = self.api.engine
-        self.api.max_open = max(capacity(client.replicas.values(), self._places), 1)
-        state = first_state(client.replicas.values())
+        states = client.replicas.values()
+        self.api.max_open = max(self._places * sum(state.problem is None for state in states), 1)
+        state = first_state(states)
         if state is not None:
             self.api.frontend.draft_fingerprint = state.info.draft_fingerprint
             self.api.frontend.num_spec_tokens = state.info.num_spec_tokens

@@ -125,17 +125,14 @@ class Api:
             return StreamingResponse(self._events(call, completion), media_type="text/event-stream")
         return await self._whole(call, completion)
 
-    async def tokenize(self, request: Request) -> Response:
-        return await self._convert(partial(self._read, TokenizeBody, self.frontend.tokenize), request)
-
-    async def detokenize(self, request: Request) -> Response:
-        return await self._convert(partial(self._read, DetokenizeBody, self.frontend.detokenize), request)
-
     async def tokenizer_info(self, _: Request) -> Response:
         return JSONResponse(self.frontend.tokenizer_info())
 
-    async def _convert(self, read: Callable[[Fields], dict[str, Any]], request: Request) -> Response:
-        answer, disconnect = await self._take(read, request)
+    async def convert(
+        self, kind: type[AnyBody], use: Callable[[AnyBody], dict[str, Any]], request: Request
+    ) -> Response:
+        """Answers with what `use` makes of the body."""
+        answer, disconnect = await self._take(partial(self._read, kind, use), request)
         disconnect.cancel()
         return JSONResponse(answer)
 
@@ -427,8 +424,8 @@ def create_app(api: Api) -> Starlette:
         Route("/v1/completions", guarded(partial(api.answer, CompletionBody)), methods=["POST"]),
         Route("/v1/responses", guarded(partial(api.answer, ResponsesBody)), methods=["POST"]),
         *([Route("/v1/drafts", guarded(api.change_draft), methods=["POST"])] if api.frontend.draft_folder else ()),
-        Route("/tokenize", guarded(api.tokenize), methods=["POST"]),
-        Route("/detokenize", guarded(api.detokenize), methods=["POST"]),
+        Route("/tokenize", guarded(partial(api.convert, TokenizeBody, api.frontend.tokenize)), methods=["POST"]),
+        Route("/detokenize", guarded(partial(api.convert, DetokenizeBody, api.frontend.detokenize)), methods=["POST"]),
         Route("/tokenizer_info", guarded(api.tokenizer_info)),
         Route("/v1/models", guarded(api.models)),
         Route("/v1/models/{name:path}", guarded(api.model)),

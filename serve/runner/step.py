@@ -10,7 +10,7 @@ Letters: B decoding requests, M chunks, S = B + M segments, T rows of the pass, 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -301,18 +301,14 @@ class StepPasses:
         return attention, mask if is_tree else "causal"
 
     def _ragged(self, layout: Layout, num_requests: int) -> AttentionMetadata:
-        state = self.state
-        slots = self._kv_slots(layout)
         paths = None
         if self.order is not None and layout.ancestors is not None:
             paths = trace_paths(layout.starts, num_requests, layout.ancestors, layout.positions)
-        return AttentionMetadata(
+        return self._metadata(
+            layout,
+            slice(None),
             phase="verify",
-            state=state,
-            requests=layout.segment_slots,
-            lengths=layout.segment_lengths,
             positions=layout.positions,
-            slots=slots,
             query_lens=(),
             kv_bounds=(),
             ancestors=layout.ancestors,
@@ -334,31 +330,35 @@ class StepPasses:
     def _kv_slots(self, layout: Layout) -> KVSlots:
         return KVSlots(lambda group: self.state.slots(layout.requests, layout.places, group), {0: layout.kv_slots})
 
+    def _metadata(self, layout: Layout, part: slice, **fields: Any) -> AttentionMetadata:
+        """Describes the rows of a part of the segments. `fields`: what differs between these."""
+        return AttentionMetadata(
+            state=self.state,
+            requests=layout.segment_slots[part],
+            lengths=layout.segment_lengths[part],
+            slots=self._kv_slots(layout),
+            **fields,
+        )
+
     def _nodes(
         self, layout: Layout, host: HostShape, counts: tuple[int, ...], ancestors: Tensor | None = None
     ) -> AttentionMetadata:
-        B = len(counts)
-        return AttentionMetadata(
+        return self._metadata(
+            layout,
+            slice(len(counts)),
             phase="verify",
-            state=self.state,
-            requests=layout.segment_slots[:B],
-            lengths=layout.segment_lengths[:B],
             positions=layout.positions,
-            slots=self._kv_slots(layout),
             query_lens=counts,
             kv_bounds=tuple([bound + count for bound, count in zip(host.bounds, counts, strict=True)]),
             ancestors=ancestors,
         )
 
     def _prompts(self, layout: Layout, host: HostShape) -> AttentionMetadata:
-        num_requests = len(host.counts)
-        return AttentionMetadata(
+        return self._metadata(
+            layout,
+            slice(len(host.counts), None),
             phase="prefill",
-            state=self.state,
-            requests=layout.segment_slots[num_requests:],
-            lengths=layout.segment_lengths[num_requests:],
             positions=layout.positions,
-            slots=self._kv_slots(layout),
             query_lens=tuple(len(chunk.tokens) for chunk in host.chunks),
             kv_bounds=tuple(chunk.end for chunk in host.chunks),
         )
@@ -377,14 +377,11 @@ class StepPasses:
             nodes = torch.where(verified.nodes < 0, order, verified.nodes.long())
             lengths = layout.segment_lengths[:num_requests, None]
             requests = layout.segment_slots[:num_requests, None]
-            for cache in self.kv[0].caches:
-                sources = self.state.slots(requests, lengths + nodes, cache.group)
-                destinations = self.state.slots(requests, lengths + order, cache.group)
-                move_rows(cache.flat, sources, destinations)
-            if self.kept_states is not None:
-                group = 0
+            caches = [(cache.flat, cache.group) for cache in self.kv[0].caches]
+            caches += [] if self.kept_states is None else [(self.kept_states.flat, 0)]
+            for rows, group in caches:
                 sources = self.state.slots(requests, lengths + nodes, group)
-                move_rows(self.kept_states.flat, sources, self.state.slots(requests, lengths + order, group))
+                move_rows(rows, sources, self.state.slots(requests, lengths + order, group))
 
     def _chains(self, layout: Layout, num_requests: int, host: HostShape | None) -> AttentionMetadata:
         """Describes the pass's rows to the drafter: nodes in the order in which they were accepted are a chain, as
@@ -395,13 +392,11 @@ class StepPasses:
             lens = (*host.counts, *(len(chunk.tokens) for chunk in host.chunks))
             nodes = (bound + count for bound, count in zip(host.bounds, host.counts, strict=True))
             bounds = (*nodes, *(chunk.end for chunk in host.chunks))
-        return AttentionMetadata(
+        return self._metadata(
+            layout,
+            slice(None),
             phase="draft",
-            state=self.state,
-            requests=layout.segment_slots,
-            lengths=layout.segment_lengths,
             positions=layout.places,
-            slots=self._kv_slots(layout),
             query_lens=lens,
             kv_bounds=bounds,
             segments=self._segments(layout, num_requests),
@@ -412,8 +407,8 @@ class StepPasses:
         layout: Layout,
         verified: Verified,
         aux_states: Tensor,
-        attention: AttentionMetadata | None = None,
-        are_first: Tensor | None = None,
+        attention: AttentionMetadata | None,
+        are_first: Tensor | None,
     ) -> None:
         """Extends the drafter by the pass's rows, nodes in the order in which they were accepted."""
         if verified.order is not None:
