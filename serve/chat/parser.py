@@ -191,11 +191,9 @@ class AnswerParser:
         tools: Mapping[str, ParameterTypes],
         *,
         is_open: bool = False,
-        new_id: Callable[[], str] | None = None,
     ) -> None:
         self._syntax = syntax
         self._tools = tools
-        self._new_id = new_id or (lambda: call_id(syntax.tools.id_len if syntax.tools else None))
         self._buffer = ""
         self._parts = Parts()
         self.num_consumed = 0  # characters before the buffer
@@ -330,7 +328,8 @@ class AnswerParser:
         return True
 
     def _announce(self) -> None:
-        self._parts.pieces.append(CallPiece(self.num_calls, self._new_id(), self._name))
+        assert self._syntax.tools is not None
+        self._parts.pieces.append(CallPiece(self.num_calls, call_id(self._syntax.tools.id_len), self._name))
         self.num_calls += 1
 
     def _in_region(self, final: bool) -> bool:

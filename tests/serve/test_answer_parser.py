@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -62,9 +63,10 @@ def syntax_with(tools: ToolForm | None, reasoning: ReasoningForm | None, tokeniz
 def read(syntax: Syntax, pieces: list[str]) -> tuple[Parts, list[Parts], AnswerParser]:
     """The parts together, one by one, and the parser."""
     numbers = itertools.count()
-    parser = AnswerParser(syntax, TOOLS, new_id=lambda: f"call {next(numbers)}")
-    steps = [parser.feed(piece) for piece in pieces]
-    steps.append(parser.feed("", final=True))
+    parser = AnswerParser(syntax, TOOLS)
+    with patch("slipstream.serve.chat.parser.call_id", lambda _: f"call {next(numbers)}"):
+        steps = [parser.feed(piece) for piece in pieces]
+        steps.append(parser.feed("", final=True))
     parts_of_text = Parts(joined(piece for parts in steps for piece in parts.pieces))
     return parts_of_text, steps, parser
 
