@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple, get_args
 
@@ -181,18 +181,23 @@ class Grammars:
         self._vocab_size = vocab_size
         self._end_ids = sorted(end_ids)
         self._json_whitespace = json_whitespace
-        self._compiler: Future[Compiler] | None = None
         self._compiled: OrderedDict[bytes, Future[Any]] = OrderedDict()  # by digest
-        self._threads: ThreadPoolExecutor | None = None
         self._filler = Filler()
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(NUM_THREADS, "grammar", lower_priority)
+
+    @cached_property
+    def _compiler(self) -> "Future[Compiler]":
+        return self._threads.submit(self._make_compiler)
 
     def compile(self, grammar: Grammar) -> "Future[Any]":
         """Returns the compiled grammar, at once if it is cached. The future, which the caller holds as long as it needs
         it, raises ValueError, in a sentence, if the grammar cannot be compiled."""
-        threads = self._start()
         name = grammar.digest()
         if name not in self._compiled:
-            self._compiled[name] = threads.submit(self._compile, grammar)
+            self._compiled[name] = self._threads.submit(self._compile, grammar, self._compiler)
         self._compiled.move_to_end(name)
         for other in [key for key, future in self._compiled.items() if future.done()]:
             if len(self._compiled) <= MOST_COMPILED:
@@ -202,15 +207,7 @@ class Grammars:
 
     def load(self) -> None:
         """Loads what a first grammar needs, and waits: it would hold Python's lock, and with it all requests."""
-        self._start()
-        assert self._compiler is not None
         self._compiler.result()
-
-    def _start(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar", lower_priority)
-            self._compiler = self._threads.submit(self._make_compiler)
-        return self._threads
 
     def cancel(self, grammar: Grammar) -> None:
         """Drops a grammar that nobody waits for, unless its compilation has begun."""
@@ -224,7 +221,6 @@ class Grammars:
         so that a stop id changes no token before it."""
         import xgrammar
 
-        assert self._compiler is not None
         compiler = self._compiler.result()
         controls = compiler.spelling.added.union(self._end_ids)
         stops = sorted(end for end in controls.intersection(ends) if end < compiler.size)
@@ -239,17 +235,15 @@ class Grammars:
 
     def close(self) -> None:
         for threads in (self._threads, self._filler.threads):
-            if threads is not None:
-                threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _make_compiler(self) -> Compiler:
         tokenizer = self._load_tokenizer()
         info = read_vocabulary(tokenizer, self._vocab_size, self._end_ids)
         return Compiler(make_compiler(info), info.vocab_size, Spelling(tokenizer, info.decoded_vocab))
 
-    def _compile(self, grammar: Grammar) -> Any:
-        assert self._compiler is not None
-        return compile_with(self._compiler.result().compiler, grammar, self._json_whitespace)
+    def _compile(self, grammar: Grammar, compiler: "Future[Compiler]") -> Any:
+        return compile_with(compiler.result().compiler, grammar, self._json_whitespace)
 
 
 def lower_priority() -> None:
@@ -565,7 +559,10 @@ class Filler:
     def __init__(self) -> None:
         self._is_certain = True  # how long masks take
         self._seconds = 0.0  # of the step
-        self.threads: ThreadPoolExecutor | None = None
+
+    @cached_property
+    def threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(NUM_CORES, "masks", lower_priority)
 
     def begin(self) -> None:
         """Begins a step."""
@@ -576,8 +573,6 @@ class Filler:
         them, less where it has waited before; a request whose mask comes later finds it in a later step."""
         if not entries:
             return
-        if self.threads is None:
-            self.threads = ThreadPoolExecutor(NUM_CORES, "masks", lower_priority)
         is_new = any(walk.matcher.mask is None for walk, _ in entries)
         futures = [walk.matcher.mask or self.threads.submit(walk.matcher.fill) for walk, _ in entries]
         wait(futures, STEP_SECONDS if is_new else STEP_SECONDS / 10)
