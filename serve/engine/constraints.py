@@ -121,9 +121,7 @@ class Constraints(HostStage):
 
     reads: ClassVar[Literal["emitted", "proposal"]] = "proposal"
 
-    def __init__(
-        self, end_ids: Collection[int], vocab_size: int, grammars: Grammars | None = None, nodes: int = 1
-    ) -> None:
+    def __init__(self, end_ids: Collection[int], vocab_size: int, grammars: Grammars, nodes: int) -> None:
         self.grammars = grammars
         self.widths = (1, nodes)
         self._end_ids = frozenset(end_ids)
@@ -151,7 +149,6 @@ class Constraints(HostStage):
         if preempted is not None and is_same and answer[: len(preempted.answer)] == preempted.answer:
             state = preempted
         elif params.grammar is not None:
-            assert self.grammars is not None
             state.matcher = self.grammars.matcher(request.compiled_grammar, ends)
         state.push(answer[len(state.answer) :])
         if not state.is_done:
@@ -233,8 +230,7 @@ class Constraints(HostStage):
         return indices
 
     def close(self) -> None:
-        if self.grammars is not None:
-            self.grammars.close()
+        self.grammars.close()
 
     def _masks(self, indices: dict[int, int], proposed: Proposed, *, late: bool) -> dict[int, NodeMasks]:
         """Returns the masks of slots for which tokens are forbidden. `indices`: their places in `proposed`. One call
@@ -261,7 +257,6 @@ class Constraints(HostStage):
                 parents = [-1, *(place[parent] for parent in nodes[1, node_lists[-1][1:]].tolist())]
                 trees.append((nodes[0, node_lists[-1]].tolist(), parents))
         if matchers:
-            assert self.grammars is not None
             for slot, node_list, allowed in zip(slots, node_lists, self.grammars.allowed(matchers, trees), strict=True):
                 masks[slot] = NodeMasks(slot, node_list[: len(allowed)], allowed)
                 if len(allowed):

@@ -231,7 +231,7 @@ def test_what_takes_long_ends_its_request_or_its_drafts_alone(late: bool) -> Non
 
 
 def test_masks_are_those_of_each_node() -> None:
-    stage = Constraints({2}, vocab_size=70)
+    stage = Constraints({2}, 70, SlowGrammars(), nodes=1)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=(69,), bad_words=((5, 6),))
     stage.admit(1, Request(id="", prompt=[4], params=params), [4])
     stage.admit(0, Request(id="", prompt=[4], params=SamplingParams(max_tokens=9)), [4])
