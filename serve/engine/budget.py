@@ -207,15 +207,14 @@ class BudgetPolicy:
             return self.costs.most_rows
         key = (num_decoding, filtered)
         if key not in self._chunks:
+            costs = self.costs
             nodes, step_ms, draft_ms = self._usual_step(num_decoding, filtered)
-            self._chunks[key] = chunk_rows(
-                self.costs,
-                nodes=nodes,
-                step_ms=step_ms,
-                draft_ms=draft_ms,
-                max_ms=self._max_ms,
-                filtered=filtered,
-            )
+            # As many as a step twice as long may have as one without prompts; none takes more than `_max_ms`.
+            limit_ms = min(max(2 * step_ms, LEAST_CHUNK_MS), self._max_ms)
+            rows = costs.passes(nodes, costs.most_rows, stride=STRIDE)
+            fitting = rows[costs.targets(rows, filtered=filtered) + draft_ms <= limit_ms]
+            min_rows = costs.round_up(nodes + LEAST_CHUNK)
+            self._chunks[key] = max(min(max(int(fitting.max(initial=0)), min_rows), costs.most_rows) - nodes, 0)
         return self._chunks[key]
 
     def look_back(self, offers: Sequence[Offer], *, filtered: bool = False) -> None:
@@ -306,12 +305,8 @@ class BudgetPolicy:
 
     def _value_steps(self, batch: Batch, prompt_rows: int, filtered: bool) -> StepValues:
         key = (batch, prompt_rows, filtered)
-        if key not in self._step_values:
-            rate = self._value_steps(batch, 0, filtered).rate if prompt_rows else None
-            self._step_values[key] = self._compute_values(batch, prompt_rows, filtered, rate)
-        return self._step_values[key]
-
-    def _compute_values(self, batch: Batch, prompt_rows: int, filtered: bool, rate: float | None) -> StepValues:
+        if key in self._step_values:
+            return self._step_values[key]
         max_nodes = max(min(batch.nodes(self.most_nodes), self.node_rows), batch.decoding)
         rows = self.costs.passes(batch.decoding + prompt_rows, max_nodes + prompt_rows)
         target = self.costs.targets(rows, filtered=filtered)
@@ -321,14 +316,16 @@ class BudgetPolicy:
         tokens = batch.decoding + batch.drafted * np.array([np.interp(drafted, *curve) for curve in curves])
         ms = target + np.array(draft)[:, None]
         allowed = within(ms, self._max_ms)
-        if rate is None:
+        if prompt_rows:
+            rate = self._value_steps(batch, 0, filtered).rate
+        else:
             rate = float(np.where(allowed, tokens / ms, 0.0).max())
         values = np.where(allowed, tokens - rate * ms, -np.inf)
         best = values.argmax(axis=1)
         # A width without an allowed step still needs a number of nodes, as long as its proposals are stored.
         best = np.where(allowed.any(axis=1), best, ms.argmin(axis=1))
         highest = np.take_along_axis(values, best[:, None], axis=1)[:, 0]
-        return StepValues(
+        self._step_values[key] = StepValues(
             rows=rows.tolist(),
             target_ms=target.tolist(),
             arrays=(rows, target),
@@ -338,6 +335,7 @@ class BudgetPolicy:
             values=highest.tolist(),
             rate=rate,
         )
+        return self._step_values[key]
 
     def _usual_step(self, num_decoding: int, filtered: bool) -> tuple[int, float, float]:
         """Returns the nodes of a step without prompts, its time and that of its draft pass."""
@@ -371,21 +369,3 @@ class BudgetPolicy:
         if self.itl_ms is not None:
             values[~within(target + steps.draft_ms[self._best_width.index], self._max_ms)] = -np.inf
         return int(values.argmax()), tokens
-
-
-def chunk_rows(
-    costs: Costs,
-    *,
-    nodes: int,
-    step_ms: float,
-    draft_ms: float,
-    max_ms: float,
-    filtered: bool,
-) -> int:
-    """Returns the most rows of prompts beside `nodes`, where a step without prompts takes `step_ms`, its draft pass
-    `draft_ms` of it: as many as a step twice as long may have; none takes more than `max_ms`."""
-    limit_ms = min(max(2 * step_ms, LEAST_CHUNK_MS), max_ms)
-    rows = costs.passes(nodes, costs.most_rows, stride=STRIDE)
-    fitting = rows[costs.targets(rows, filtered=filtered) + draft_ms <= limit_ms]
-    min_rows = costs.round_up(nodes + LEAST_CHUNK)
-    return max(min(max(int(fitting.max(initial=0)), min_rows), costs.most_rows) - nodes, 0)

@@ -297,11 +297,14 @@ class _Rewriter:
         self.work.charge(place)
         if "enum" in right:
             left, right = right, left
-        if "enum" in left and "enum" in right:
-            return self.pair_values(left, right, place)
         if "enum" in left:
-            pairs = self.values_of(left).items()
-            values = {text: value for text, value in pairs if self.holds(value, right, place, name)}
+            values = self.values_of(left)
+            if "enum" in right:
+                self.work.charge(place, len(values))
+                others = self.values_of(right)
+                values = {text: value for text, value in values.items() if text in others}
+            else:
+                values = {text: value for text, value in values.items() if self.holds(value, right, place, name)}
             return self.enum(values) if values else None
         kinds = {left["type"], right["type"]}
         if kinds == {"number", "integer"}:
@@ -314,13 +317,6 @@ class _Rewriter:
         if left["type"] == "array":
             return self.pair_arrays(left, right, place, name)
         return _pair_bounds(left, right, place, name)
-
-    def pair_values(self, left: Schema, right: Schema, place: str) -> Schema | None:
-        left_values = self.values_of(left)
-        right_values = self.values_of(right)
-        self.work.charge(place, len(left_values))
-        values = {text: value for text, value in left_values.items() if text in right_values}
-        return self.enum(values) if values else None
 
     def pair_objects(self, left: Schema, right: Schema, place: str, name: str) -> Schema | None:
         if "propertyNames" in left or "propertyNames" in right:

@@ -91,8 +91,8 @@ def check_parts(contents: Iterable[Any], field: str) -> None:
 
 
 def known_message(message: Any, path: str, ignore_unknown: bool) -> Any:
-    """Returns `message` without fields that have no effect. Raises ApiError for a field that this server does not know;
-    `chat.read_messages` checks the rest."""
+    """Returns `message` without fields that have no effect. Reads the calls of an assistant's and checks the call id of
+    a tool's. Raises ApiError for a field that this server does not know; `chat.read_messages` checks the rest."""
     if not isinstance(message, dict):
         return message
     role = message.get("role")
@@ -103,11 +103,7 @@ def known_message(message: Any, path: str, ignore_unknown: bool) -> Any:
         if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
             place = f"{path}.content.{index}."
             understood_fields(part, {"type", part["type"]}, {}, place, ignore_unknown=ignore_unknown)
-    return with_calls({name: entry for name, entry in message.items() if name in understood}, path, ignore_unknown)
-
-
-def with_calls(message: Values, path: str, ignore_unknown: bool) -> Values:
-    """Reads the calls of an assistant's message and checks the call id of a tool's."""
+    message = {name: entry for name, entry in message.items() if name in understood}
     if not isinstance(message.get("tool_call_id"), str | None):
         raise ApiError(400, f"{path}.tool_call_id must be a string", f"{path}.tool_call_id")
     if message.get("tool_calls"):

@@ -211,7 +211,19 @@ class StepPasses:
         self._commit(layout, verified, B)
         if aux_states is not None:
             attention = self._chains(layout, B, sizes.host) if self.drafter.attends_to_context else None
-            self._extend(layout, verified, aux_states, attention, are_first)
+            rows = PassRows(
+                positions=layout.places,
+                slots=self._kv_slots(layout),
+                next_tokens=verified.next_tokens,
+                requests=layout.segment_slots,
+                last=verified.last,
+                attention=attention,
+                owners=layout.requests,
+                are_first=are_first,
+            )
+            self.drafter.observe(rows)
+            # nodes in the order in which they were accepted
+            self.drafter.extend(rows, aux_states if verified.order is None else aux_states[verified.order])
         return results
 
     def empty_results(self, num_segments: int, *, has_logprobs: bool, num_passes: int = 0) -> Results:
@@ -401,30 +413,6 @@ class StepPasses:
             kv_bounds=bounds,
             segments=self._segments(layout, num_requests),
         )
-
-    def _extend(
-        self,
-        layout: Layout,
-        verified: Verified,
-        aux_states: Tensor,
-        attention: AttentionMetadata | None,
-        are_first: Tensor | None,
-    ) -> None:
-        """Extends the drafter by the pass's rows, nodes in the order in which they were accepted."""
-        if verified.order is not None:
-            aux_states = aux_states[verified.order]
-        rows = PassRows(
-            positions=layout.places,
-            slots=self._kv_slots(layout),
-            next_tokens=verified.next_tokens,
-            requests=layout.segment_slots,
-            last=verified.last,
-            attention=attention,
-            owners=layout.requests,
-            are_first=are_first,
-        )
-        self.drafter.observe(rows)
-        self.drafter.extend(rows, aux_states)
 
 
 def simulate(sampled: Tensor, layout: Layout, num_requests: int, state: RequestState, accept_length: float) -> Tensor:
