@@ -270,14 +270,11 @@ class Backend(base.Backend):
         return Segment(slice(start, end), slice(first_query, first_query + sum(counts)), counts, is_whole)
 
     def _view(self, layer: AttentionLayer, segment: Segment) -> View:
+        """Leaves out pages that lie wholly before the window: they belong to others by now."""
         group = self.groups[layer.id]
         window = layer.spec.window
-        if (group, window) not in segment.views:
-            segment.views[group, window] = self._find_view(group, window, segment)
-        return segment.views[group, window]
-
-    def _find_view(self, group: int, window: int | None, segment: Segment) -> View:
-        """Returns the view without pages that lie wholly before the window: they belong to others by now."""
+        if (group, window) in segment.views:
+            return segment.views[group, window]
         metadata = self.metadata
         size = self.page_size
         table = metadata.state.pages[group]
@@ -288,7 +285,8 @@ class Backend(base.Backend):
         starts = [0] * len(bounds) if metadata.read_starts is None else metadata.read_starts[rows].tolist()  # sync
         if window is None and not any(starts):
             positions = torch.arange(max(ends) * size, device=device)
-            return View(table[rows, : max(ends)], ends, positions[None])
+            view = segment.views[group, window] = View(table[rows, : max(ends)], ends, positions[None])
+            return view
         firsts = [
             max(start, 0 if window is None else length + 1 - window) // size
             for start, length in zip(starts, self._lengths(segment), strict=True)
@@ -296,7 +294,9 @@ class Backend(base.Backend):
         counts = [end - first for first, end in zip(firsts, ends, strict=True)]
         pages = torch.tensor(firsts, device=device)[:, None] + torch.arange(max(counts), device=device)  # (b, p)
         positions = pages[..., None] * size + torch.arange(size, device=device)  # (b, p, page_size)
-        return View(table[rows[:, None], pages.clamp(max=table.shape[1] - 1)], counts, positions.flatten(1))
+        pages = table[rows[:, None], pages.clamp(max=table.shape[1] - 1)]
+        view = segment.views[group, window] = View(pages, counts, positions.flatten(1))
+        return view
 
     def _lengths(self, segment: Segment) -> list[int]:
         """Committed tokens of each request, on the host. A prompt's bounds are exact."""
@@ -338,14 +338,11 @@ class Backend(base.Backend):
         kind = self._kind(layer, mask, segment)
         if segment.is_whole and self.layers[layer.id].is_cuda and kind[:2] == ("causal", None) and _is_plain(layer):
             return None
-        if kind not in segment.biases:
-            segment.biases[kind] = self._make_bias(self._view(layer, segment).positions, segment, kind)
-        return segment.biases[kind]
-
-    def _make_bias(self, positions: Tensor, segment: Segment, kind: Kind) -> Tensor:
-        """positions (b or 1, S) of the keys."""
+        if kind in segment.biases:
+            return segment.biases[kind]
+        positions = self._view(layer, segment).positions  # (b or 1, S) of the keys
         metadata = self.metadata
-        first_node = self.metadata.first_node
+        first_node = metadata.first_node
         device = positions.device
         nodes = positions - metadata.lengths[segment.requests, None]  # (b, S): which node a key is; below 0 committed
         queries = torch.arange(first_node, first_node + segment.max_queries, device=device)
@@ -354,8 +351,9 @@ class Backend(base.Backend):
         is_visible = (nodes < ends)[:, None]  # (b, N, S) with the next line; one query sees all tokens up to its own
         if segment.max_queries > 1 or kind.mask != "causal" or kind.window is not None:
             is_visible = is_visible & sees(nodes, queries, ancestors, kind.mask, kind.window)
-        bias = torch.zeros(is_visible.shape, dtype=kind.dtype, device=device)
-        return bias.masked_fill_(~is_visible, -torch.inf)[:, None].repeat_interleave(kind.stacked, dim=2)
+        bias = torch.zeros(is_visible.shape, dtype=kind.dtype, device=device).masked_fill_(~is_visible, -torch.inf)
+        segment.biases[kind] = bias[:, None].repeat_interleave(kind.stacked, dim=2)
+        return segment.biases[kind]
 
 
 def _is_plain(layer: AttentionLayer) -> bool:

@@ -316,19 +316,14 @@ def find_inexact(config: EngineConfig, spec: TargetSpec, device: DeviceFacts, dt
         return fault
     if not all(layer.has_kernels for layer in spec.recurrent):
         return "layers with recurrent state add in an order of their own"
-    if odd := {size for size in linear_inputs(spec) if size % INPUTS}:
+    with torch.device("meta"):
+        linears = [module for module in Target(spec).modules() if isinstance(module, Linear)]
+    if odd := {linear.in_features for linear in linears if linear.in_features % INPUTS}:
         return f"a layer has {min(odd)} inputs, no multiple of {INPUTS}"
     if device.is_present and not load_backend(verify).is_exact:
         name = config.attention if config.attention != "auto" else "the attention of verify"
         return f"attention is {name!r}, which adds in an order of its own"
     return ""
-
-
-def linear_inputs(spec: TargetSpec) -> set[int]:
-    """Returns the numbers of inputs of a target's linear layers."""
-    with torch.device("meta"):
-        target = Target(spec)
-    return {module.in_features for module in target.modules() if isinstance(module, Linear)}
 
 
 def check_fp8_cache(layers: Sequence[AttentionSpec], device: DeviceFacts) -> None:

@@ -281,8 +281,14 @@ class Planner:
         `late`: proposals of the host for the next step, which was launched without waiting for them. `waited_ms`: how
         long the device waited for the host before the next step, if it did.
         """
-        self._learn_wait(plan, late, waited_ms)
         launched = self._launched[plan.number]
+        if waited_ms is not None:
+            self.policy.host_wait.record_wait(waited_ms)
+        if late:
+            offers = dict[int, Offer].fromkeys(plan.drafting, (self.limits.of_network, 0))
+            for proposal in late:
+                offers.update(offers_of(proposal))
+            self.policy.look_back(list(offers.values()), filtered=launched.filtered)
         count = len(plan.slots)
         errors = {**output.errors, **plan.edits.errors}  # the errors of stages say more
         outputs: list[Output] = []
@@ -355,16 +361,6 @@ class Planner:
                     num_accepted=min(length, num_emitted[place] - 1),
                     is_tree=output.accepted is not None,
                 )
-
-    def _learn_wait(self, plan: StepPlan, late: Collection[HostProposal], waited_ms: float | None) -> None:
-        """Tells the policy how long the device waited for the host's proposals, or what they offered if it did not."""
-        if waited_ms is not None:
-            self.policy.host_wait.record_wait(waited_ms)
-        if late:
-            offers = dict[int, Offer].fromkeys(plan.drafting, (self.limits.of_network, 0))
-            for proposal in late:
-                offers.update(offers_of(proposal))
-            self.policy.look_back(list(offers.values()), filtered=self._launched[plan.number].filtered)
 
     def _learn(self, plan: StepPlan, output: StepOutput, ms: float) -> None:
         """Counts accepted nodes and the step's time. Skips requests without drafts, and requests that change their

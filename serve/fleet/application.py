@@ -268,13 +268,10 @@ def key_digests_of(config: ServeConfig) -> list[bytes]:
     return Guard.of(config).digests
 
 
-def uses_gpus(config: DeployConfig) -> bool:
-    return config.device != "cpu" and (config.device == "cuda" or ray.cluster_resources().get("GPU", 0) > 0)
-
-
 def replica_deployment(config: DeployConfig, place: int) -> Any:
     """Returns the bound deployment of one draft's replicas. `place`: 0 or 1, of the draft."""
-    resources = {"num_cpus": config.cpus, "num_gpus": config.tp if uses_gpus(config) else 0}
+    has_gpus = config.device == "cuda" or (config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+    resources = {"num_cpus": config.cpus, "num_gpus": config.tp if has_gpus else 0}
     scaling: dict[str, Any] = {"num_replicas": config.replicas}
     if config.max_replicas is not None:
         policy = {"policy_function": POLICY, "policy_kwargs": {"aim": config.aim, "most_ms": config.itl_ms}}

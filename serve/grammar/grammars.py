@@ -540,7 +540,8 @@ def allowed_after(
         walk.end()
     bits = masks.numpy().view(np.uint32)
     for start, end in pairwise(starts):
-        allow_any(bits[start + 1 : end])
+        drafted = bits[start + 1 : end]
+        drafted[drafted.max(axis=1, initial=0) == 0] = 2**WORD_BITS - 1  # after nodes that allow none: never accepted
     bits = matchers[0].widened(bits)
     return [bits[start : start + walk.num_nodes] for start, walk in zip(starts, walks, strict=False)]
 
@@ -638,12 +639,6 @@ def _batch() -> Any:
     import xgrammar
 
     return xgrammar.BatchGrammarMatcher(max_threads=NUM_CORES)
-
-
-def allow_any(masks: Masks) -> None:
-    """Allows all tokens, in place, after nodes that allow none: these are never accepted."""
-    for row in np.flatnonzero(masks.max(axis=1, initial=0) == 0):
-        masks[row] = 2**WORD_BITS - 1
 
 
 def tokens_in(mask: Masks, limit: int) -> list[int]:

@@ -46,16 +46,14 @@ class Guard:
         # Compares with all, each in constant time, so that the time reveals nothing about any key.
         if not sum(hmac.compare_digest(key_digest, other) for other in self.digests):
             raise ApiError(401, "the API key is not one of this server's", code="invalid_api_key")
-        return client_name(key_digest) if len(self.digests) > 1 else ""
+        if len(self.digests) == 1:
+            return ""
+        # a second digest, not the one that keys are compared by, since the engine stores it
+        return blake2b(key_digest, digest_size=16, person=b"client").hexdigest()
 
 
 def digest(key: str) -> bytes:
     return sha256(key.encode(errors="surrogateescape")).digest()
-
-
-def client_name(key_digest: bytes) -> str:
-    """Returns a second digest, not the one that keys are compared by, since the engine stores it."""
-    return blake2b(key_digest, digest_size=16, person=b"client").hexdigest()
 
 
 def warning(config: ServeConfig, guard: Guard) -> str | None:
