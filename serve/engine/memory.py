@@ -12,7 +12,7 @@ from slipstream.kernels.compile_ahead import dry_run
 from slipstream.serve.engine.engine_plan import EnginePlan, Space
 from slipstream.serve.engine.host_memory import available_bytes
 from slipstream.serve.engine.kv_windows import pages_of_window
-from slipstream.serve.engine.plan import PromptPhase, StepKey
+from slipstream.serve.engine.plan import PromptPhase
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
 from slipstream.serve.runner.cuda_graphs import make_graphs
 from slipstream.serve.runner.step import EagerPass, StepInputs, StepPasses
@@ -144,18 +144,14 @@ def measure_workspace(step_passes: StepPasses, plan: EnginePlan) -> int:
         return peak(lambda: _prefill_padding(step_passes, plan.config.prompt_tokens, plan.limits.prompts_by))
     steps, drafts = make_graphs(step_passes, plan.graphs)
     with step_passes.target.short_run(), dry_run():
-        captured = max(peak(partial(steps.pass_of, key)) for key in (steps.keys[0], _largest(steps.keys)))
+        most_logits = max(steps.keys, key=lambda key: (key.heads, key.rows))
+        captured = max(peak(partial(steps.pass_of, key)) for key in (steps.keys[0], most_logits))
         if drafts is not None:
             captured = max(captured, peak(partial(drafts.pass_of, drafts.keys[0])))
     largest = captured
     if not plan.config.captured_tokens:
         largest = peak(lambda: _prefill_padding(step_passes, plan.config.prompt_tokens, plan.limits.prompts_by))
     return largest + captured + GRAPH_BYTES * plan.graphs.num_graphs
-
-
-def _largest(keys: Sequence[StepKey]) -> StepKey:
-    """Returns the pass with the most rows with logits."""
-    return max(keys, key=lambda key: (key.heads, key.rows))
 
 
 def _prefill_padding(step_passes: StepPasses, num_tokens: int, prompts_by: PromptPhase) -> None:

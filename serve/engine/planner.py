@@ -65,6 +65,7 @@ class BatchTraits:
     def of(cls, sequences: list[Sequence], chunks: list[Chunk]) -> "BatchTraits":
         everyone = [*sequences, *[chunk.sequence for chunk in chunks]]
         emitting = [*sequences, *[chunk.sequence for chunk in chunks if chunk.is_last]]
+        emits = [True] * len(sequences) + [chunk.is_last for chunk in chunks]
         mode = sampling_mode(everyone)
         logprobs = most_logprobs(emitting)
         return cls(
@@ -75,7 +76,11 @@ class BatchTraits:
             mode=mode,
             logprobs=logprobs,
             filtered=variant_of(mode, logprobs) == "all",
-            traced=traced_of(sequences, chunks),
+            traced={
+                sequence.request.id: place
+                for place, sequence in enumerate(everyone)
+                if emits[place] and sequence.traits.wants_trace
+            },
             sizes={
                 "num_decoding": len(sequences),
                 "prompt_rows": sum([chunk.end - chunk.start for chunk in chunks]),
@@ -511,16 +516,6 @@ def most_logprobs(emitting: list[Sequence]) -> int | None:
     """Returns the most likeliest tokens that a request wants beside each token of the pass; None: no request does."""
     counts = [sequence.request.params.logprobs for sequence in emitting]
     return max((k for k in counts if k is not None), default=None)
-
-
-def traced_of(sequences: list[Sequence], chunks: list[Chunk]) -> dict[str, int]:
-    """Returns the places in a step of the requests that gain tokens and want a trace, by id."""
-    gaining = [*sequences, *(chunk.sequence if chunk.is_last else None for chunk in chunks)]
-    return {
-        sequence.request.id: place
-        for place, sequence in enumerate(gaining)
-        if sequence is not None and sequence.traits.wants_trace
-    }
 
 
 def sampling_mode(sequences: Iterable[Sequence]) -> SamplingMode:

@@ -54,11 +54,6 @@ class ReplicaCounts:
     resumed: int = 0  # taken over from another one
     accept_length: Histogram = field(default_factory=lambda: Histogram(ACCEPT_BOUNDS))
 
-    def add_end(self, output: Output) -> None:
-        self.finished[str(output.finish_reason)] += 1
-        if output.stats is not None and output.stats.rounds:
-            self.accept_length.observe(output.stats.decoded_tokens / output.stats.rounds)
-
 
 class Ticket:
     """An open request: who waits for it, what it has received, and which replica computes it."""
@@ -248,7 +243,10 @@ class FleetClient:
         if unseen is not None:
             ticket.receiver.receive(unseen)
         if is_last:
-            self._counts(ticket).add_end(output)
+            counts = self._counts(ticket)
+            counts.finished[str(output.finish_reason)] += 1
+            if output.stats is not None and output.stats.rounds:
+                counts.accept_length.observe(output.stats.decoded_tokens / output.stats.rounds)
             del self._tickets[ticket.request.id]
         return not is_last
 

@@ -197,7 +197,10 @@ class Grammars:
         it, raises ValueError, in a sentence, if the grammar cannot be compiled."""
         name = grammar.digest()
         if name not in self._compiled:
-            self._compiled[name] = self._threads.submit(self._compile, grammar, self._compiler)
+            compiler = self._compiler
+            self._compiled[name] = self._threads.submit(
+                lambda: compile_with(compiler.result().compiler, grammar, self._json_whitespace)
+            )
         self._compiled.move_to_end(name)
         for other in [key for key, future in self._compiled.items() if future.done()]:
             if len(self._compiled) <= MOST_COMPILED:
@@ -241,9 +244,6 @@ class Grammars:
         tokenizer = self._load_tokenizer()
         info = read_vocabulary(tokenizer, self._vocab_size, self._end_ids)
         return Compiler(make_compiler(info), info.vocab_size, Spelling(tokenizer, info.decoded_vocab))
-
-    def _compile(self, grammar: Grammar, compiler: "Future[Compiler]") -> Any:
-        return compile_with(compiler.result().compiler, grammar, self._json_whitespace)
 
 
 def lower_priority() -> None:

@@ -190,18 +190,14 @@ class Choice:
             finish_reason = "tool_calls" if has_calls else reason
             released = self._ledger.release(self.parser, is_last=reason is not None)
             scored += released.scored
-            self._note_answer(released.ids, reason)
+            log = self._completion.answer_log
+            if log is not None:
+                self._answer += released.ids
+                if reason is not None:
+                    log.add(self.request, self._answer, reason)
             num_ids = self._ledger.num_ids
             delta = Delta(self._index, pieces, finish_reason, scored, released.traced, released.ids, num_ids)
             self._completion.put(delta)
-
-    def _note_answer(self, ids: list[int], reason: FinishReason | None) -> None:
-        log = self._completion.answer_log
-        if log is None:
-            return
-        self._answer += ids
-        if reason is not None:
-            log.add(self.request, self._answer, reason)
 
     def _pieces(self, text: str, *, is_last: bool) -> list[Piece]:
         if self.parser is not None:

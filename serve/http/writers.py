@@ -125,18 +125,15 @@ class ChoicesWriter:
         """Returns an event of a stream. `num_tokens`: tokens of the choice so far."""
         event = {**self.head(self.kind_of_event), "choices": choices}
         if self.include_usage:
-            has_usage = self.continuous_usage and choices
-            event["usage"] = self._usage_of(choices[0]["index"], num_tokens) if has_usage else None
+            event["usage"] = None
+            if self.continuous_usage and choices:  # of one choice so far, as vLLM does
+                num_prompt = len(self.requests[choices[0]["index"]].prompt)
+                event["usage"] = {
+                    "prompt_tokens": num_prompt,
+                    "completion_tokens": num_tokens,
+                    "total_tokens": num_prompt + num_tokens,
+                }
         return event
-
-    def _usage_of(self, index: int, num_tokens: int) -> dict[str, int]:
-        """Returns the usage of one choice so far, as vLLM does."""
-        num_prompt = len(self.requests[index].prompt)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_tokens,
-            "total_tokens": num_prompt + num_tokens,
-        }
 
     def scored_prompt_of(self, choice: Choice) -> list[Fields | None] | None:
         if choice.prompt_logprobs is None or self.prompt_logprobs is None:
