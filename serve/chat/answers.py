@@ -119,7 +119,7 @@ class ChatFormat:
             remedy = f"start the server with --tool-parser and one of {', '.join(TOOL_FORMS)}, or leave tools out"
             raise ToolError("tools", f"cannot be served: {why}; {remedy}")
 
-    def variables(self, effort: str | None, field: str = "reasoning_effort") -> dict[str, Any]:
+    def variables(self, effort: str | None, field: str) -> dict[str, Any]:
         """Returns the variables that set a chat template's reasoning effort, which the request has in `field`. Raises
         ToolError if the template has no such variable."""
         if effort is None:

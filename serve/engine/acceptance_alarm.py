@@ -204,9 +204,7 @@ class AcceptanceAlarm:
     """Observes the requests in the engine's slots. `trained`: acceptance on held-out answers in the draft's training;
     None: not known. `clock` gives seconds."""
 
-    def __init__(
-        self, num_slots: int, trained: Baseline | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, num_slots: int, trained: Baseline | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.trained = trained
         self.facts: dict[str, str] = {}  # of draft and target, for doctors
         self.forms = PromptForms()

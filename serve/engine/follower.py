@@ -30,7 +30,6 @@ from slipstream.serve.engine.team import (
     BEAT,
     BEAT_SECONDS,
     MOST_BYTES,
-    Order,
     RankRunner,
     bytes_of_process,
     digest_of,
@@ -161,8 +160,8 @@ def main() -> None:
     logs.configure("text")
     try:
         while True:
-            order: Order = channel.receive()
-            getattr(follower, order.name)(*order.args)
+            order, arguments = channel.receive()
+            getattr(follower, order)(*arguments)
     except (EOFError, ConnectionError):
         os._exit(0)  # rank 0 has closed the channel
     except Exception as error:

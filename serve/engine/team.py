@@ -22,7 +22,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -54,13 +54,6 @@ logger = logging.getLogger(__name__)
 
 class RankError(ChildProcessError):
     """A rank was lost, and with it the engine."""
-
-
-class Order(NamedTuple):
-    """A call of a method of `Follower`."""
-
-    name: str
-    args: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -132,8 +125,8 @@ class Team:
             report(failure)
 
     def order(self, name: str, *args: Any) -> None:
-        """Has all other ranks do something."""
-        payload = pickle.dumps(Order(name, args), pickle.HIGHEST_PROTOCOL)
+        """Has all other ranks call a method of `Follower`."""
+        payload = pickle.dumps((name, args), pickle.HIGHEST_PROTOCOL)
         try:
             for member in self.members:
                 member.channel.send_bytes(payload)

@@ -32,7 +32,7 @@ class Tracer:
     methods with the steps that have traced requests, in the order of their numbers; `traced`: the places of these
     requests in the step, by id."""
 
-    def __init__(self, drafter: str, fixed_tokens: Collection[int] | None = None) -> None:
+    def __init__(self, drafter: str, fixed_tokens: Collection[int] | None) -> None:
         self._drafter = drafter
         self._fixed_tokens = None if fixed_tokens is None else sorted(fixed_tokens)
         self._stored: dict[int, Drafted] = {}  # by slot: proposals of the last step that was read

@@ -45,7 +45,7 @@ NEUTRAL: Neutral = NEUTRAL_BY_PLACE["completions"]
 
 
 def understood_fields(
-    body: Values, understood: set[str], neutral: Neutral, path: str = "", *, ignore_unknown: bool = False
+    body: Values, understood: set[str], neutral: Neutral, path: str, *, ignore_unknown: bool
 ) -> Values:
     """Returns the understood fields of `body` that are not null. Raises ApiError naming an unsupported field and,
     unless these are ignored, an unknown field."""
