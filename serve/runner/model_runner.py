@@ -13,7 +13,7 @@ from slipstream.kernels.speculation.ragged import Chunks
 from slipstream.models.files.cost_tables import CostTables
 from slipstream.serve.drafters.base import DraftWeights
 from slipstream.serve.engine.graph_keys import MODES, GraphKeys
-from slipstream.serve.engine.plan import PromptChunk, StepOutput, StepPlan
+from slipstream.serve.engine.plan import HostProposal, PromptChunk, StepOutput, StepPlan
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.serve.runner.step import EagerPass, Results, StepInputs, StepPasses
@@ -186,8 +186,7 @@ class ModelRunner:
         if plan.acceptance_table is not None:
             self.state.set_acceptance_table(plan.acceptance_table)
         for proposal in plan.edits.proposals:
-            if any(proposal.counts):
-                self.state.store(self._upload("store", tuple(proposal.slots)), proposal)
+            self._store(proposal)
         if up_to_sampling:
             return self._launch_target(plan)
         self.state.set_masks(plan.edits.masks)
@@ -271,6 +270,10 @@ class ModelRunner:
         if entry is None or entry[0] != slots:
             entry = self._slots[purpose] = slots, self.state.upload(slots)
         return entry[1]
+
+    def _store(self, proposal: HostProposal) -> None:
+        if any(proposal.counts):
+            self.state.store(self._upload("store", tuple(proposal.slots)), proposal)
 
     def _draft(self, plan: StepPlan) -> None:
         slots = plan.drafting
