@@ -136,11 +136,8 @@ def lines_of(target: Target, passes: list[Pass]) -> Mapping[Line, list[int]]:
     """Returns lines with the layers that they are of; the head is of none."""
     lines: dict[Line, list[int]] = {}
     for index, layer in enumerate(target.layers):
-        modules = dict(layer.named_modules())
-        for path, module in modules.items():
-            if isinstance(module, Linear | Experts):
-                owner = modules.get(path.rpartition(".")[0])
-                lines.setdefault(line_of(path, module, owner, target.config.hidden_size, passes), []).append(index)
+        for line in lines_in(layer, target.config.hidden_size, passes):
+            lines.setdefault(line, []).append(index)
     return lines | {line_of("lm_head", target.lm_head, None, target.config.hidden_size, passes): []}
 
 
@@ -151,14 +148,15 @@ def mtp_lines(
     with torch.device("meta"):
         module = MTP(MTPConfig.of(spec, path))
     quantize_by_config(module, mtp_quantization(formats, spec))
+    lines = lines_in(module, spec.hidden_size, passes)
+    return {line._replace(name="mtp." + re.sub(r"layers\.\d+\.", "", line.name)): [] for line in lines}
+
+
+def lines_in(module: nn.Module, hidden_size: int, passes: list[Pass]) -> Iterator[Line]:
     modules = dict(module.named_modules())
-    products = [(name, part) for name, part in modules.items() if isinstance(part, Linear | Experts)]
-    lines: dict[Line, list[int]] = {}
-    for name, product in products:
-        owner = modules.get(name.rpartition(".")[0])
-        line = line_of(name, product, owner, spec.hidden_size, passes)
-        lines[line._replace(name="mtp." + re.sub(r"layers\.\d+\.", "", name))] = []
-    return lines
+    for path, part in modules.items():
+        if isinstance(part, Linear | Experts):
+            yield line_of(path, part, modules.get(path.rpartition(".")[0]), hidden_size, passes)
 
 
 def line_of(path: str, layer: Linear | Experts, owner: nn.Module | None, hidden_size: int, passes: list[Pass]) -> Line:
