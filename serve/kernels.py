@@ -28,6 +28,7 @@ from slipstream.models.layers.quantized import quantize_by_config
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target, load_config
 from slipstream.models.targets.sizes import weight_bytes
+from slipstream.serve.engine.engine_plan import find_unordered
 from slipstream.serve.kernels_options import KernelsConfig
 
 GPUS = {
@@ -35,7 +36,6 @@ GPUS = {
     "h200": Device(),
     "b200": Device(is_hopper=False, programs=148, library=frozenset()),
 }
-EXACT_INPUTS = 64  # products in a fixed order need a multiple of so many
 NOTE = """In exact arithmetic torch's library multiplies many rows if start-up finds that it adds in the same order and
 is faster. docs/internals/quantisation.md explains the kernels."""
 
@@ -105,7 +105,7 @@ def report(config: KernelsConfig) -> str:
     with torch.device("meta"):
         target = Target(spec)
     quantize_by_config(target, formats)
-    is_exact = fix_order(config, spec, target)
+    is_exact = fix_order(config, target)
     has_codes = config.kv_cache_dtype == "fp8"
     passes = [Pass(num_rows, dtype, GPUS[config.gpu], has_codes) for num_rows in config.rows]
     kind = str(dtype).removeprefix("torch.")
@@ -118,17 +118,15 @@ def report(config: KernelsConfig) -> str:
     return "\n".join((title, "", *rows_of(lines, config.rows), "", NOTE))
 
 
-def fix_order(config: KernelsConfig, spec: TargetSpec, target: Target) -> bool:
+def fix_order(config: KernelsConfig, target: Target) -> bool:
     """Gives layers an order of sums as the server does; says whether they have one."""
-    linears = [module for module in target.modules() if isinstance(module, Linear)]
-    odd = [linear.in_features for linear in linears if linear.in_features % EXACT_INPUTS]
-    fault = f"a layer has {min(odd)} inputs, no multiple of {EXACT_INPUTS}" if odd else ""
-    fault = "layers with recurrent state add in an order of their own" if spec.recurrent else fault
+    fault = find_unordered(target)
     if fault and config.exact:
         raise ValueError(f"exact is true, but {fault}; leave exact out")
     is_exact = config.exact is not False and not fault
-    for linear in linears:
-        linear.order = FixedOrder() if is_exact else None
+    for module in target.modules():
+        if isinstance(module, Linear):
+            module.order = FixedOrder() if is_exact else None
     return is_exact
 
 

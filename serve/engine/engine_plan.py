@@ -314,15 +314,23 @@ def find_inexact(config: EngineConfig, spec: TargetSpec, device: DeviceFacts, dt
         return "exact is false (--fast)"
     if fault := device.order_faults.get(dtype, ""):
         return fault
-    if not all(layer.has_kernels for layer in spec.recurrent):
-        return "layers with recurrent state add in an order of their own"
     with torch.device("meta"):
-        linears = [module for module in Target(spec).modules() if isinstance(module, Linear)]
-    if odd := {linear.in_features for linear in linears if linear.in_features % INPUTS}:
-        return f"a layer has {min(odd)} inputs, no multiple of {INPUTS}"
+        target = Target(spec)
+    if fault := find_unordered(target):
+        return fault
     if device.is_present and not load_backend(verify).is_exact:
         name = config.attention if config.attention != "auto" else "the attention of verify"
         return f"attention is {name!r}, which adds in an order of its own"
+    return ""
+
+
+def find_unordered(target: Target) -> str:
+    """Says why layers do not add in one order on a GPU; empty where they do."""
+    if not all(layer.has_kernels for layer in target.config.recurrent):
+        return "layers with recurrent state add in an order of their own"
+    linears = [module for module in target.modules() if isinstance(module, Linear)]
+    if odd := {linear.in_features for linear in linears if linear.in_features % INPUTS}:
+        return f"a layer has {min(odd)} inputs, no multiple of {INPUTS}"
     return ""
 
 

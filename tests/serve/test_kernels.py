@@ -95,6 +95,18 @@ def test_experts(tmp_path: Path) -> None:
     assert "streamed" in lines["o_proj"], "queries and keys have norms, and another kernel rotates them"
 
 
+def test_delta_nets_add_in_one_order(tmp_path: Path) -> None:
+    """Those that the server's kernels take."""
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    dims = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    kind = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    layers = {"layer_types": ["linear_attention"] * 2 + ["full_attention"]}
+    config = LLAMA_8B | kind | heads | dims | layers | {"linear_conv_kernel_dim": 4}
+    assert table(tmp_path, config, exact=True)["out_proj"][0] == "0-1"
+    with pytest.raises(ValueError, match="exact is true, but layers with recurrent state"):
+        table(tmp_path, config | {"linear_conv_kernel_dim": 3}, exact=True)
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rows is \[0\]; give numbers of at least 1"):
         KernelsConfig(target="here", rows=(0,))
