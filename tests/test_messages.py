@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def served(folder: Path, messages: Any, tools: Any = (), **options: Any) -> str:
     front = Frontend(ServeConfig(target=str(folder), **options), info(10 * CONTEXT))
-    [request] = front.requests(ChatBody(messages=messages, tools=list(tools)), "r")
+    [request], _ = front.read(ChatBody(messages=messages, tools=list(tools)), "r")
     return front.tokenizer.decode(request.prompt)
 
 

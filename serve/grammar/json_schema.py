@@ -301,8 +301,8 @@ class _Rewriter:
             values = self.values_of(left)
             if "enum" in right:
                 self.work.charge(place, len(values))
-                others = self.values_of(right)
-                values = {text: value for text, value in values.items() if text in others}
+                allowed = self.values_of(right)
+                values = {text: value for text, value in values.items() if text in allowed}
             else:
                 values = {text: value for text, value in values.items() if self.holds(value, right, place, name)}
             return self.enum(values) if values else None

@@ -96,7 +96,6 @@ def test_experts(tmp_path: Path) -> None:
 
 
 def test_delta_nets_add_in_one_order(tmp_path: Path) -> None:
-    """Those that the server's kernels take."""
     heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
     dims = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     kind = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
