@@ -96,8 +96,8 @@ def noise_bits(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """The uniform integers (R, V) int64 in [0, 2^32) that gumbel() is made of."""
     low = keys & MASK32
     high = keys >> 32
-    row = _mix(_mix(low ^ (positions.long() * 0x9E3779B1 & MASK32)) ^ high)[:, None]  # (R, 1)
-    return _mix(_mix(row ^ (ids.long() * 0x85EBCA77 & MASK32)) + row)
+    row = mix(mix(low ^ (positions.long() * 0x9E3779B1 & MASK32)) ^ high)[:, None]  # (R, 1)
+    return mix(mix(row ^ (ids.long() * 0x85EBCA77 & MASK32)) + row)
 
 
 @Op
@@ -250,7 +250,7 @@ def best_ranks(device: torch.device) -> Tensor:
     return torch.full((MAX_ROWS,), NO_SCORE.value, dtype=torch.int64, device=device)
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """A bijection of 32-bit words with full avalanche (murmur3's finaliser), on int64 lanes."""
     x = x & MASK32
     x = (x ^ (x >> 16)) * 0x85EBCA6B & MASK32
@@ -260,7 +260,7 @@ def _mix(x: Tensor) -> Tensor:
 
 @triton.jit
 def _mix_words(x):
-    """_mix on uint32."""
+    """mix on uint32."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)

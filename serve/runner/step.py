@@ -21,7 +21,7 @@ from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.kv.cache import draft_places, move_rows
 from slipstream.kernels.limits import MAX_NODES
 from slipstream.kernels.sampling.logprobs import COLUMNS, Emitted, emitted_logprobs
-from slipstream.kernels.sampling.sample import Sampling, sample
+from slipstream.kernels.sampling.sample import Sampling, mix, sample
 from slipstream.kernels.speculation.ragged import (
     Chunks,
     Layout,
@@ -45,7 +45,7 @@ from slipstream.serve.runner.logits import NodeTokens, count_emitted, prompt_log
 from slipstream.serve.runner.recurrence import MixedAttention, RecurrentStates
 from slipstream.serve.runner.request_state import KVSlots, RequestState
 
-GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 spread evenly
+GOLDEN = 0x9E3779B1  # 2^32 / golden ratio
 
 
 class StepInputs(NamedTuple):
@@ -426,7 +426,7 @@ def simulate(sampled: Tensor, layout: Layout, num_requests: int, state: RequestS
     nodes = layout.nodes[: len(sampled)]
     base = int(accept_length)
     fraction = accept_length % 1
-    coin = (state.lengths[owners] * GOLDEN + state.keys[owners]) & 0xFFFFFFFF  # in [0, 2^32)
+    coin = mix(state.lengths[owners] * GOLDEN + state.keys[owners])  # in [0, 2^32)
     accepted = base + (coin < int(fraction * 2**32))
     following = layout.tokens.roll(-1)[: len(sampled)]
     is_node = torch.arange(len(sampled), device=sampled.device) < layout.starts[num_requests]

@@ -19,13 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.kernels.speculation.ragged import BINS, admit
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.plan import Admission, Edits, NodeMasks, StepPlan
+from slipstream.serve.engine.plan import Admission, StepPlan
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.runner.request_state import MOST_ENTRIES, RequestState
 from slipstream.tests.pairwise import gate_of, some_of
 from slipstream.tests.serve.engine_runs import (
     DRAFTERS,
-    VOCAB,
     Build,
     acceptance,
     decoding,
@@ -132,42 +131,6 @@ def changed_logits(engine: Engine, change: Callable[[Tensor], Tensor], patch: py
     with patch.context() as scope:
         scope.setattr(type(engine.runner.target), "logits", lambda _, hidden: change(logits(hidden)))
         yield
-
-
-@pytest.mark.parametrize("drafter", ["none", "eagle3", "eagle3 tree"])
-def test_masks_of_a_pass(drafter: str, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step with a mask of its own for some nodes: the tokens are the best that are allowed."""
-    engine = build(drafter)
-    plan = started(engine, [{}, {"temperature": 0.5}, {"frequency_penalty": 1.0}])
-    width = engine.planner.limits.most_nodes
-    generator = torch.Generator().manual_seed(0)
-    logits_of_passes = list[Tensor]()
-    allowed = torch.rand(4, VOCAB, generator=generator) < 0.1
-    bits = torch.zeros(4, -(-VOCAB // 32), dtype=torch.int64)
-    for mask, token in allowed.nonzero().tolist():
-        bits[mask, token // 32] |= 1 << token % 32
-    bits = torch.where(bits >= 2**31, bits - 2**32, bits).int()
-    choices = torch.randint(-1, 4, (3, width), dtype=torch.int32, generator=generator)
-    choices[0, 0] = 2
-    masks = tuple(
-        NodeMasks(slot, [node], bits[choices[index, node]].numpy().view(np.uint32)[None])
-        for index, slot in enumerate(plan.slots)
-        for node in range(width)
-        if choices[index, node] >= 0
-    )
-    with changed_logits(engine, lambda logits: logits_of_passes.append(logits) or logits, monkeypatch):
-        output = engine.runner.launch(replace(plan, edits=Edits(masks=masks))).read()
-    assert drafter == "none" or (output.num_verified > 1).all()
-    for request in range(3):
-        nodes = range(width) if output.accepted is None else output.accepted[request].tolist()
-        assert output.num_emitted[request] >= 1
-        for node, token in zip(nodes, output.emitted(request), strict=False):
-            mask = (
-                allowed[choices[request, node]] if choices[request, node] >= 0 else torch.ones(VOCAB, dtype=torch.bool)
-            )
-            assert mask[token]
-            if request == 0:  # greedy
-                assert token == int(logits_of_passes[0][node].masked_fill(~mask, -torch.inf).argmax())
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle3", "eagle3 tree", "dflash"])
