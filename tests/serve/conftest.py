@@ -10,7 +10,7 @@ from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.chat_targets import write_shallow
-from slipstream.tests.serve.fake_server import MODEL, serving, write_target
+from slipstream.tests.serve.fake_server import MODEL, client_of, serving, write_target
 
 
 @pytest.fixture(scope="session")
@@ -44,5 +44,5 @@ def server(byte_target: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def client(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120) as connected:
+    with client_of(server) as connected:
         yield connected

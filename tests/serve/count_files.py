@@ -17,12 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import httpx
-
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import Request, SamplingParams
-from slipstream.tests.serve.fake_server import CHAT, serving
+from slipstream.tests.serve.fake_server import CHAT, client_of, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = str(ROOT / "assets" / "tiny-target")
@@ -59,7 +57,7 @@ def chat_request(counter: CallCounter) -> Counter[str]:
     body = {"messages": [{"role": "user", "content": "How many eggs are in a box?"}], "max_tokens": NUM_TOKENS}
     with (
         serving(ServeConfig(target=TARGET, port=0)) as server,
-        httpx.Client(base_url=server.url, timeout=120) as client,
+        client_of(server) as client,
     ):
         client.post(CHAT, json={**body, "stream": True}).raise_for_status()
         with counter.counting() as calls:

@@ -106,6 +106,10 @@ def serving(config: ServeConfig, make_engine: EngineFactory = FakeEngine) -> Ite
         assert not thread.is_alive(), "the server did not end"
 
 
+def client_of(server: Server, **options: Any) -> httpx.Client:
+    return httpx.Client(base_url=server.url, timeout=120, **options)
+
+
 @contextmanager
 def engine_held(server: Server) -> Iterator[None]:
     """Stops the engine, so that no request ends however slow the block is."""

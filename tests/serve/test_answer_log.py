@@ -17,7 +17,7 @@ from slipstream.serve.http import answer_log
 from slipstream.serve.http.answer_log import AnswerLog
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Request, SamplingParams
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, serving, wait_until
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, client_of, serving, wait_until
 
 REQUEST = Request(id="a", prompt=[1, 2], params=SamplingParams(max_tokens=9))
 
@@ -31,7 +31,7 @@ def log(tmp_path: Path) -> Path:
 def client(byte_target: str, log: Path) -> Iterator[httpx.Client]:
     config = ServeConfig(target=byte_target, port=0, answer_log=str(log))
     config.check_inputs()
-    with serving(config) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with serving(config) as server, client_of(server) as client:
         yield client
     config.check_inputs()  # what a server has written another one goes on with
 

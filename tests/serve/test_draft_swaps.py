@@ -19,7 +19,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.files.checkpoint import checkpoint_fingerprint
 from slipstream.models.layers.linear import remake_derived
 from slipstream.serve.drafters import base
@@ -38,7 +37,6 @@ from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve.acceptance_traffic import MIXED, Traffic
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
-    VOCAB,
     Answer,
     build_engine,
     make_request,
@@ -46,9 +44,10 @@ from slipstream.tests.serve.engine_runs import (
     run,
     tokens_of,
 )
-from slipstream.tests.serve.fake_server import serving
+from slipstream.tests.serve.fake_server import client_of, serving
 from slipstream.tests.serve.known_answers import uneven_requests
 from slipstream.tests.serve.played_graphs import play
+from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.serve.test_lossless import CHECKPOINTS, OPTIONS, AnyPolicy
 from slipstream.tests.sources import ROOT, TINY
 
@@ -60,9 +59,7 @@ Drafts = Callable[[str], tuple[Path, Path]]
 def save_changed(folder: Path, changed: Path, scale: float) -> Path:
     """Copies a checkpoint with noise on all weights, `scale` times as large as these; a map of tokens stays whole."""
     generator = torch.Generator().manual_seed(len(changed.name))
-    changed.mkdir()
-    for file in folder.iterdir():
-        (changed / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, changed)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
@@ -163,9 +160,7 @@ def test_rows_of_a_token_map_follow(make_target: MakeTarget, drafts: Drafts, tmp
     """The head of a block draft keeps the rows of its tokens alone."""
     target = make_target("qwen3")
     first, second = drafts("dspark")
-    counts = torch.randint(1, 100, (VOCAB,), generator=torch.Generator().manual_seed(6))
-    TokenMap.build(counts, 60, [2], {}).write(tmp_path / "map.safetensors")
-    options: dict[str, Any] = {"token_map": str(tmp_path / "map.safetensors"), "markov_candidates": 8}
+    options: dict[str, Any] = {"token_map": save_map(tmp_path), "markov_candidates": 8}
     requests = uneven_requests(SAMPLINGS["greedy"])
     alone = run(build_engine(target, second, drafter=options, width=4, device="cpu"), requests)
     engine = build_engine(target, first, drafter=options, width=4, device="cpu")
@@ -367,7 +362,7 @@ def server(byte_target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     (folder / "drafts" / "wide").mkdir()
     (folder / "secret").mkdir()
     config = ServeConfig(target=byte_target, port=0, draft_folder=str(folder / "drafts"), api_key="key")
-    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with serving(config) as server, client_of(server) as client:
         client.headers["Authorization"] = "Bearer key"
         yield server, client
 
@@ -418,7 +413,7 @@ def test_a_server_swaps_while_it_answers(tmp_path: Path) -> None:
     save_changed(TRAINED / "eagle3", tmp_path / "other", 0.01)
     options: dict[str, Any] = {"draft": str(TRAINED / "eagle3"), "device": "cpu", "kv_cache_tokens": 4096}
     config = ServeConfig(target=str(TINY), port=0, draft_folder=str(tmp_path), **options)
-    with serving(config, build_engine_of_process) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with serving(config, build_engine_of_process) as server, client_of(server) as client:
         body = {"prompt": "Tom has 3 apples.", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
         expected = client.post("/v1/completions", json=body).json()
         with ThreadPoolExecutor() as pool:

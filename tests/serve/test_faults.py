@@ -25,7 +25,7 @@ from slipstream.serve.http import connections
 from slipstream.serve.http.launch import Server
 from slipstream.serve.logs import LogHandler
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_server import COMPLETIONS, SCRIPT, gauge, read_banner, serving, wait_until
+from slipstream.tests.serve.fake_server import COMPLETIONS, SCRIPT, client_of, gauge, read_banner, serving, wait_until
 from slipstream.tests.sources import ROOT
 
 SLOW = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow", "ignore_eos": True}
@@ -68,7 +68,7 @@ def test_a_client_that_never_reads_is_disconnected(
     """Its request ends, and others are answered meanwhile."""
     monkeypatch.setattr(connections, "STALL_SECONDS", 1.0)
     config = ServeConfig(target=byte_target, port=0, max_model_len=1_000_000)
-    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with serving(config) as server, client_of(server) as client:
         body = json.dumps({"prompt": "x", "max_tokens": 900_000, "ignore_eos": True, "stream": True})
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

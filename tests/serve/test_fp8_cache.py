@@ -195,9 +195,7 @@ def test_a_file_that_holds_no_text_is_refused_before_weights_are_read(
 )
 def test_scales_of_a_checkpoint(names: tuple[str, ...], value: Tensor, make_target: Any, tmp_path: Path) -> None:
     target = tmp_path / "target"
-    target.mkdir()
-    for file in make_target("qwen3").iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(make_target("qwen3"), target)
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     config = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
     scales = {f"model.layers.{i}.self_attn.{name}": value.clone() for i in range(LAYERS) for name in names}
@@ -221,8 +219,7 @@ def test_scales_of_a_checkpoint(names: tuple[str, ...], value: Tensor, make_targ
     ],
 )
 def test_wrong_scales_are_named(value: Tensor, message: str, scaled: Path, tmp_path: Path) -> None:
-    for file in scaled.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(scaled, tmp_path, dirs_exist_ok=True)
     add(tmp_path, {"model.layers.1.self_attn.v_scale": value})
     with pytest.raises(
         ValueError, match=f"layers.1.self_attn.v_scale {message}|layers.1.self_attn.v_scale is .*{message}"

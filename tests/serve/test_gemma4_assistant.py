@@ -2,6 +2,7 @@
 keys and values of the whole text, and answers are the target's own."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -242,8 +243,7 @@ def test_what_does_not_fit_is_refused(
     target = make_target("gemma4")
     draft = make_assistant("gemma4")
     config = json.loads((draft / "config.json").read_text())
-    for file in draft.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(draft, tmp_path, dirs_exist_ok=True)
     change_json(tmp_path / "config.json", **{"text_config": config["text_config"] | text} | values)
     with pytest.raises(ValueError, match=message):
         load_draft(Gemma4Assistant, tmp_path, load_config(target), torch.float32, CPU)

@@ -15,7 +15,16 @@ from slipstream.serve.http.launch import Server
 from slipstream.serve.keys import VARIABLE, is_loopback, read_keys
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.pairwise import grouped
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, RESPONSES, gauge, serving, wait_until
+from slipstream.tests.serve.fake_server import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    RESPONSES,
+    client_of,
+    gauge,
+    serving,
+    wait_until,
+)
 
 KEYS = ["sk-first", "sk-second"]
 
@@ -31,7 +40,7 @@ def guarded(byte_target: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def client(guarded: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=guarded.url, timeout=120) as client:
+    with client_of(guarded) as client:
         yield client
 
 
@@ -127,7 +136,7 @@ def test_each_key_is_a_client_of_its_own(client: httpx.Client) -> None:
 
 def test_an_address_stands_for_a_client_without_a_key(server: Server) -> None:
     """A client can choose salts, so they must not earn it more turns."""
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+    with client_of(server) as client:
         for salt in ("", "a", "b", "a", ""):
             body = {"prompt": "a", "cache_salt": salt}
             assert client.post(COMPLETIONS, json=body).status_code == 200
@@ -142,7 +151,7 @@ def test_no_key_takes_all_places(byte_target: str, tmp_path: Path) -> None:
     config = ServeConfig(target=byte_target, port=0, **options)
     body = {"prompt": "a", "max_tokens": 15_000, "ignore_eos": True, "cache_salt": "slow", "n": 3, "stream": True}
     headers = [{"Authorization": f"Bearer {key}"} for key in KEYS]
-    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with serving(config) as server, client_of(server) as client:
         for _ in range(2):
             lines = list[Iterator[str]]()
             with ExitStack() as stack:

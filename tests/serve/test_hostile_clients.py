@@ -15,7 +15,7 @@ from slipstream.serve.http.responses_body import ResponsesBody
 from slipstream.serve.http.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.kernels.triton_runs import SLOW
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, RESPONSES, serving, wait_until
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, RESPONSES, client_of, serving, wait_until
 
 JSON = {"Content-Type": "application/json"}
 BODY = b'{"prompt": "ab", "max_tokens": 4}'
@@ -67,7 +67,7 @@ def own_server(byte_target: str) -> Iterator[Server]:
 @pytest.mark.parametrize("path", KINDS)
 def test_numbers_of_any_size_in_any_field(own_server: Server, path: str, every: int) -> None:
     valid = json.dumps(WHOLE[path] | ({LENGTHS[path]: 2} if path in LENGTHS else {}))[:-1]
-    with httpx.Client(base_url=own_server.url, timeout=120) as client:
+    with client_of(own_server) as client:
         fields = list(KINDS[path].model_fields)
         for field, value in list(product(fields, VALUES))[::every]:
             body = f"{valid}, {json.dumps(field)}: {value}}}"

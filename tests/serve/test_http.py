@@ -28,6 +28,7 @@ from slipstream.tests.serve.fake_server import (
     MARKERS,
     MODEL,
     RESPONSES,
+    client_of,
     engine_held,
     gauge,
     send_post,
@@ -132,8 +133,8 @@ def test_the_client_gathers_a_stream_and_can_send_the_answer_back(api: openai.Op
 def test_a_client_that_leaves_frees_its_response(echoing: Server, stream: bool) -> None:
     body = {"input": "x" * 100, "cache_salt": "slow", "ignore_eos": True, "stream": stream}
     with (
-        httpx.Client(base_url=echoing.url, timeout=120) as client,
-        httpx.Client(base_url=echoing.url, timeout=120) as leaving,
+        client_of(echoing) as client,
+        client_of(echoing) as leaving,
     ):
         aborted = gauge(client, "engine_aborted")
         if stream:

@@ -14,7 +14,7 @@ from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Request
 from slipstream.tests.serve.check_server import FOLDER, Case, cases_of, differences, faults_of, main
-from slipstream.tests.serve.fake_server import ECHO, MARKERS, MODEL, SHOWN, serving, write_target
+from slipstream.tests.serve.fake_server import ECHO, MARKERS, MODEL, SHOWN, client_of, serving, write_target
 from slipstream.tests.serve.joined_streams import CHAT, join, read_events
 from slipstream.tests.tables import each_case
 
@@ -45,7 +45,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
             target = write_target(tmp_path_factory.mktemp(name) / "target", **of_target)
             config = ServeConfig(target=str(target), port=0, served_model_name=MODEL, **options)
             server = stack.enter_context(serving(config))
-            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=120))
+            client = stack.enter_context(client_of(server))
             return client, noted(server.api.frontend)
 
         yield start

@@ -21,7 +21,15 @@ from slipstream.serve.http.launch import Server
 from slipstream.serve.http.limits import MAX_BODIES_BYTES, SHORT_BODY_BYTES, BodyReader, BoundedPool
 from slipstream.serve.http.writers import CompletionWriter
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_server import COMPLETIONS, engine_held, gauge, send_post, serving, wait_until
+from slipstream.tests.serve.fake_server import (
+    COMPLETIONS,
+    client_of,
+    engine_held,
+    gauge,
+    send_post,
+    serving,
+    wait_until,
+)
 
 LONG = "x" * SHORT_BODY_BYTES
 SLOW = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow", "ignore_eos": True}
@@ -33,7 +41,7 @@ def test_a_client_that_leaves_frees_its_request(client: httpx.Client, server: Se
     body = {**SLOW, "stream": stream, "n": 2}
     if stream:
         with (
-            httpx.Client(base_url=server.url, timeout=120) as leaving,
+            client_of(server) as leaving,
             leaving.stream("POST", COMPLETIONS, json=body) as response,
         ):
             assert next(response.iter_lines())
@@ -48,7 +56,7 @@ def test_a_client_that_leaves_frees_its_request(client: httpx.Client, server: Se
 def test_many_clients_each_get_an_answer_or_429(byte_target: str, num_clients: int) -> None:
     raise_file_limit()  # both ends of all connections are in this process
     config = ServeConfig(target=byte_target, port=0, max_running=4, max_waiting=8)
-    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with serving(config) as server, client_of(server) as client:
 
         async def ask(session: aiohttp.ClientSession, stream: bool) -> int:
             body = {"prompt": "abc", "max_tokens": 40, "cache_salt": "slow", "stream": stream}
@@ -92,7 +100,7 @@ def test_the_end_of_the_engine_ends_every_request_and_then_the_server(
 
     with (
         serving(ServeConfig(target=byte_target, port=0)) as server,
-        httpx.Client(base_url=server.url, timeout=120) as client,
+        client_of(server) as client,
     ):
         answers = asyncio.run(ask_and_break())
         assert [answer.status_code for answer in answers] == [200, 500] * 12, "streams had begun"
@@ -216,7 +224,7 @@ def test_room_is_looked_for_again_after_tokenising(byte_target: str, monkeypatch
 @contextmanager
 def serving_with_client(target: str, **options: Any) -> Iterator[tuple[Server, httpx.Client]]:
     config = ServeConfig(target=target, port=0, max_model_len=100_000, **options)
-    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with serving(config) as server, client_of(server) as client:
         yield server, client
 
 

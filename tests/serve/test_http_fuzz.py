@@ -11,7 +11,7 @@ import pytest
 from slipstream.bench.fuzzed import body
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.kernels.triton_runs import SLOW
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, MODEL, RESPONSES, serving
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, MODEL, RESPONSES, client_of, serving
 
 JSON = {"content-type": "application/json"}
 
@@ -22,7 +22,7 @@ def client(request: pytest.FixtureRequest, byte_target: str) -> Iterator[httpx.C
     parsers = {"tool_parser": request.param, "reasoning_parser": "auto"}
     with (
         serving(ServeConfig(target=byte_target, port=0, served_model_name=MODEL, **parsers)) as server,
-        httpx.Client(base_url=server.url, timeout=120) as connected,
+        client_of(server) as connected,
     ):
         yield connected
 

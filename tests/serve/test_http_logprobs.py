@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ from slipstream.serve.llm import Answer
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Output, Request, RequestStats, SamplingParams
 from slipstream.tests.serve.check_server import Case, faults_of
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, serving, write_target
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, client_of, serving, write_target
 from slipstream.tests.serve.test_detokenize import TEXTS, TOKENIZERS, byte_fallback, byte_level, push_in_chunks
 
 
@@ -99,7 +98,7 @@ def test_a_completion_keeps_the_space_that_its_tokenizer_drops_at_the_beginning_
     assert text.startswith(" "), "or this proves nothing"
     with (
         serving(ServeConfig(target=str(target), port=0)) as server,
-        httpx.Client(base_url=server.url, timeout=120) as client,
+        client_of(server) as client,
     ):
         body = {"prompt": "the the", "max_tokens": count, "logprobs": 0}
         for stream in (False, True):

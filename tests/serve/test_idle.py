@@ -8,7 +8,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import httpx
 import pytest
 
 from slipstream.serve.engine import idle, process
@@ -30,7 +29,7 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.serve.fake_engine import FakeEngine
-from slipstream.tests.serve.fake_server import COMPLETIONS, serving, wait_until
+from slipstream.tests.serve.fake_server import COMPLETIONS, client_of, serving, wait_until
 from slipstream.tests.sources import HYBRID, TINY
 
 GRID = 64
@@ -386,7 +385,7 @@ def test_a_server_computes_answers_when_it_is_quiet() -> None:
     body: dict[str, Any] = {"max_tokens": MOST_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with (
         serving(config, process.build_engine) as server,
-        httpx.Client(base_url=server.url, timeout=120) as client,
+        client_of(server) as client,
     ):
 
         def ask(prompt: list[int]) -> tuple[list[int], int]:

@@ -102,9 +102,7 @@ def test_a_server_goes_on_from_what_an_earlier_one_has_learnt(tmp_path: Path) ->
     config = ServeConfig(**options, learn=LearnOptions(device="cpu", output=str(output)))
     config.check_inputs()
     assert config.go_on() is config
-    output.mkdir()
-    for file in DRAFT.iterdir():
-        (output / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(DRAFT, output)
     (output / "run.json").write_text(json.dumps({"learned_from": str(DRAFT)}))
     config.check_inputs()
     assert config.go_on().draft == str(output)
@@ -293,9 +291,7 @@ def test_a_killed_trainer_is_replaced_and_goes_on_from_what_passed(
 ) -> None:
     output = tmp_path / "learnt"
     engine, learner = make_learner(LearnOptions(device="cpu", output=str(output)))
-    output.mkdir()
-    for file in DRAFT.iterdir():
-        (output / file.name).write_bytes(file.read_bytes())  # as if it had passed
+    shutil.copytree(DRAFT, output)  # as if it had passed
     killed = learner.process.pid
     line = learner._line
     late = threading.Event()

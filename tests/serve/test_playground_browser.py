@@ -18,7 +18,7 @@ import pytest
 from slipstream.serve.engine.process import build_engine
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_server import CHAT, MODEL, gauge, serving, wait_until, write_target
+from slipstream.tests.serve.fake_server import CHAT, MODEL, client_of, gauge, serving, wait_until, write_target
 from slipstream.tests.sources import TINY
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -209,7 +209,7 @@ def test_a_conversation_goes_on_and_can_be_stopped(open_page: Open, server: Serv
     page.locator("#status", has_text="answering").wait_for(state="attached")
     page.get_by_role("button", name="Stop").click()
     page.locator(".summary", has_text="stopped").wait_for()
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+    with client_of(server) as client:
         wait_until(lambda: gauge(client, "open_requests") == 0, "the engine has ended the answer")
 
 
@@ -347,7 +347,7 @@ def test_errors_say_what_happened_and_what_to_do(open_page: Open, byte_target: s
             assert "text" in next(lines)
             ask(page, waits=False)
             alert.get_by_text("The server is full.").wait_for()
-        with httpx.Client(base_url=server.url, timeout=120) as client:
+        with client_of(server) as client:
             wait_until(lambda: gauge(client, "open_requests") == 0, "the other request has ended")
         page.get_by_role("button", name="Try again").click()
         page.locator("#status", has_text="Done").wait_for(state="attached")

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from slipstream.serve.engine.process import build_engine
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, RESPONSES, events, serving
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, RESPONSES, client_of, events, serving
 
 VICTIM = "sk-victim"
 ATTACKER = "sk-attacker"
@@ -61,15 +61,11 @@ def server(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def victim(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120, headers={"Authorization": f"Bearer {VICTIM}"}) as client:
-        yield client
-
-
-@pytest.fixture
-def attacker(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120, headers={"Authorization": f"Bearer {ATTACKER}"}) as client:
-        yield client
+def clients(server: Server) -> Iterator[tuple[httpx.Client, httpx.Client]]:
+    """The victim's and the attacker's."""
+    headers = [{"Authorization": f"Bearer {key}"} for key in (VICTIM, ATTACKER)]
+    with client_of(server, headers=headers[0]) as victim, client_of(server, headers=headers[1]) as attacker:
+        yield victim, attacker
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +138,10 @@ def told(responses: list[Any]) -> tuple[set[Any], int]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_answer_shows_another_clients_text(
-    way: str, victim: httpx.Client, attacker: httpx.Client, tokenizer: Any
+    way: str, clients: tuple[httpx.Client, httpx.Client], tokenizer: Any
 ) -> None:
     """Not even to one who knows the beginning and asks what comes next, at every place."""
+    victim, attacker = clients
     rng = random.Random(way)
     path, body_of = WAYS[way]
     num_withheld = 0
@@ -164,7 +161,8 @@ def test_no_answer_shows_another_clients_text(
     assert (num_withheld > 0) == (path != RESPONSES), "or the attack has no aim"
 
 
-def test_a_secret_is_not_read_token_by_token(victim: httpx.Client, attacker: httpx.Client, tokenizer: Any) -> None:
+def test_a_secret_is_not_read_token_by_token(clients: tuple[httpx.Client, httpx.Client], tokenizer: Any) -> None:
+    victim, attacker = clients
     secret = secret_of(random.Random(5))
     answers(victim, CHAT, {"messages": [{"role": "user", "content": secret}], "max_tokens": 4, "temperature": 0})
     prefix = tokenizer(secret, add_special_tokens=False).input_ids[:5]

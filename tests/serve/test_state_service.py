@@ -3,7 +3,6 @@
 import multiprocessing
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -93,10 +92,7 @@ def test_a_client_closes_in_the_middle_of_answers(engine: StateEngine, caplog: p
             future.result(30)
     with pytest.raises(ValueError, match="the connection to endpoint was closed"):
         client.ask(request()).result(30)
-    deadline = time.monotonic() + 30
-    while client.links[0].connection is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert client.links[0].connection is None
+    wait_until(lambda: client.links[0].connection is None, "the end of the connection")
     assert not [record for record in caplog.records if record.name == "slipstream.models.states.client"]
 
 
@@ -256,9 +252,6 @@ def test_a_client_that_reads_nothing_holds_few_requests_and_others_are_served(en
             assert number < 150, "nobody holds it back"
     other = StateClient("endpoint", [engine.address], "second key", 30.0)
     other.ask(request()).result(30)
-    deadline = time.monotonic() + 5
-    while engine.num_passes < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
     assert engine.num_passes <= 2 * MOST_OPEN + 2
     other.close()
     connection.close()

@@ -33,6 +33,7 @@ from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.random_targets import SHAPE, MakeTarget, save_random_target
 from slipstream.tests.serve import correctness
 from slipstream.tests.serve.engine_runs import Answer, make_request, random_prompt, run, sized_requests, tokens_of
+from slipstream.tests.serve.fake_server import wait_until
 from slipstream.tests.serve.played_graphs import equal_costs, gpu_plan, play_all
 from slipstream.tests.serve.replayed_steps import digest, record_steps
 from slipstream.tests.serve.test_draft_swaps import save_changed
@@ -343,7 +344,7 @@ def test_an_error_of_a_rank_names_it(target: Path, tmp_path: Path, monkeypatch: 
     with pytest.raises(RankError, match=r"rank 1 \(cpu\) failed: AttributeError: .*no_such_order"):
         step_all(engine)
     team.members[0].process.wait(5)
-    wait_for(reports)
+    wait_until(lambda: bool(reports), "a report")
     assert len(reports) == 1
     engine.close()
 
@@ -377,7 +378,7 @@ def test_a_lost_rank_ends_all(
     if busy:
         with pytest.raises(RankError, match=rf"rank 1 \(.*\) {sentence}"):
             step_all(engine)
-    wait_for(reports)
+    wait_until(lambda: bool(reports), "a report")
     assert [sentence in report for report in reports] == [True]
     assert process.wait(5) == -signal.SIGKILL
     engine.close()
@@ -413,13 +414,6 @@ def test_ranks_that_draw_other_tokens_end(target: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1 \(cpu\) has drawn other tokens than rank 0 in step"):
         step_all(engine, pause=0.01)
     engine.close()
-
-
-def wait_for(reports: list[str]) -> None:
-    """They come from another thread."""
-    deadline = time.monotonic() + 30
-    while not reports and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def step_all(engine: Engine, pause: float = 0.0) -> None:

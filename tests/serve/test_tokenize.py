@@ -10,7 +10,7 @@ import pytest
 from slipstream.serve.chat.forms import TOOL_FORMS
 from slipstream.serve.http.frontend import TargetText
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_server import CHAT, HELLO, SPECIAL, serving
+from slipstream.tests.serve.fake_server import CHAT, HELLO, SPECIAL, client_of, serving
 
 
 def test_tokenizer_info_tells_what_clients_need_to_render_prompts(client: httpx.Client) -> None:
@@ -31,7 +31,7 @@ def test_a_chat_template_of_a_file_is_served(byte_target: str, tmp_path: Path) -
         '{% for m in messages %}[{{ m.content }}]{% endfor %}{% if tools %}<tool_call>{"arguments"}{% endif %}'
     )
     config = ServeConfig(target=byte_target, port=0, chat_template=str(file))
-    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with serving(config) as server, client_of(server) as client:
         tokens = client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
         assert client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "[hello]"
         answer = client.post(CHAT, json={"messages": HELLO, "max_tokens": 9}).json()

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import httpx
 import psutil
 import pytest
 
@@ -25,7 +24,7 @@ from slipstream.serve.http.listener import bind
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar
 from slipstream.tests.serve.fake_engine import FakeEngine
-from slipstream.tests.serve.fake_server import COMPLETIONS, serving
+from slipstream.tests.serve.fake_server import COMPLETIONS, client_of, serving
 from slipstream.tests.sources import TINY
 
 LIMIT = 20.0
@@ -310,7 +309,7 @@ def test_without_a_process_nothing_is_tried() -> None:
 def test_clients_learn_what_is_wrong_with_a_grammar_before_a_stream_begins(byte_target: str) -> None:
     with (
         serving(ServeConfig(target=byte_target, port=0)) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        client_of(server) as client,
     ):
         schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"contains": {}}}}
         unknown = {"type": "structural_tag", "format": {"type": "x"}}
