@@ -25,7 +25,6 @@ from slipstream.tests.train.runs import PROMPTS
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import Batch, collate
 from slipstream.train.blocks import find_blocks
-from slipstream.train.options import EvaluationOptions
 from slipstream.train.training import DraftTraining
 
 CPU = torch.device("cpu")
@@ -216,7 +215,8 @@ def save_random_chain(drafter: str, target: Path, draft: Path) -> None:
 def check_accept_length(drafter: str, target: Path, draft: Path, temperature: float) -> None:
     """Evaluation counts exactly what the server accepts; above temperature 0 with the requests' own noise."""
     training, rounds, emitted, batch = serve_and_load(drafter, target, draft, temperature, PROMPTS)
-    training.configure(EvaluationOptions(temperature=temperature))
+    training.temperature = temperature
+    training.reads_final_state |= temperature > 0
     training.text_noise = noise_of_requests(training)
     _, metrics = training(batch)
     assert metrics["accept_length"].tolist() == [emitted, rounds]
@@ -236,7 +236,8 @@ def test_noise_that_is_drawn_for_texts_is_worth_as_much(target_path: Path, tmp_p
     prompts = [[3 + i % 100, 9 + i % 7, 40 + i % 50] for i in range(300)]
     drafter = "dflash" if heads in HEADS else heads
     training, rounds, emitted, batch = serve_and_load(drafter, target_path, tmp_path / "draft", 1.0, prompts)
-    training.configure(EvaluationOptions(temperature=1.0))
+    training.temperature = 1.0
+    training.reads_final_state = True
     _, metrics = training(batch)
     total, count = metrics["accept_length"].tolist()
     assert total == emitted
