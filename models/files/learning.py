@@ -62,7 +62,8 @@ class StateQuestion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateAnswer:
-    """`states`: (L, K, H) of all tokens of the texts, or of none if the engine had no memory to compute them."""
+    """`states`: (L, K, H) of all tokens of the texts, or of none if the engine had no memory for them, or an id is none
+    of the target's."""
 
     states: Tensor
 

@@ -199,15 +199,21 @@ class Learner:
 
     def answer(self, question: StateQuestion, line: Line) -> None:
         """Computes states that the trainer at the end of `line` wants, between two steps."""
-        tokens = torch.tensor([[*chain(*question.texts)]], dtype=torch.int32)
+        tokens = torch.tensor([[*chain(*question.texts)]])
         positions = torch.tensor([[*chain(*(range(len(text)) for text in question.texts))]], dtype=torch.int32)
-        try:
-            states, _ = self._passes.compute(PackedText(tokens, positions, tuple(self._job.layers)))
-            copy = on_host(states)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            copy = torch.empty(0, len(self._job.layers), 1)
+        copy = torch.empty(0, len(self._job.layers), 1)
+        vocab_size = self._passes.target.config.vocab_size
+        if 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+            try:
+                states, _ = self._passes.compute(PackedText(tokens.int(), positions, tuple(self._job.layers)))
+                copy = on_host(states)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+        else:  # it would end the engine
+            logger.warning(
+                "learn.data has token ids outside of the target's vocabulary of %d; prepare it again", vocab_size
+            )
         self._unsent.put(Unsent(StateAnswer(copy), line, end_of_copy(copy)))
 
     def judge(self, outcome: Outcome) -> None:

@@ -201,11 +201,14 @@ def test_nothing_of_a_tenant_that_opted_out_is_in_the_trainers_memory(
 def test_states_that_a_trainer_asks_for_are_the_targets(
     make_learner: Callable[[LearnOptions], tuple[Engine, Learner]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without memory for them there are none, and the next ones come."""
+    """Without memory for them, or of ids that are no tokens, there are none, and the next ones come."""
     engine, learner = make_learner(LearnOptions(device="cpu"))
     layers = engine.config.keep_states
     target = load_frozen_target(TINY, layers, torch.device("cpu"))
     ends = [Line(end) for end in socket.socketpair()]
+    for unknown in (-1, engine.info.vocab_size, 1 << 40):
+        learner.answer(StateQuestion([[3, unknown, 4]]), ends[0])
+        assert len(ends[1].receive().states) == 0
     compute = StatePasses.compute
     for lengths, has_memory in (((2,), True), ((9,), False), ((40, 7), True)):
         documents = [list(range(3, 3 + length)) for length in lengths]
