@@ -40,20 +40,24 @@ class GraphKeys:
         most_rows = -(-(prompt_tokens + max_running) // 32) * 32 if prompt_tokens else 0
         num_chunks = min(MOST_CHUNKS, max_running) if most_rows else 0
         most_heads = node_rows + num_chunks
-        sizes = [(rows, rows, False) for rows in buckets(node_rows)]
-        sizes += [(rows, heads, True) for rows in prompt_sizes(most_rows) for heads in head_sizes(rows, most_heads)]
+        sizes = [(rows, False, rows) for rows in buckets(node_rows)]
+        sizes += [(rows, True, heads) for rows in prompt_sizes(most_rows) for heads in head_sizes(rows, most_heads)]
         drafting = sorted(width for width in widths if width > 1)
         pairs = [(requests, width) for requests in draft_sizes(max_running) for width in drafting]
         return cls(
-            tuple(StepKey(*size, mode) for size in sorted(sizes, reverse=True) for mode in reversed(MODES)),
+            tuple(
+                StepKey(rows, heads, has_prompts, mode)
+                for rows, has_prompts, heads in sorted(sizes, reverse=True)
+                for mode in reversed(MODES)
+            ),
             tuple(DraftKey(*pair, mode) for pair in reversed(pairs) for mode in reversed(MODES)),
             num_chunks,
         )
 
     @property
     def num_graphs(self) -> int:
-        """CUDA graphs of these passes: a target's pass that may be sampled under masks is two."""
-        return sum(1 + (key.mode == "all") for key in self.steps) + len(self.drafts)
+        """CUDA graphs of these passes: those of a target share the first of their two with others of as many rows."""
+        return len({(key.rows, key.has_prompts) for key in self.steps}) + len(self.steps) + len(self.drafts)
 
 
 class GraphTable:

@@ -1,10 +1,11 @@
 """Passes captured as CUDA graphs at start-up; a replay waits for nothing, and nothing is captured while serving.
 
 A target pass is captured for (rows, rows with logits, sampling mode), a draft's for (requests, width, mode): every
-number of nodes and prompt tokens that fits replays the same graph. A target pass that may be sampled under masks is two
-graphs, since the host may find masks while the first one runs. All graphs share one memory pool. Target passes write
-the tokens that they emit to the host's memory, since a copy after a graph would take 9 us, and take turns there, since
-two may be in flight. Their log-probabilities must be copied away before the next replay, in stream order.
+number of nodes and prompt tokens that fits replays the same graph. A target pass is two graphs: passes of as many rows
+share the first, up to where they sample, and the host may find masks while that runs. All graphs share one memory pool.
+Target passes write the tokens that they emit to the host's memory, since a copy after a graph would take 9 us, and take
+turns there, since two may be in flight. Their log-probabilities must be copied away before the next replay, in stream
+order.
 """
 
 import gc
@@ -14,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -41,9 +43,6 @@ logger = logging.getLogger(__name__)
 TIMED_PASSES = 2  # passes of each key at start-up: the faster one counts
 Key = TypeVar("Key", bound=tuple[Any, ...])
 Part = Callable[[Any], Any]  # part of a pass: gets the value of the part before it
-ALL_PARTS = slice(None)
-FIRST_PART = slice(1)
-OTHER_PARTS = slice(1, None)
 REMEDY = "lower max_running, prefill_graph_tokens or mem_fraction"
 
 
@@ -71,58 +70,51 @@ class Capturer:
         # A thread of NCCL asks for events at any time, which a "global" capture would not survive.
         self._error_mode = "global" if target.ranks is None else "thread_local"
 
-    def capture_all(self, kind: str, sizes: str, keys: Sequence[Any], capture: Callable[[Any], bool]) -> None:
-        """Calls `capture`, which says whether memory sufficed, with each key. Logs what it took; `sizes` names them."""
+    def capture_all(
+        self, kind: str, sizes: str, groups: Sequence[Sequence[Any]], capture: Callable[[Sequence[Any]], int]
+    ) -> None:
+        """Calls `capture`, which says how many passes memory held, with the keys of each group. Logs what it took;
+        `sizes` names the keys."""
         gc.collect()
         torch.cuda.empty_cache()
         start = time.monotonic()
         before = torch.cuda.mem_get_info()[0]
-        bar = tqdm(keys, desc=f"capturing {kind}", unit="graph", leave=False)
-        count = sum(map(capture, bar))
+        count = 0
+        with tqdm(desc=f"capturing {kind}", total=sum(map(len, groups)), unit="pass", leave=False) as bar:
+            for keys in groups:
+                count += capture(keys)
+                bar.update(len(keys))
         torch.cuda.empty_cache()  # of the warm-ups
         seconds = time.monotonic() - start
         num_bytes = before - torch.cuda.mem_get_info()[0]
         message = "captured %d %s (%s; with and without filters) in %.1f s, %.2f GB"
         logger.info(message, count, kind, sizes, seconds, num_bytes / 1e9)
 
-    def capture(self, parts: Sequence[Part], description: str, remedy: str) -> list[torch.cuda.CUDAGraph]:
-        """A graph of each part of a pass, to be replayed one after the other. Empty, and once a warning with the pass's
-        `description` and the `remedy`, where memory does not hold them.
+    def capture(self, part: Part, value: Any, description: str, remedy: str) -> tuple[torch.cuda.CUDAGraph, Any] | None:
+        """Returns a graph of a part of a pass, given the `value` of the part before, and its own value. That must be
+        held until the last part is captured: nothing else may get its memory. None, and once a warning with the pass's
+        `description` and the `remedy`, where memory does not hold the graph.
 
         Raises ValueError in the same words where it does not even hold the pass.
         """
-        graphs = list[torch.cuda.CUDAGraph]()
-        value = None
-        for part in parts:
-            for graph in graphs[-1:]:
-                graph.replay()  # so that `value` holds something
-            try:
-                self._warm_up(partial(part, value))
-            except torch.cuda.OutOfMemoryError as error:
-                raise ValueError(f"{description} does not fit into memory; {remedy}") from error
-            captured = self._capture_part(partial(part, value))
-            if captured is None:
-                if self._target.ranks is not None:  # the others have captured it, and would wait
-                    raise ValueError(f"the CUDA graph of {description} does not fit into memory; {remedy}")
-                if not self._has_warned:
-                    message = "no memory is left for the CUDA graph of %s: it runs kernel by kernel, as may others; %s"
-                    logger.warning(message, description, remedy)
-                self._has_warned = True
-                return []
-            graph, value = captured
-            graphs.append(graph)
-        return graphs
-
-    def _capture_part(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | None:
-        """Returns a graph of `run` and what that returns, to be held until the last part is captured: nothing else may
-        get its memory. None if memory does not hold it."""
+        run = partial(part, value)
+        try:
+            self._warm_up(run)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(f"{description} does not fit into memory; {remedy}") from error
         for _ in range(2):
             graph = torch.cuda.CUDAGraph()
             with suppress(torch.cuda.OutOfMemoryError), _no_collection():
                 with self._capturing(graph):
-                    value = run()
-                return graph, value
+                    captured = run()
+                return graph, captured
             self._is_memory_short = True
+        if self._target.ranks is not None:  # the others have captured it, and would wait
+            raise ValueError(f"the CUDA graph of {description} does not fit into memory; {remedy}")
+        if not self._has_warned:
+            message = "no memory is left for the CUDA graph of %s: it runs kernel by kernel, as may others; %s"
+            logger.warning(message, description, remedy)
+        self._has_warned = True
         return None
 
     @contextmanager
@@ -168,7 +160,11 @@ class Graphs(ABC, Generic[Key]):
 
     @abstractmethod
     def parts_of(self, key: Key) -> Sequence[Part]:
-        """The pass on what the buffers hold, in parts that are captured apart."""
+        """The pass on what the buffers hold, in one part or two that are captured apart."""
+
+    def start_of(self, key: Key) -> tuple[Any, ...]:
+        """Passes whose starts are equal have the same first part, and follow one another."""
+        return key
 
     def pass_of(self, key: Key) -> None:
         value = None
@@ -184,17 +180,31 @@ class Graphs(ABC, Generic[Key]):
         """The pass by its sizes, for messages."""
 
     def _capture_all(self, kind: str, sizes: str) -> None:
-        self.capturer.capture_all(kind, sizes, self.keys, self._capture)
+        groups = [list(keys) for _, keys in groupby(self.keys, self.start_of)]
+        self.capturer.capture_all(kind, sizes, groups, self._capture)
 
-    def _capture(self, key: Key) -> bool:
+    def _capture(self, keys: Sequence[Key]) -> int:
+        """Captures passes that start alike. Returns how many memory held."""
         self.hold_padding()
-        graphs = self.capturer.capture(self.parts_of(key), self.describe(key), REMEDY)
-        if graphs:
-            self._graphs[key] = graphs
-        return bool(graphs)
+        first, *others = self.parts_of(keys[0])
+        start = self.capturer.capture(first, None, self.describe(keys[0]), REMEDY)
+        if start is None:
+            return 0
+        graph, value = start
+        if not others:
+            self._graphs[keys[0]] = [graph]
+            return 1
+        graph.replay()  # so that `value` holds something
+        count = 0
+        for key in keys:
+            end = self.capturer.capture(self.parts_of(key)[1], value, self.describe(key), REMEDY)
+            if end is not None:
+                self._graphs[key] = [graph, end[0]]
+                count += 1
+        return count
 
-    def _replay(self, key: Key, parts: slice = ALL_PARTS) -> None:
-        for graph in self._graphs[key][parts]:
+    def _replay(self, key: Key) -> None:
+        for graph in self._graphs[key]:
             graph.replay()
 
     def _time(self, key: Key) -> float:
@@ -274,7 +284,7 @@ class StepGraphs(Graphs[StepKey]):
         self._graphs = {key: graphs for key, graphs in self._graphs.items() if key.rows not in sizes}
 
     def launch(self, plan: StepPlan) -> int:
-        """Launches the plan's target pass, in mode "all" up to where it samples. Returns the pass's number."""
+        """Launches the plan's target pass up to where it samples. Returns the pass's number."""
         assert plan.graph is not None
         self.step_passes.state.send(plan.slots, plan.nodes, plan.drafting)
         if plan.chunks:
@@ -282,20 +292,19 @@ class StepGraphs(Graphs[StepKey]):
         if self._num_launched is None:
             self._num_launched = int(self.passes)  # sync
         self._num_launched += 1
-        self._replay(plan.graph, FIRST_PART)
+        self._graphs[plan.graph][0].replay()
         return self._num_launched
 
     def finish(self, plan: StepPlan, number: int) -> tuple[Results, int]:
         """Launches the rest of a pass. Returns the results, and the index of the first chunk's."""
         assert plan.graph is not None
-        self._replay(plan.graph, OTHER_PARTS)
+        self._graphs[plan.graph][1].replay()
         first = min(plan.graph.rows, self.max_running)
         count = first + len(plan.chunks) if plan.chunks else len(plan.slots)
         tokens = self.results.tokens[number % len(self.results.tokens)]
         return Results(tokens[:count], self.results.logprobs if plan.logprobs is not None else None), first
 
     def parts_of(self, key: StepKey) -> Sequence[Part]:
-        """Returns one part or, in mode "all", two: masks need not be there before the second."""
         rows, heads, has_prompts, mode = key
         chunks = split_chunks(self.packed, self.num_chunks, self.most_prompt_rows)
         if not has_prompts:
@@ -306,9 +315,10 @@ class StepGraphs(Graphs[StepKey]):
         buffers = self.results if mode == "all" else self.results._replace(logprobs=None)
         results = Results._make(buffer if buffer is None else buffer[:, :num_segments] for buffer in buffers)
         target_pass = CapturedPass(inputs, mode, results, rows, heads)
-        if mode != "all":
-            return [lambda _: self.step_passes.step(target_pass)]
         return [lambda _: self.step_passes.forward(target_pass), partial(self.step_passes.verify, target_pass)]
+
+    def start_of(self, key: StepKey) -> tuple[int, bool]:
+        return key.rows, key.has_prompts
 
     def hold_padding(self) -> None:
         self.step_passes.state.send((), 0)

@@ -6,11 +6,8 @@ run.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
-
-import torch
 
 from slipstream.models.files.cost_tables import CostTables
 from slipstream.serve.engine import engine_plan
@@ -44,17 +41,20 @@ class Player(Capturer):
     def __init__(self) -> None:
         pass
 
-    def capture_all(self, kind: str, sizes: str, keys: Sequence[Any], capture: Callable[[Any], bool]) -> None:
-        for key in keys:
-            assert capture(key)
+    def capture_all(
+        self, kind: str, sizes: str, groups: Sequence[Sequence[Any]], capture: Callable[[Sequence[Any]], int]
+    ) -> None:
+        for keys in groups:
+            assert capture(keys) == len(keys)
 
-    def capture(self, parts: Sequence[Part], description: str, remedy: str) -> list[torch.cuda.CUDAGraph]:
-        value: list[Any] = [None]
+    def capture(self, part: Part, value: Any, description: str, remedy: str) -> Any:
+        """A part's value is a list that holds what its last replay returned."""
+        played: list[Any] = []
 
-        def play(part: Part) -> None:
-            value[0] = part(value[0])
+        def play() -> None:
+            played[:] = [part(value[0] if value else None)]
 
-        return [Played(partial(play, part)) for part in parts]  # type: ignore[misc]
+        return Played(play), played
 
 
 class EqualTimes(StepCosts):
