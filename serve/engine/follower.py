@@ -12,9 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
 import torch
@@ -32,6 +31,7 @@ from slipstream.serve.engine.team import (
     MOST_BYTES,
     RankRunner,
     bytes_of_process,
+    device_of,
     digest_of,
     meet,
 )
@@ -49,14 +49,23 @@ class Follower:
     runner: RankRunner
     _states: StatePasses
 
-    def __init__(self, rank: int, channel: Pipe, join: Callable[[], Ranks]) -> None:
+    def __init__(self, rank: int, world: int, channel: Pipe) -> None:
         self.rank = rank
+        self.world = world
         self.channel = channel
-        self._join = join
+        self.device: torch.device | None = None
         self.last = (0, 0)  # number and digest of the last step that was read
         self._ranks: Ranks | None = None
         self._begun: InFlight | None = None  # a step that is launched up to where it samples
         self._launched: InFlight | None = None  # the last step
+
+    def begin(self, device: torch.device, file: str) -> None:
+        """Takes its device, where rank 0 has this one. `file`: where ranks meet."""
+        device = device_of(self.rank, device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.device = device
+        self._file = file
 
     def load(self, plan: EnginePlan) -> None:
         """Loads this rank's part, and answers how much room its device has."""
@@ -77,7 +86,8 @@ class Follower:
         """See Team."""
         if self._ranks is None:
             self.channel.send(None)
-            self._ranks = self._join()
+            assert self.device is not None
+            self._ranks = meet(self.device, self.rank, self.world, self._file)
         return self._ranks
 
     def make_runner(self, space: Space, capture: Capture) -> None:
@@ -125,11 +135,12 @@ class Follower:
         self.last = (0, 0)
 
 
-def beat(life: socket.socket, device: torch.device, follower: Follower) -> None:
+def beat(life: socket.socket, follower: Follower) -> None:
     """Sends signs of life. Exits at once when rank 0 is gone, even during a step or while loading."""
     while True:
+        memory = 0 if follower.device is None else bytes_of_process(follower.device)
         try:
-            life.send(BEAT.pack(bytes_of_process(device), *follower.last))
+            life.send(BEAT.pack(memory, *follower.last))
         except OSError:
             os._exit(1)
         time.sleep(BEAT_SECONDS)
@@ -149,14 +160,11 @@ def report(life: socket.socket, error: Exception) -> None:
 
 
 def main() -> None:
-    channel_end, life_end, rank, world, name, file = sys.argv[1:]
-    device = torch.device(name)
-    life = socket.socket(fileno=int(life_end))
-    channel = Pipe(socket.socket(fileno=int(channel_end)))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    follower = Follower(int(rank), channel, partial(meet, device, int(rank), int(world), file))
-    threading.Thread(target=beat, args=(life, device, follower), daemon=True).start()
+    channel_end, life_end, rank, world = map(int, sys.argv[1:])
+    life = socket.socket(fileno=life_end)
+    channel = Pipe(socket.socket(fileno=channel_end))
+    follower = Follower(rank, world, channel)
+    threading.Thread(target=beat, args=(life, follower), daemon=True).start()
     logs.configure("text")
     try:
         while True:

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slipstream.serve import logs
+from slipstream.serve.engine import members
 from slipstream.serve.engine.counts import DraftState, EngineCounts
 from slipstream.serve.options import TRIAL_ROUNDS, EngineConfig, ServeConfig
 from slipstream.serve.pipe import Pipe
@@ -111,12 +113,14 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
     """Target of the process. Ends with status 1 after a Failed message."""
     inbox: Inbox = SimpleQueue()
     pipe = Pipe(end)
+    options: Future[EngineConfig] = Future()
+    threading.Thread(target=receive_options, args=(pipe, options), daemon=True).start()
     if make_engine is build_engine:
         import xgrammar  # noqa: F401  for `load_grammars`
 
         import slipstream.serve.engine.build  # noqa: F401  which takes seconds, while the server reads its options
     try:
-        config = pipe.receive()
+        config = options.result()
     except EOFError:
         return  # the options were wrong
     threading.Thread(target=listen, args=(pipe, inbox), daemon=True).start()
@@ -139,6 +143,16 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
         engine.close()
     except (OSError, ValueError, MemoryError) as error:  # ValueError: another process is writing the file
         logger.error("the n-grams of this run could not be saved: %s", one_line(error))
+
+
+def receive_options(pipe: Pipe, options: "Future[EngineConfig]") -> None:
+    """Receives the options, and starts other ranks while this process imports its modules."""
+    try:
+        config = pipe.receive()
+        members.prepare(config.tp)
+        options.set_result(config)
+    except BaseException as error:
+        options.set_exception(error)
 
 
 def learns(config: EngineConfig) -> bool:

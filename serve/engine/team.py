@@ -9,10 +9,8 @@ import logging
 import os
 import pickle
 import selectors
-import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 import timeit
@@ -20,7 +18,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +32,12 @@ from slipstream.models.layers.linear import Head, Linear
 from slipstream.models.targets.decoder import Target
 from slipstream.serve import processes
 from slipstream.serve.drafters.base import DraftWeights
+from slipstream.serve.engine import members
+from slipstream.serve.engine.members import Member
 from slipstream.serve.engine.plan import StepOutput, StepPlan
-from slipstream.serve.pipe import Pipe
 from slipstream.serve.runner.cuda_graphs import REMEDY
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
-MODULE = "slipstream.serve.engine.follower"
 BEAT_SECONDS = 0.25  # between two signs of life of a rank
 SILENCE_SECONDS = 4.0  # without a sign of life, after which a rank that serves counts as lost
 BUILD_SILENCE_SECONDS = 60.0  # likewise while it builds: compilers hold Python's lock
@@ -56,18 +53,6 @@ class RankError(ChildProcessError):
     """A rank was lost, and with it the engine."""
 
 
-@dataclass(slots=True, eq=False)
-class Member:
-    """A rank above 0, as rank 0 sees it."""
-
-    name: str  # rank and device, for messages
-    process: subprocess.Popen[bytes]
-    channel: Pipe
-    life: socket.socket  # brings signs of life (BEAT), or a last sentence
-    heard: float = field(default_factory=time.monotonic)
-    memory: int = 0
-
-
 class Team:
     """The ranks of an engine. `is_kept`: they outlive an engine, and serve the next one.
 
@@ -76,7 +61,7 @@ class Team:
     is_kept = False
 
     def __init__(self, world: int, device: torch.device) -> None:
-        """Starts the processes, which import their modules while the caller goes on; `meet` waits for them."""
+        """The processes import their modules while the caller goes on; `meet` waits for them."""
         self.failure = ""  # why there are no ranks any more
         self.ranks: Ranks | None = None  # once they have met
         self.sum_seconds: list[float] = []  # by rank: of the sums in a pass of one row
@@ -91,8 +76,13 @@ class Team:
         self._file = str(Path(self._folder.name) / "ranks")
         if device.type == "cuda":
             torch.cuda.set_device(0)
-        self.members = [start_member(rank, world, device, self._file) for rank in range(1, world)]
+        self.members = members.take(world)
+        for rank, member in enumerate(self.members, start=1):
+            member.name = f"rank {rank} ({device_of(rank, device)})"
+            member.heard = time.monotonic()
         threading.Thread(target=self._watch, name="slipstream-ranks", daemon=True).start()
+        with self.guard():
+            self.order("begin", device, self._file)
 
     def meet(self) -> Ranks:
         """Waits until all ranks have loaded their parts, and joins them."""
@@ -342,26 +332,17 @@ class LeadingRunner(RankRunner):
         self.team.note(plan, output)
 
 
+def device_of(rank: int, device: torch.device) -> torch.device:
+    """The device of a rank, where rank 0 has this one."""
+    return device if device.type == "cpu" else torch.device(device.type, rank)
+
+
 def meet(device: torch.device, rank: int, world: int, file: str) -> Ranks:
     """Joins the ranks, and returns once all have exchanged something. Until then they read `file`; NCCL's threads, if
     it is needed, read it later, too."""
     ranks = join_ranks(device, rank, world, file)
     ranks.collect(torch.zeros(1, device=device)).tolist()  # sync
     return ranks
-
-
-def start_member(rank: int, world: int, device: torch.device, file: str) -> Member:
-    """Starts a rank's process, which meets the others in `file`."""
-    channel, peer = socket.socketpair()
-    life, peer_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with peer, peer_life:
-        ends = (peer.fileno(), peer_life.fileno())
-        name = device.type if device.type == "cpu" else f"{device.type}:{rank}"
-        argv = [sys.executable, "-P", "-m", MODULE, *map(str, ends), str(rank), str(world), name, file]
-        with processes.blocked_signals():
-            environment = processes.child_environment()
-            process = subprocess.Popen(argv, pass_fds=ends, stdin=subprocess.DEVNULL, env=environment)
-    return Member(f"rank {rank} ({name})", process, Pipe(channel), life)
 
 
 def digest_of(output: StepOutput) -> int:

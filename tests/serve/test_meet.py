@@ -15,6 +15,7 @@ import torch
 
 from slipstream.kernels.collectives.join import join_ranks
 from slipstream.kernels.collectives.ranks import Ranks
+from slipstream.serve.engine import members
 from slipstream.serve.engine import team as teams
 from slipstream.serve.engine.build import build
 from slipstream.serve.engine.engine_plan import read_plan
@@ -96,12 +97,12 @@ def test_a_rank_is_not_missed_while_rank_0_was_stopped(monkeypatch: pytest.Monke
     process: Any = SimpleNamespace(kill=lambda: None, poll=lambda: None, wait=lambda _: None)
     ends = socket.socketpair()
     member = teams.Member("rank 1", process, Pipe(ends[0]), ends[1], heard=0.0)
-    monkeypatch.setattr(teams, "start_member", lambda *_: member)
+    monkeypatch.setattr(members, "take", lambda _: [member])
     monkeypatch.setattr(teams, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(teams, "selectors", SimpleNamespace(DefaultSelector=Selector, EVENT_READ=1))
     monkeypatch.setattr(teams, "BUILD_SILENCE_SECONDS", 4.0)
     team = teams.Team(2, CPU)
     assert team._failed.wait(30)
-    assert team.failure == "rank 1 has not answered for 4 s"
+    assert team.failure == "rank 1 (cpu) has not answered for 4 s"
     assert 9 < now < 11
     team.close()
