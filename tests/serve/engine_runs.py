@@ -31,6 +31,7 @@ from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.cache_invariants import check_scheduler
 
 VOCAB = 120  # of the tiny targets
+MOST_REQUESTS = 200  # of traffic that goes on until something rare was seen
 Tokens = dict[str, list[int]]  # of answers, by request id
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a proposal
 Oracle = Callable[[list[int], Request], Nodes]  # of a text
@@ -325,13 +326,18 @@ def serve_traffic(
     most_open: int,
     check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Keeps up to `most_open` requests open, drawn from `kinds`, as long as `more` of their number; aborts some. Each
-    must get the beginning of what is expected, and all of it if it was not aborted. Calls `check` after every step."""
+    """Keeps up to `most_open` requests open, drawn from `kinds`, as long as `more` of their number, and until one was
+    preempted; aborts some. Each must get the beginning of what is expected, and all of it if it was not aborted. Calls
+    `check` after every step."""
     open_kinds = dict[str, str]()
     answers = dict[str, Answer]()
     number = 0
-    while more(number) or engine.has_work:
-        while len(open_kinds) < most_open and more(number):
+
+    def goes_on() -> bool:
+        return more(number) or (number < MOST_REQUESTS and not engine.scheduler.num_preemptions)
+
+    while goes_on() or engine.has_work:
+        while len(open_kinds) < most_open and goes_on():
             kind = rng.choice(sorted(kinds))
             number = number + 1
             engine.add(Request(id=f"r{number}", prompt=kinds[kind].prompt, params=kinds[kind].params))

@@ -23,6 +23,7 @@ from slipstream.serve.request import Request
 from slipstream.serve.runner import recurrence
 from slipstream.tests.pairwise import gate_of
 from slipstream.tests.serve.engine_runs import (
+    MOST_REQUESTS,
     make_request,
     random_prompt,
     run,
@@ -31,6 +32,7 @@ from slipstream.tests.serve.engine_runs import (
     watch_outputs,
 )
 from slipstream.tests.serve.test_layer_kinds import DRAFTERS, GRIDS, SPECS, build_drafted, narrow, requests_of
+from slipstream.tests.serve.test_lossless import preempt_some
 from slipstream.tests.spec_targets import NaiveAttention, Reference, save_spec, save_spec_draft
 
 HYBRIDS = ("delta nets", "recurrent")
@@ -153,7 +155,16 @@ def check_traffic(
     situations = Situations()
     watch_outputs(engine, situations.look)
     rng = random.Random(3)
-    serve_traffic(engine, kinds, expected, rng, lambda number: number < num_requests, 7, lambda: oracle.check(engine))
+
+    def more(number: int) -> bool:
+        is_rare = drafter == "ngram" and not situations.after_drafts
+        return number < num_requests or (is_rare and number < MOST_REQUESTS)
+
+    def check() -> None:
+        oracle.check(engine)
+        preempt_some(engine, rng)
+
+    serve_traffic(engine, kinds, expected, rng, more, 7, check)
     return situations
 
 

@@ -164,7 +164,7 @@ def test_captured_steps_equal_those_launched_as_they_are(
     engine.planner.policy = AnyPolicy(engine.planner, rng)
     recorded = record(engine)
     counts = watch(engine)
-    serve_traffic(engine, kinds, expected, rng, lambda number: number < 12, 8, lambda: preempt_some(engine, rng))
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < 20, 8, lambda: preempt_some(engine, rng))
     check_replay(recorded, engine, build_eager(config))
     assert sum(replays_of(engine).values()) == len(recorded), "every step was a captured one"
     assert any(plan.read_starts for plan, _ in recorded) == (engine.planner.windows is not None)
@@ -250,7 +250,7 @@ def test_mixed_traffic_with_aborts_and_preemption(
     assert {mode for *_, mode in replayed} == {"plain", "all"}
     assert set(replayed) < remaining
     assert engine.runner.graphs.steps == captured, "nothing is captured while serving"
-    assert {1, 2} <= {len(plan.chunks) for plan in plans}
+    assert {min(len(plan.chunks), 2) for plan in plans} == {0, 1, 2}
     assert any(plan.slots and plan.chunks for plan in plans)
     if drafter != "none":
         assert len({plan.nodes / len(plan.slots) for plan in plans if plan.slots}) > 2
