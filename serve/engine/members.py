@@ -37,10 +37,7 @@ def take(world: int) -> list[Member]:
     """Returns the prepared ranks above 0, or starts them."""
     if not _prepared:
         prepare(world)
-    taken = _prepared.copy()
-    _prepared.clear()
-    assert len(taken) == world - 1
-    return taken
+    return [_prepared.pop(0) for _ in range(1, world)]
 
 
 def _start(rank: int, world: int) -> Member:

@@ -22,6 +22,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from slipstream import runtime
 from slipstream.serve import logs
 from slipstream.serve.engine import members
 from slipstream.serve.engine.counts import DraftState, EngineCounts
@@ -128,7 +129,8 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
     if learner is not None:
         attach(learner, engine, inbox)
     try:
-        serve_requests(engine, inbox, pipe)
+        with runtime.frozen_heap():
+            serve_requests(engine, inbox, pipe)
     except ConnectionError:
         pass  # the HTTP process closed the pipe; drop this step's outputs
     except ChildProcessError as error:  # another rank was lost

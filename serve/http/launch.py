@@ -1,7 +1,6 @@
 """Starts and stops the two processes of a server: this one (HTTP, tokenizer) and the engine's."""
 
 import asyncio
-import gc
 import logging
 import math
 import signal
@@ -13,6 +12,7 @@ from types import FrameType
 
 import uvicorn
 
+from slipstream import runtime
 from slipstream.serve.grammar.trials import Trials
 from slipstream.serve.http.app import Api, create_app
 from slipstream.serve.http.connections import (
@@ -138,13 +138,9 @@ async def serve(config: ServeConfig, listener: socket.socket, engine: EngineClie
     """Runs until a signal or the engine's end. Returns the exit status: 1 if the engine ended by itself."""
     raise_file_limit()
     async with prepare(config, listener, engine) as server:
-        gc.collect()
-        server.api.trials.start()
-        gc.freeze()  # or collections would traverse all modules' objects and stop every stream for tenths of a second
-        try:
+        with runtime.frozen_heap():
+            server.api.trials.start()
             await server.serve([server.listener])
-        finally:
-            gc.unfreeze()  # or libraries report leaks at exit
     return server.status
 
 
