@@ -186,12 +186,12 @@ class Graphs(ABC, Generic[Key]):
     def _capture(self, keys: Sequence[Key]) -> int:
         """Captures passes that start alike. Returns how many memory held."""
         self.hold_padding()
-        first, *others = self.parts_of(keys[0])
-        start = self.capturer.capture(first, None, self.describe(keys[0]), REMEDY)
+        parts = self.parts_of(keys[0])
+        start = self.capturer.capture(parts[0], None, self.describe(keys[0]), REMEDY)
         if start is None:
             return 0
         graph, value = start
-        if not others:
+        if len(parts) == 1:
             self._graphs[keys[0]] = [graph]
             return 1
         graph.replay()  # so that `value` holds something

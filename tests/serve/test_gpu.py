@@ -271,9 +271,8 @@ def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(
             return part(value)
 
         def starving_parts(graphs: Any, key: tuple[Any, ...]) -> list[Callable[[Any], Any]]:
-            first, *others = parts_of(graphs, key)
-            kinds = {kind_of(*key)}
-            return [partial(starving, first, kinds), *(partial(starving, part, {*kinds, key[-1]}) for part in others)]
+            kinds = [{kind_of(*key)}, {kind_of(*key), key[-1]}]
+            return [partial(starving, *pair) for pair in zip(parts_of(graphs, key), kinds, strict=False)]
 
         monkeypatch.setattr(owner, "parts_of", starving_parts)
 
