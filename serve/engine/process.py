@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from slipstream.serve.engine.learning import Learner
 
 METRICS_SECONDS = 0.1  # a busy engine sends its gauges at most this often
+MOST_EARLY_RANKS = 8  # that start before it is known that there are so many devices
 QUIET_SECONDS = 0.05  # without a message or a request, after which the engine works for later ones
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,8 @@ def receive_options(pipe: Pipe, options: "Future[EngineConfig]") -> None:
     """Receives the options, and starts other ranks while this process imports its modules."""
     try:
         config = pipe.receive()
-        members.prepare(config.tp)
+        if config.tp <= min(MOST_EARLY_RANKS, runtime.usable_cores()):
+            members.prepare(config.tp)
         options.set_result(config)
     except BaseException as error:
         options.set_exception(error)

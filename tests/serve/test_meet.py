@@ -45,6 +45,16 @@ def test_all_have_joined_when_one_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
         assert list(pool.map(meet, range(WORLD))) == [{0, 1, 2}] * WORLD
 
 
+def test_ranks_that_have_started_are_taken() -> None:
+    before = {process.pid for process in psutil.Process().children()}
+    members.prepare(2)
+    started = {process.pid for process in psutil.Process().children()} - before
+    for is_prepared in (True, False):
+        team = teams.Team(2, CPU)
+        assert ({member.process.pid for member in team.members} == started) == is_prepared
+        team.close()
+
+
 def lose_a_rank(target: str, end: Connection) -> None:
     """Builds an engine in this process, whose other rank is killed when rank 0 begins to join."""
     team = teams.Team(2, CPU)
