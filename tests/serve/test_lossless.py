@@ -31,6 +31,7 @@ from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, MakeTarget, load_model
 from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.serve.engine_runs import (
+    MOST_REQUESTS,
     SAMPLINGS,
     Answer,
     Tokens,
@@ -521,7 +522,12 @@ def traffic_counts(
     engine.scheduler.max_chunks = rng.choice((2, None))
     engine.planner.policy = AnyPolicy(engine.planner, rng)
     counts = watch(engine)
-    serve_traffic(engine, kinds, expected, rng, lambda number: number < 24, 8, lambda: preempt_some(engine, rng))
+
+    def more(number: int) -> bool:
+        is_rare = drafter != "none" and counts["ragged"] <= 3
+        return number < 24 or (is_rare and number < MOST_REQUESTS)
+
+    serve_traffic(engine, kinds, expected, rng, more, 8, lambda: preempt_some(engine, rng))
     return counts
 
 
