@@ -25,7 +25,7 @@ from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.quantized import quantize_by_config
 from slipstream.models.targets.config import TargetSpec, default_aux_layers
 from slipstream.models.targets.decoder import Target, load_config
-from slipstream.serve.engine import build, team
+from slipstream.serve.engine import build, members
 
 SPREAD = 0.02  # standard deviation of the weights
 EMBEDDING_SPREAD = 50.0  # so much that layers hardly change it: attention would make a prompt's tokens alike
@@ -75,7 +75,7 @@ def random_pair(name: str, draft: str = "eagle3") -> Iterator[Pair]:
     if name not in CONFIGS:
         raise ValueError(f"shape is {name!r}; choose of {', '.join(CONFIGS)}")
     load = build.load_target
-    follower = team.MODULE
+    follower = members.MODULE
     with tempfile.TemporaryDirectory() as folder:
         pair = Pair(f"{folder}/{name}", f"{folder}/{draft}-draft")
         for path in map(Path, pair):
@@ -83,12 +83,12 @@ def random_pair(name: str, draft: str = "eagle3") -> Iterator[Pair]:
         (Path(pair.target) / "config.json").write_text(json.dumps(CONFIGS[name]))
         save_draft(load_config(Path(pair.target)), pair, draft)
         build.load_target = make_target
-        team.MODULE = "slipstream.bench.random_follower"
+        members.MODULE = "slipstream.bench.random_follower"
         try:
             yield pair
         finally:
             build.load_target = load
-            team.MODULE = follower
+            members.MODULE = follower
 
 
 def published_spec(name: str) -> TargetSpec:

@@ -11,6 +11,7 @@ import openai
 import psutil
 import pytest
 
+from slipstream.serve.engine import members
 from slipstream.serve.engine import team as teams
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.http.launch import Server
@@ -75,7 +76,7 @@ def wait_for_end(processes: list[psutil.Process]) -> None:
 def processes_of(server: Server) -> list[psutil.Process]:
     """The engine's process, which is rank 0, and those of the other ranks."""
     engine = psutil.Process(server.api.engine.pid)
-    return [engine, *(process for process in engine.children() if teams.MODULE in process.cmdline())]
+    return [engine, *(process for process in engine.children() if members.MODULE in process.cmdline())]
 
 
 @pytest.mark.parametrize(
