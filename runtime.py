@@ -16,11 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 logger = logging.getLogger(__name__)
 
 LONG_STAGE = 2.0  # seconds
+NICENESS = 10  # of threads and processes that compile
 SPIN_COUNT = "1000"  # some 20 microseconds; also what GNU's OpenMP, torch's, takes itself for more threads than cores
 
 
@@ -60,6 +61,12 @@ def free_cores() -> int:
     message = f"the machine is busy: other programs use {load:.1f} of {cores} cores, so this takes longer than usual"
     print(f"{message}, and measured speeds are not its own", file=sys.stderr, flush=True)
     return max(1, round(cores - load))
+
+
+def lower_priority() -> None:
+    """Gives other threads precedence over this one if cores are few. What it starts inherits the priority."""
+    with suppress(OSError, AttributeError):  # macOS has no priorities of threads
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 @contextmanager

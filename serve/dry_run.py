@@ -23,9 +23,10 @@ from slipstream.serve.options import ServeConfig, find_target
 
 GPUS = {"24 GB": 24, "32 GB": 32, "48 GB": 48, "80 GB": 80, "96 GB": 96, "141 GB": 141, "180 GB": 180}
 LOGITS_BYTES = 8  # per row with logits and token: logits and sampling's copy of them
-# Seconds of a start on a server, with kernels compiled by an earlier one (docs/log/2026-11-23.md, "Start-up").
+# Seconds of a start on a server, with kernels compiled by an earlier one (docs/log/2026-11-23.md, "Start-up"; of a
+# graph docs/log/2026-11-30.md).
 START_S = 5.0
-CAPTURE_S = 0.03
+CAPTURE_S = 0.015
 COMPILE_S = 12.0
 DISK_GBS = (1, 6)  # GB/s at which weights are read: from a disk, from the page cache
 

@@ -8,7 +8,6 @@ and a merge of the two: no mask of the context's size is built.
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -47,7 +46,6 @@ HEAD_DIMS = (64, 128, 256)
 # Partial results of split contexts: 2 programs per multiprocessor, each Q / G heads x 128 rows x D fp32. Enough for 148
 # multiprocessors, D = 128 and 16 query heads per KV head.
 WORKSPACE_BYTES = 384 * 2**20
-NICENESS = 10  # of compilers, which take all cores: the start of the engine goes before
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which decoding gains by tensor cores
 
 
@@ -75,7 +73,7 @@ class Build(threading.Thread):
         kernels = self.kernels
         has_window = self.variant.has_window
         has_softcap = self.variant.has_softcap
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        runtime.lower_priority()  # the compilers take all cores, and the engine starts meanwhile
         try:
             with runtime.stage("FlashInfer's kernels for prompts, in the background"):
                 if kernels == "auto":

@@ -48,6 +48,7 @@ class Follower:
     networks: Networks
     runner: RankRunner
     _states: StatePasses
+    _file: str
 
     def __init__(self, rank: int, world: int, channel: Pipe) -> None:
         self.rank = rank

@@ -30,13 +30,13 @@ _prepared: list[Member] = []
 
 def prepare(world: int) -> None:
     """Starts the processes of all ranks but 0, for the next `take`. They import their modules and wait for orders."""
-    _prepared.extend(_start(rank, world) for rank in range(1, world))
+    for rank in range(len(_prepared) + 1, world):
+        _prepared.append(_start(rank, world))
 
 
 def take(world: int) -> list[Member]:
-    """Returns the prepared ranks above 0, or starts them."""
-    if not _prepared:
-        prepare(world)
+    """Returns the ranks above 0, and starts those that are not prepared."""
+    prepare(world)
     return [_prepared.pop(0) for _ in range(1, world)]
 
 

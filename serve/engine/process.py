@@ -153,7 +153,8 @@ def receive_options(pipe: Pipe, options: "Future[EngineConfig]") -> None:
     try:
         config = pipe.receive()
         if config.tp <= min(MOST_EARLY_RANKS, runtime.usable_cores()):
-            members.prepare(config.tp)
+            with suppress(OSError):  # told when the engine is built
+                members.prepare(config.tp)
         options.set_result(config)
     except BaseException as error:
         options.set_exception(error)

@@ -9,12 +9,10 @@ Letters: N nodes of a proposal, root included; V vocabulary.
 import json
 import os
 import re
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple, get_args
@@ -22,6 +20,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream import runtime
 from slipstream.models.chat.quotes import PLACE_CHARS, quote, shorten
 from slipstream.serve.grammar.json_schema import rewrite
 from slipstream.serve.grammar.spelling import Spelling
@@ -35,7 +34,6 @@ JSON_WHITESPACE = 1  # most characters in a row between two parts of JSON, by de
 OPTIONAL_SPACE = '("" | ([ \\n\\r\\t]))'  # as the library writes it; in a schema's text the quotes would be escaped
 MOST_COMPILED = 256  # grammars in the cache
 NUM_THREADS = 2  # grammars that are compiled at a time
-NICENESS = 10  # of threads and processes that compile
 WORTH_SHARING_S = 5e-4  # work that pays for threads, which take about .1 ms to start
 NUM_CORES = min(8, os.cpu_count() or 1)  # that compile a grammar
 MOST_CHANGE = 4.0  # of the time of masks on threads, whose parts are not measured
@@ -186,7 +184,7 @@ class Grammars:
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(NUM_THREADS, "grammar", lower_priority)
+        return ThreadPoolExecutor(NUM_THREADS, "grammar", runtime.lower_priority)
 
     @cached_property
     def _compiler(self) -> "Future[Compiler]":
@@ -244,12 +242,6 @@ class Grammars:
         tokenizer = self._load_tokenizer()
         info = read_vocabulary(tokenizer, self._vocab_size, self._end_ids)
         return Compiler(make_compiler(info), info.vocab_size, Spelling(tokenizer, info.decoded_vocab))
-
-
-def lower_priority() -> None:
-    """Gives the threads of steps precedence if cores are few. The library's threads inherit the priority."""
-    with suppress(OSError, AttributeError):  # macOS has no priorities of threads
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int | None = None, end_ids: Collection[int] = ()) -> Any:
@@ -563,7 +555,7 @@ class Filler:
 
     @cached_property
     def threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(NUM_CORES, "masks", lower_priority)
+        return ThreadPoolExecutor(NUM_CORES, "masks", runtime.lower_priority)
 
     def begin(self) -> None:
         """Begins a step."""

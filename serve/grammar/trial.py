@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from slipstream.serve.grammar.grammars import JSON_WHITESPACE, NICENESS
+from slipstream import runtime
+from slipstream.serve.grammar.grammars import JSON_WHITESPACE
 from slipstream.serve.grammar.trial_process import COMPILED, FORK, NUMBER, REFUSED, SLOW, TooSlow
 from slipstream.serve.processes import blocked_signals
 from slipstream.serve.request import Grammar
@@ -60,7 +61,7 @@ class TrialProcess:
             argv = [sys.executable, "-m", MODULE, str(peer.fileno())]
             with blocked_signals():
                 self._process = subprocess.Popen(argv, pass_fds=(peer.fileno(),), stdin=subprocess.DEVNULL)
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, runtime.NICENESS)
         self._socket.setblocking(False)
         self._socket.send(self._load_tokenizer)
 

@@ -91,9 +91,9 @@ class Capturer:
         logger.info(message, count, kind, sizes, seconds, num_bytes / 1e9)
 
     def capture(self, part: Part, value: Any, description: str, remedy: str) -> tuple[torch.cuda.CUDAGraph, Any] | None:
-        """Returns a graph of a part of a pass, given the `value` of the part before, and its own value. That must be
-        held until the last part is captured: nothing else may get its memory. None, and once a warning with the pass's
-        `description` and the `remedy`, where memory does not hold the graph.
+        """Returns a graph of a part of a pass, and the part's value, which the caller holds until the last part is
+        captured: nothing else may get its memory. `value`: that of the part before. None, and once a warning with the
+        pass's `description` and the `remedy`, where memory does not hold the graph.
 
         Raises ValueError in the same words where it does not even hold the pass.
         """

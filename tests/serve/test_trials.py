@@ -12,6 +12,7 @@ from functools import partial
 import psutil
 import pytest
 
+from slipstream import runtime
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.grammar import trial
 from slipstream.serve.grammar.grammars import compile_with, make_compiler, read_vocabulary, translate
@@ -254,7 +255,7 @@ def test_trials_end_within_their_limits_and_none_hurts_another(monkeypatch: pyte
     forked = trial.subprocess
     monkeypatch.setattr(trial, "subprocess", subprocess)
     monkeypatch.setattr(trial, "WALL_FACTOR", 1000)  # the machine may be busy
-    monkeypatch.setattr(trial, "NICENESS", 0)  # or the trials wait for other tests
+    monkeypatch.setattr(runtime, "NICENESS", 0)  # or the trials wait for other tests
 
     async def run(process: TrialProcess) -> None:
         cancelled = asyncio.Event()
