@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.collectives.all_reduce import AllReduce
+from slipstream.kernels.collectives.device_memory import copy_from
 from slipstream.kernels.collectives.gather import Gather
 from slipstream.kernels.collectives.peers import Peers
 from slipstream.kernels.collectives.ranks import GroupRanks, Norm
 
 MOST_ROWS = 2048  # that are added at once
 MOST_WORDS = 1 << 21  # of 4 bytes of a rank that are gathered at once
+STAGED_BYTES = 32 << 20  # of a rank's part of a table that are copied at once; smaller parts go through the host
 SECONDS = 60.0  # that a kernel waits: longer than compilers take; `abort` ends the wait sooner
 
 
@@ -24,6 +26,7 @@ class PeerRanks(GroupRanks):
         self.device = device
         self._all_reduces: dict[tuple[int, torch.dtype], AllReduce] = {}  # by numbers in a row and how they are stored
         self._gather: Gather | None = None
+        self._staging: Peers | None = None
         self._peers: list[Peers] = []
 
     def add(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
@@ -46,7 +49,21 @@ class PeerRanks(GroupRanks):
         return self._gather(part.reshape(-1, part.shape[-1])).view(*part.shape[:-1], -1)
 
     def collect(self, part: Tensor) -> Tensor:
-        return super().collect(part.cpu()).to(part.device)
+        if part.nbytes < STAGED_BYTES:
+            return super().collect(part.cpu()).to(part.device)
+        if self._staging is None:
+            self._staging = self._meet(STAGED_BYTES)
+        addresses = self._staging.addresses.tolist()
+        own = part.reshape(-1).view(torch.uint8)
+        table = own.new_empty(self.world, len(own))
+        for start in range(0, len(own), STAGED_BYTES):
+            piece = own[start : start + STAGED_BYTES]
+            self._staging.buffer[: len(piece)].copy_(piece)
+            self._wait_for_all()
+            for address, place in zip(addresses, table, strict=True):
+                copy_from(address, place[start : start + len(piece)])
+            self._wait_for_all()
+        return table.view(part.dtype).view(-1, *part.shape[1:])
 
     def is_lost(self) -> bool:
         return any(peers.lost for peers in self._peers)
@@ -58,6 +75,11 @@ class PeerRanks(GroupRanks):
     def close(self) -> None:
         for peers in self._peers:
             peers.close()
+
+    def _wait_for_all(self) -> None:
+        """Returns once all ranks' GPUs have done what was launched."""
+        torch.cuda.synchronize(self.device)  # sync
+        super().collect(torch.zeros(1))
 
     def _all_reduce(self, size: int, dtype: torch.dtype) -> AllReduce:
         if (size, dtype) not in self._all_reduces:

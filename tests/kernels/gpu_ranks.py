@@ -22,6 +22,7 @@ from torch import Tensor
 
 from slipstream.kernels.collectives.all_reduce import AllReduce, add_ranks
 from slipstream.kernels.collectives.gather import Gather, gather_columns
+from slipstream.kernels.collectives.peer_ranks import PeerRanks
 from slipstream.kernels.collectives.peers import Peers
 from slipstream.kernels.collectives.ranks import Norm
 from slipstream.kernels.gemm.fixed_order import FixedOrder
@@ -213,6 +214,15 @@ def replays(ranks: Ranks) -> str:
     return f"{count} replays of {len(calls)} sums and gathers: no bit differs"
 
 
+def tables(ranks: Ranks) -> str:
+    """Parts of tables come together, through the host and, where they are large, in pieces through peers' memory."""
+    peers = PeerRanks(ranks.group, ranks.rank, ranks.world, ranks.device)
+    for rows in (1, 1000, 4096, 10_001):
+        parts = random(ranks.world, rows, 4096, seed=rows, dtype=torch.bfloat16)
+        expect(torch.equal(peers.collect(parts[ranks.rank]), parts.flatten(0, 1)), f"table of {rows} rows")
+    return "tables are whole"
+
+
 def lost(ranks: Ranks) -> str:
     """A rank that stays away is named within the limit, later calls do not wait, and a wait can be stopped."""
     reduce = AllReduce(ranks.peers, 4096, MOST_ROWS)
@@ -269,6 +279,7 @@ def timed(graph: torch.cuda.CUDAGraph) -> float:
 SCENARIOS: dict[str, Callable[[Ranks], str]] = {
     "sums": sums,
     "products": products,
+    "tables": tables,
     "quantised": quantised,
     "replays": replays,
     "lost": lost,

@@ -159,7 +159,7 @@ def test_memory_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scenario", ["sums", "replays", "products", "quantised", "lost"])
+@pytest.mark.parametrize("scenario", ["sums", "replays", "products", "quantised", "tables", "lost"])
 def test_ranks_on_gpus(scenario: str) -> None:
     """On one GPU, too, which they share."""
     program = Path(__file__).with_name("gpu_ranks.py")
