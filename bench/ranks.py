@@ -2,12 +2,13 @@
 
     python bench/ranks.py sums --world 2
     python bench/ranks.py ways --world 2 --seconds 300
+    python bench/ranks.py late --world 2
     python bench/ranks.py order
 
 `sums`: the sum of rows with the residual add and norm behind it, in a graph, against NCCL's all-reduce of bf16 rows and
 our norm, and logits gathered, against NCCL's. `ways`: the same sums by each way of adding, for the limits between
-them. `order`: products whose inputs are added along a tree of leaves against
-the usual order, and a rank's part of them.
+them. `late`: a graph of sums that all ranks begin together, and one that a rank begins later. `order`: products whose
+inputs are added along a tree of leaves against the usual order, and a rank's part of them.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -36,18 +37,14 @@ WAY_ROWS = (1, 8, 32, 64, 96, 128, 192, 256)
 WAYS = {"all to all": (256, 256), "by shares": (0, 256), "two kernels": (0, 0)}  # FEW_ROWS and SHARED_ROWS
 SHAPES = ((4096, 4096), (4096, 14336), (5120, 6144), (5120, 17408))  # O, I: o and down of an 8B Llama and a 27B Qwen
 PRODUCT_ROWS = (1, 8, 32, 512, 2048)
+LATE_CYCLES = 10_000_000  # of a GPU's clock, some 5 ms
+LATE_CALLS = 64  # of a pass of an 8B Llama
 BYTES = 600 << 20  # of weights that launches take in turn, ten times the L2 cache
 
 
 def microseconds(run: Callable[[int], object], calls: int, replays: int = 30) -> float:
     """The time of a call in a graph of `calls`, the median of five runs of some replays."""
-    run(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for call in range(calls):
-            run(call)
-    graph.replay()
+    graph = graph_of(run, calls)
     times = []
     for _ in range(5):
         if dist.is_initialized():
@@ -61,6 +58,18 @@ def microseconds(run: Callable[[int], object], calls: int, replays: int = 30) ->
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1000 / replays / calls)
     return sorted(times)[2]
+
+
+def graph_of(run: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of some calls, which has been replayed."""
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in range(calls):
+            run(call)
+    graph.replay()
+    return graph
 
 
 def sums(ranks: Ranks) -> str:
@@ -124,6 +133,34 @@ def ways(ranks: Ranks) -> str:
                 times = [microseconds(sum_of_rows(reduce, rows, weight), 20) for reduce in reduces]
                 lines.append(f"{dtype} {rows:4} x {size} " + " ".join(f"{time:7.2f}" for time in times))
     return "\n".join(lines)
+
+
+def late(ranks: Ranks) -> str:
+    """What a rank that begins late costs beyond what it is late: nothing, if ranks that wait hold up no others."""
+    lines = [f"\nms of {LATE_CALLS} sums with add and norm: together, with rank 1 late by {LATE_CYCLES} cycles"]
+    for dtype in (torch.float32, torch.bfloat16):
+        reduce = AllReduce(ranks.peers, SIZE, WAY_ROWS[-1], dtype)
+        weight = random(SIZE, seed=1, dtype=torch.bfloat16)
+        for rows in WAY_ROWS:
+            run = sum_of_rows(reduce, rows, weight)
+            graph = graph_of(run, LATE_CALLS)
+            together = sorted(milliseconds(ranks, graph, 0) for _ in range(5))[2]
+            delayed = sorted(milliseconds(ranks, graph, LATE_CYCLES * ranks.rank) for _ in range(5))[2]
+            lines.append(f"{dtype} {rows:5} rows {together:7.2f} {delayed:7.2f}")
+    return "\n".join(lines)
+
+
+def milliseconds(ranks: Ranks, graph: torch.cuda.CUDAGraph, cycles: int) -> float:
+    """The time of a replay that begins so many cycles late, with the waits."""
+    ranks.group.barrier().wait()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    if cycles:
+        torch.cuda._sleep(cycles)
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
 
 
 def part_of(reduce: AllReduce, rows: int) -> Tensor:
@@ -190,9 +227,9 @@ def leaf_run(fixed: FixedOrder, x: Tensor, weights: list[Tensor], leaves: int, w
 
 
 def main() -> None:
-    options = parse(["sums", "ways", "order"])
+    options = parse(["sums", "ways", "late", "order"])
     if options.rank is not None:
-        scenario = {"sums": sums, "ways": ways}[options.scenarios[0]]
+        scenario = {"sums": sums, "ways": ways, "late": late}[options.scenarios[0]]
         os._exit(work([scenario], options.rank, options.world, options.file))
     failed = 0
     for name in options.scenarios:

@@ -23,7 +23,10 @@ NANOSECONDS = 1_000_000_000
 LIMIT, FAILED, REPORT = (tl.constexpr(place) for place in range(3))  # in `Watch.words`
 POLLS = tl.constexpr(1024 if COMPILED else 16)  # between two looks at the clock
 LOOK = tl.constexpr(1_000_000)  # nanoseconds that a look takes in the interpreter, which has no clock
-GLOBALTIMER = tl.constexpr("mov.u64 $0, %globaltimer;")
+# The time in lane 0, and 0 in the others
+GLOBALTIMER = tl.constexpr(
+    "{.reg .pred first; setp.eq.s32 first, $1, 0; mov.u64 $0, 0; @first mov.u64 $0, %globaltimer;}"
+)
 
 
 class Watch(NamedTuple):
@@ -129,11 +132,14 @@ def start_of(addresses_ptr, rank, start, dtype: tl.constexpr):
 @triton.jit
 def _is_over(start_time, lanes, watch_ptr, peer):
     """Whether to stop waiting for `peer`, and when the first look at the clock was (0: this is it). All threads must
-    agree, so what each of them reads goes through a maximum over `lanes`, a tensor of at least one number a thread."""
+    agree, so what one of them reads reaches all through a maximum over as many lanes as `lanes` has, at least one a
+    thread. If all read, a look of many programs took longer than the wait that it follows: the other ranks then waited
+    for this one, looked, too, and so on, 9 ms a sum of 256 rows."""
+    lane = tl.arange(0, lanes.shape[0])
     report = tl.load(watch_ptr + REPORT).to(tl.pointer_type(tl.int32))
-    stop = tl.max(tl.load(report + lanes * 0, volatile=True), axis=0)
+    stop = tl.max(tl.load(report + lane * 0, mask=lane == 0, other=0, volatile=True), axis=0)
     if COMPILED:
-        times = tl.inline_asm_elementwise(GLOBALTIMER, "=l,r", [lanes], tl.int64, is_pure=False, pack=1)
+        times = tl.inline_asm_elementwise(GLOBALTIMER, "=l,r", [lane], tl.int64, is_pure=False, pack=1)
         time = tl.max(times, axis=0)
         start_time = tl.where(start_time == 0, time, start_time)
         elapsed = time - start_time
