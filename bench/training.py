@@ -42,6 +42,7 @@ from slipstream.train.row_ranks import RowGroup
 from slipstream.train.training import DraftTraining
 
 WARM_UP = 3  # steps
+OPTIM = OptimOptions(name="adamw")  # as in the figures of docs/performance.md; FSDP takes no other
 PEAK_SIZE = {"cuda": 8192, "cpu": 512}  # of the square matrices of the plain product
 Part = Callable[[], None]
 
@@ -105,7 +106,7 @@ class StepConfig:
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(StepConfig, argv, prog="bench/training.py", description="A training step at a model's shape.")
-    accelerator = start(RunOptions(output="", data=DataOptions(path="")))
+    accelerator = start(RunOptions(output="", data=DataOptions(path=""), optim=OPTIM))
     device = accelerator.device
     peak = plain_product(device)
     accelerator.print(f"a plain product does {peak / 1e12:.2f} TFLOP/s")
@@ -211,9 +212,8 @@ def make_batch(config: StepConfig) -> Batch:
 
 def make_parts(training: DraftTraining, accelerator: Accelerator, batch: Batch) -> dict[str, Part]:
     """The parts of a step in order."""
-    optim = OptimOptions(name="adamw")  # as in the figures of docs/performance.md
     target = training.target
-    model, *optimizers = accelerator.prepare(training.train(), *build_optimizers(training, optim))
+    model, *optimizers = accelerator.prepare(training.train(), *build_optimizers(training, OPTIM))
     scale = 1 / batch.num_supervised
     losses = list[Tensor]()
     tokens = batch.tokens.to(accelerator.device)
