@@ -136,7 +136,7 @@ def ways(ranks: Ranks) -> str:
 
 
 def late(ranks: Ranks) -> str:
-    """What a rank that begins late costs beyond what it is late: nothing, if ranks that wait hold up no others."""
+    """A late rank costs no more than what it is late, if ranks that wait hold up no others."""
     lines = [f"\nms of {LATE_CALLS} sums with add and norm: together, with rank 1 late by {LATE_CYCLES} cycles"]
     for dtype in (torch.float32, torch.bfloat16):
         reduce = AllReduce(ranks.peers, SIZE, WAY_ROWS[-1], dtype)

@@ -151,7 +151,10 @@ def slow_files_read_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def libraries_loaded_once() -> Iterator[None]:
     """Servers' processes, which run engines and try grammars, are forked from one that has loaded the libraries for all
-    of them."""
+    of them. Not where there is a GPU: libraries begin to use it while they load, which no fork survives."""
+    if torch.cuda.is_available():
+        yield
+        return
     from slipstream.serve.grammar import trial  # not all tests need these
     from slipstream.serve.http import engine_client
     from slipstream.tests.serve import forked

@@ -54,10 +54,10 @@ class PeerRanks(GroupRanks):
         if self._staging is None:
             self._staging = self._meet(STAGED_BYTES)
         addresses = self._staging.addresses.tolist()
-        own = part.reshape(-1).view(torch.uint8)
-        table = own.new_empty(self.world, len(own))
-        for start in range(0, len(own), STAGED_BYTES):
-            piece = own[start : start + STAGED_BYTES]
+        flat = part.reshape(-1).view(torch.uint8)
+        table = flat.new_empty(self.world, len(flat))
+        for start in range(0, len(flat), STAGED_BYTES):
+            piece = flat[start : start + STAGED_BYTES]
             self._staging.buffer[: len(piece)].copy_(piece)
             self._wait_for_all()
             for address, place in zip(addresses, table, strict=True):
