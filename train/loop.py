@@ -119,14 +119,13 @@ def fit(
     if checkpoints.extension:
         accelerator.print(loop.schedule.extension(progress, checkpoints.extension))
     is_main = accelerator.is_main_process
-    trackers = Trackers(output, options.tracker, identity, run, progress.step) if is_main else None
-    bar = tqdm(total=loop.num_steps, initial=progress.step, unit="step", disable=not is_main)
     stopped = False
     with ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt())  # before there is a file of metrics, which says that a run trains
+        trackers = Trackers(output, options.tracker, identity, run, progress.step) if is_main else None
         if trackers is not None:
             stack.callback(trackers.close)
-        interrupt = stack.enter_context(Interrupt())
-        stack.enter_context(bar)
+        bar = stack.enter_context(tqdm(total=loop.num_steps, initial=progress.step, unit="step", disable=not is_main))
         while not loop.is_done and not stopped:
             record, stopped = loop.train_step(interrupt.received)
             folders = []
