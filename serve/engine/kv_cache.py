@@ -43,8 +43,8 @@ class PageTable:
 
     Ownership, with S = len(nodes) and C = the number of computed tokens:
       pages[0:S)                  the tree's, page i being nodes[i].page; full, read only, referenced once by this table
-      pages[S:C // page_size)     own, full: the tree has this text from a sequence that ran at the same time, or a
-                                  step computed it; handed over or freed by `PageCache.release`
+      pages[S:C // page_size)     own, full: a step computed it, and `PageCache.release` hands it over; or no other
+                                  text may share it
       pages[C // page_size:)      own: being filled, or reserved for the KV of the next steps
     """
 
@@ -63,7 +63,7 @@ class PageTable:
     num_idle: int = 0  # pages at the end of its hit that were computed in idle time, and that no request found before
 
     def changes(self) -> list[tuple[int, int]]:
-        """Returns the index and the page of each page that was added since the last call."""
+        """Returns the index and the page of each page from the first that was added or changed since the last call."""
         start = self.num_sent
         if start == len(self.pages):
             return []
@@ -206,6 +206,12 @@ class PageCache(PagePool):
             end = min(end, group.cut_chunk(pages, start, end))
         return end
 
+    def find_branch(self, table: PageTable, start: int, end: int) -> int:
+        """Returns where a chunk from token `start`, which could end its prompt at `end`, ends instead."""
+        for group, pages in zip(self.groups, table.groups, strict=True):
+            end = group.find_branch(pages, start, end)
+        return end
+
     def begin_chunk(self, table: PageTable, tokens: list[int], start: int, end: int) -> None:
         """Prepares further groups for the pass of a chunk of `tokens`."""
         for group, pages in zip(self.groups, table.groups, strict=True):
@@ -217,28 +223,11 @@ class PageCache(PagePool):
             group.slide(pages, num_computed)
 
     def publish(self, table: PageTable, tokens: list[int], num_computed: int) -> None:
-        """Hand full computed pages to the tree, in order, up to the first whose text the tree has already.
-
-        From there on the pages stay own until `release`: the sequence may be reading them at this moment. Pages of
-        further groups are attached to known nodes, too.
-        """
+        """Hand full computed pages to the tree, in order. Where it has their text, from a sequence that ran at the same
+        time or because a hit was shorter, the table takes the tree's page and frees its own: passes that are launched
+        still read that one, and whoever gets it writes it in a later one."""
         parent = table.nodes[-1] if table.nodes else self._root
         for index in range(len(table.nodes), self._num_full(table, tokens, num_computed)):
-            key = self._key(tokens, index, table.namespace, table.lookahead)
-            node = parent.children.get(key)
-            if node is None and index == len(table.nodes):
-                node = self._insert(table, parent, key, table.pages[index])
-            elif node is None or not self.groups:
-                return
-            self._attach(table, index, node)
-            parent = node
-
-    def release(self, table: PageTable, tokens: list[int], num_computed: int, *, hands_over: bool = False) -> None:
-        """Empty the table: computed full pages stay cached, all others and duplicates become free. `hands_over`: so
-        does the state of further groups after them, which is that after `num_computed` tokens."""
-        num_full = self._num_full(table, tokens, num_computed)
-        parent = table.nodes[-1] if table.nodes else self._root
-        for index in range(len(table.nodes), num_full):
             key = self._key(tokens, index, table.namespace, table.lookahead)
             node = parent.children.get(key)
             if node is None:
@@ -246,8 +235,15 @@ class PageCache(PagePool):
             else:
                 self._free.append(table.pages[index])
                 self._reference(table, node)
+                table.pages[index] = node.page
+                table.num_sent = min(table.num_sent, index)
             self._attach(table, index, node)
             parent = node
+
+    def release(self, table: PageTable, tokens: list[int], num_computed: int, *, hands_over: bool = False) -> None:
+        """Empty the table: computed full pages stay cached, all others become free. `hands_over`: so does the state of
+        further groups after them, which is that after `num_computed` tokens."""
+        self.publish(table, tokens, num_computed)
         self._free.extend(table.pages[len(table.nodes) :])
         for group, pages in zip(self.groups, table.groups, strict=True):
             if hands_over:

@@ -61,6 +61,10 @@ class AttachedPages(PagePool):
         after `start` if it must wait."""
         return end
 
+    def find_branch(self, table: Any, start: int, end: int) -> int:  # noqa: ARG002
+        """Returns where a chunk from token `start`, which could end its prompt at `end`, ends instead."""
+        return end
+
     def begin_chunk(self, table: Any, start: int, end: int, num_keyed: int) -> None:
         """Sees a chunk before its pass. Of the text, `num_keyed` tokens will be in full pages that have a key."""
 
@@ -68,11 +72,7 @@ class AttachedPages(PagePool):
         """Attaches to `node`, the last page of a text, what only the end of a text has."""
 
     def detach(self, node: Hashable) -> None:
-        """The tree gives the node up. A page in use becomes its table's own again.
-
-        That is a page which a running sequence attached to a node that it does not share (`PageCache.publish`). All
-        others that hold it share the node, and a shared node is not given up: so this sequence alone is left.
-        """
+        """The tree gives the node up. Whoever holds its page shares the node, so nobody does."""
         page = self._attached.pop(node, None)
         self._bereft.discard(node)
         if page is None:
@@ -80,10 +80,9 @@ class AttachedPages(PagePool):
         del self._nodes[page]
         self._hit.discard(page)
         num_holders = self._holders.pop(page)
-        assert num_holders <= 1, "a table holds a page of a node that the tree gives up"
-        if num_holders == 0:
-            del self._cached[page]
-            self._free.append(page)
+        assert num_holders == 0, "a table holds a page of a node that the tree gives up"
+        del self._cached[page]
+        self._free.append(page)
 
     def _attach_page(self, page: int, node: Hashable) -> None:
         """Attaches a page, which has the text of `node` and is held by one table."""

@@ -128,9 +128,11 @@ class StatePages(AttachedPages):
         )
 
     def cut_chunk(self, table: StateTable, start: int, end: int) -> int:
-        if start < table.branch < end:
-            return table.branch
-        return end // self.grid * self.grid
+        return min(end // self.grid * self.grid, self.find_branch(table, start, end))
+
+    def find_branch(self, table: StateTable, start: int, end: int) -> int:
+        """Other texts may leave the known one there, too, and find a snapshot."""
+        return table.branch if start < table.branch < end and self.num_available else end
 
     def begin_chunk(self, table: StateTable, start: int, end: int, num_keyed: int) -> None:
         """Finds an entry for the snapshot of a chunk, if there is one."""

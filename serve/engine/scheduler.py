@@ -241,7 +241,10 @@ class Scheduler:
             end = min(length, start + num_tokens - num_taken)
             reach = self.cache.reach(sequence.table, length + self.max_reserve)  # pages of windows are few
             is_last = end == length and reach == length + self.max_reserve  # decoding goes on in the reserve
-            if not is_last:
+            if is_last:
+                end = self.cache.find_branch(sequence.table, start, length)
+                is_last = end == length
+            else:
                 end = self.cache.cut_chunk(sequence.table, start, min(end, reach, length - 1))
                 if end <= start:
                     break

@@ -11,7 +11,7 @@ from slipstream.serve.engine.kv_cache import Node, PageCache, PageTable
 from slipstream.serve.engine.kv_states import StatePages
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.tests.pairwise import grouped, pairwise
-from slipstream.tests.serve.cache_invariants import check_cache, check_group, nodes_of
+from slipstream.tests.serve.cache_invariants import check_cache, nodes_of
 from slipstream.tests.tables import each_case
 
 Text = tuple[str, tuple[int, ...]]
@@ -85,15 +85,12 @@ class TextModel:
         """Returns the text that page `index` depends on: all tokens up to its end, and those looked ahead at."""
         return table.namespace, tuple(tokens[: (index + 1) * self.page_size + self.lookahead])
 
-    def compute(self, table: PageTable, tokens: list[int], num_computed: int, ends: bool) -> None:
-        """All full pages behind the shared ones become known; of a running sequence only up to a text known before."""
-        is_new = True
+    def compute(self, table: PageTable, tokens: list[int], num_computed: int) -> None:
+        """All full pages behind the shared ones become known."""
         for index in range(len(table.nodes), min(num_computed, len(tokens) - self.lookahead) // self.page_size):
             text = self.text(table, tokens, index)
             self.texts[table.pages[index]] = text
-            is_new = is_new and text not in self.known
-            if is_new or ends:
-                self.known.add(text)
+            self.known.add(text)
 
 
 # Window groups
@@ -174,6 +171,19 @@ def test_a_shorter_hit_has_a_reason(reason: str | None, num_entries: int, num_sh
     check_cache(cache, [table, *neighbours])
 
 
+@pytest.mark.parametrize(("num_prompt", "num_hit"), [(0, 24), (12, 8), (26, 24)])
+def test_an_answer_is_not_found_in_a_longer_prompt(num_prompt: int, num_hit: int) -> None:
+    """Since a state after an answer's tokens has other bits than one after as many of a prompt."""
+    cache = PageCache(100, 4, [StatePages(8, 4, 8)])
+    text = list(range(27))
+    for tokens in (text[:12], text):
+        cache.release(computed_with_states(cache, tokens), tokens, len(tokens))
+    resumed = PageTable("", 0, num_prompt)
+    assert cache.admit(resumed, text, len(text), headroom=0)
+    assert len(resumed.nodes) * 4 == num_hit
+    check_cache(cache, [resumed])
+
+
 def test_a_window_is_the_reason_of_a_shorter_hit() -> None:
     cache = windowed(4, num_pages=12)
     text = list(range(23))
@@ -192,7 +202,7 @@ def test_pages_behind_the_window_become_cached_or_free() -> None:
     table = compute(cache, list(range(16)))
     assert (table.groups[0].first, len(window._cached), len(window._free)) == (3, 3, 59 - 5)
     other = compute(cache, list(range(16)))
-    assert (len(other.nodes), other.groups[0].first) == (3, 3)
+    assert (len(other.nodes), other.groups[0].first) == (4, 3)
     assert other.groups[0].pages[0] != table.groups[0].pages[0], "a second copy, the token after it was left"
     for sharer in (table, other):
         cache.extend_groups(sharer, 24)
@@ -221,19 +231,24 @@ def test_a_long_prompt_leaves_what_ended_texts_and_shared_beginnings_need() -> N
     assert num_matched_pages(cache, [*shared, 99]) == 3
 
 
-def test_a_page_of_a_known_text_is_attached_and_stays_with_its_table_when_the_tree_forgets_the_text() -> None:
+def test_a_text_that_was_known_and_not_hit_is_shared_once_it_is_computed() -> None:
     cache = windowed(8)
     window = cache.groups[0]
     tokens = list(range(17))
     cache.release(compute(cache, tokens), tokens, 17)
     window._free = [window._take() for _ in range(window.total_pages)]  # the window has lost all, the tree nothing
-    table = compute(cache, tokens)
-    assert (len(table.nodes), num_matched_pages(cache, [*tokens, 99])) == (0, 4)
-    for _ in range(len(cache._free) + 4):  # the tree forgets all
-        cache._take()
-    attached = table.groups[0].pages.copy()
-    assert (window._attached, window._holders, table.groups[0].pages) == ({}, {}, attached)
-    check_group(window, [(table.groups[0], set())], set())
+    table = PageTable("", 0)
+    assert cache.admit(table, tokens, 17 + RESERVE, headroom=0)
+    assert (len(table.nodes), table.num_missed) == (0, 4)
+    cache.extend_groups(table, 17 + RESERVE)
+    before = dict(table.changes())
+    cache.publish(table, tokens, 17)
+    assert len(table.nodes) == 4
+    after = dict(table.changes())
+    assert (before.keys(), before[4]) == (after.keys(), after[4])
+    assert not {before[index] for index in range(4)} - {*cache._free}, "its own pages are free"
+    assert num_matched_pages(cache, [*tokens, 99]) == 4
+    check_cache(cache, [table])
 
 
 def test_sequences_are_admitted_by_quota() -> None:
@@ -358,19 +373,16 @@ class GroupsModel(TextModel):
                 text = run.table.namespace, tuple(tokens[: min((index + 1) * size, end) + self.lookahead])
                 texts_of_pages[pages.pages[index - pages.first]] = text if index * size < end else None
 
-    def share(self, run: Run, num_computed: int, ends: bool) -> None:
+    def share(self, run: Run, num_computed: int) -> None:
         """Records the texts of the tree and of the windows after a publish or a release."""
         table = run.table
-        is_known = True
         num_full = min(num_computed, len(run.tokens) - self.lookahead) // self.page_size
         shared = len(table.nodes)
-        self.compute(table, run.tokens, num_computed, ends)
+        self.compute(table, run.tokens, num_computed)
         for index in range(shared, num_full):
-            text = self.text(table, run.tokens, index)
-            is_known = is_known and text in self.known
             for pages, attached in zip(table.groups, self.attached, strict=True):
-                if is_known and pages.first <= index < pages.end:
-                    attached.add(text)
+                if pages.first <= index < pages.end:
+                    attached.add(self.text(table, run.tokens, index))
 
 
 class CountingCache(PageCache):
@@ -431,7 +443,7 @@ class Play:
             self.model.take_in(run, neighbours)
             sampled = self.rng.choices(range(3), k=is_last)
             self.model.run_pass(run, end, RESERVE * is_last, run.tokens + sampled)
-            self.model.share(run, end, ends=False)
+            self.model.share(run, end)
             self.cache.publish(run.table, run.tokens, end)
             run.tokens += sampled
         else:
@@ -448,7 +460,7 @@ class Play:
 
     def end(self, run: Run) -> None:
         self.running.remove(run)
-        self.model.share(run, run.num_computed, ends=True)
+        self.model.share(run, run.num_computed)
         self.cache.release(run.table, run.tokens, run.num_computed)
         assert not run.table.groups
         if len(run.tokens) < 14 * self.cache.page_size:  # a question may follow

@@ -230,7 +230,7 @@ def test_states_of_idle_time(
     """After each chunk of a conversation that has ended; its next turn goes on from the last one."""
     monkeypatch.setattr(idle, "SLOW_MS", math.inf)
     oracle = StateOracle(references[name])
-    options = {"max_running": 4, "prefill_budget": 64, "prefill_graph_tokens": 64, "page_size": 1}
+    options = {"max_running": 8, "prefill_budget": 64, "prefill_graph_tokens": 64, "page_size": 1}
     engine = build_drafted(SPECS[name], folders[name], drafter, captured=captured, **options)
     grid = GRIDS[name]
     requests = requests_of(name, 1.0, max_tokens=grid + 10)
@@ -247,6 +247,30 @@ def test_states_of_idle_time(
             make_request(f"next {index}", [*text, 5], seed=index, max_tokens=8, temperature=1.0)
             for index, text in enumerate(texts.values())
         ]
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"), gate_of(product(HYBRIDS, ["none", "chain"]), [("recurrent", "none"), ("recurrent", "chain")])
+)
+def test_conversations_behind_a_shared_beginning_are_hit(
+    name: str, drafter: str, folders: dict[str, Path], references: dict[str, Reference]
+) -> None:
+    """The beginning ends off the grid, where no state was kept: the second conversation keeps one there for others, and
+    its own turns are found all the same."""
+    oracle = StateOracle(references[name])
+    engine = build_drafted(SPECS[name], folders[name], drafter, max_running=8, prefill_budget=200, page_size=1)
+    grid = GRIDS[name]
+    shared = random_prompt(2 * grid + 3, 99)
+    for number in range(3):
+        text = shared + random_prompt(3 * grid, number)
+        num_found = 2 * grid * (number == 2)  # tokens of which the next turn finds a state
+        for turn in range(3):
+            request = make_request(f"{number} {turn}", text, seed=turn, max_tokens=grid + 2, temperature=1.0)
+            answers = run(engine, [request], lambda *_: oracle.check(engine))
+            assert tokens_of(answers) == references[name].answers([request])
+            assert answers[request.id].counts.cached_tokens == num_found
+            num_found = (len(text) - 1) // grid * grid
+            text = [*text, *answers[request.id].tokens, 5]
 
 
 @pytest.mark.parametrize("drafter", ["none", "tree"])
