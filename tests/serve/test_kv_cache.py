@@ -408,7 +408,7 @@ class Play:
         sizes = [1 + (8 if evicts else 1_000) * quota for quota in quotas]
         pairs = zip(sizes, windows, strict=True)
         groups = [WindowPages(size, page_size, window, RESERVE) for size, window in pairs]
-        self.cache = CountingCache(130 if evicts else 8_000, page_size, groups)
+        self.cache = CountingCache(110 if evicts else 8_000, page_size, groups)
         self.model = GroupsModel(page_size, lookahead, windows)
         self.running: list[Run] = []
         self.texts = [rng.choices(range(3), k=10 * page_size) for _ in range(2)]  # that prompts begin with

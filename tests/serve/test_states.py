@@ -260,12 +260,12 @@ def test_conversations_behind_a_shared_beginning_are_hit(
     oracle = StateOracle(references[name])
     engine = build_drafted(SPECS[name], folders[name], drafter, max_running=8, prefill_budget=200, page_size=1)
     grid = GRIDS[name]
-    shared = random_prompt(2 * grid + 3, 99)
+    shared = random_prompt(grid + 3, 99)
     for number in range(3):
-        text = shared + random_prompt(3 * grid, number)
-        num_found = 2 * grid * (number == 2)  # tokens of which the next turn finds a state
+        text = shared + random_prompt(grid, number)
+        num_found = grid * (number == 2)  # tokens of which the next turn finds a state
         for turn in range(3):
-            request = make_request(f"{number} {turn}", text, seed=turn, max_tokens=grid + 2, temperature=1.0)
+            request = make_request(f"{number} {turn}", text, seed=turn, max_tokens=4, temperature=1.0)
             answers = run(engine, [request], lambda *_: oracle.check(engine))
             assert tokens_of(answers) == references[name].answers([request])
             assert answers[request.id].counts.cached_tokens == num_found
