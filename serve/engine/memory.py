@@ -20,6 +20,7 @@ from slipstream.serve.runner.step import EagerPass, StepInputs, StepPasses
 logger = logging.getLogger(__name__)
 
 GRAPH_BYTES = 16 * 2**20  # memory of the driver for one captured pass, beside the pool that all share
+TEXT_TOKENS = 8192  # of the KV cache for each snapshot of a state: hits on a text need its KV and one of these
 
 
 class Room(NamedTuple):
@@ -67,7 +68,8 @@ def fitting_pools(plan: EnginePlan, free: int, most_pages: int) -> list[int]:
 
 def pools_of(plan: EnginePlan, pages: int, copies: int) -> list[int]:
     """Returns the pages by group, if the first has `pages`. Windows get those of all running requests, `copies` times,
-    so that ended ones stay cached, and those of the chunks of a prefill; states those of all running ones, likewise."""
+    so that ended ones stay cached, and those of the chunks of a prefill; states likewise, and beside those of running
+    requests one for every TEXT_TOKENS at least."""
     config = plan.config
     pools = []
     chunks = -(-config.prompt_tokens // config.page_size) + config.max_running
@@ -75,7 +77,8 @@ def pools_of(plan: EnginePlan, pages: int, copies: int) -> list[int]:
         if retention == "all":
             pools.append(pages)
         elif retention == "state":
-            pools.append(min(pages, copies * config.max_running))
+            snapshots = max((copies - 1) * config.max_running, pages * config.page_size // TEXT_TOKENS)
+            pools.append(min(pages, config.max_running + snapshots))
         else:
             window_pages = pages_of_window(retention, plan.window_reserve, config.page_size)
             pools.append(min(pages, copies * config.max_running * window_pages + chunks))

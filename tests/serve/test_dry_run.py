@@ -21,7 +21,9 @@ from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve import cli
 from slipstream.serve.drafters.registry import load_drafter
 from slipstream.serve.dry_run import DryRun, gigabytes, report
+from slipstream.serve.engine import memory
 from slipstream.serve.engine.build import build_engine
+from slipstream.serve.engine.engine_plan import read_plan
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.tests.quantized_targets import (
     LAYOUTS,
@@ -173,6 +175,18 @@ def test_recurrent_layers_are_layers_of_a_target() -> None:
     num_layers = read_json(HYBRID / "config.json")["num_hidden_layers"]
     assert f"Qwen3_5ForCausalLM, {num_layers} layers" in lines[0]
     assert lines[0].endswith("MB")
+
+
+@pytest.mark.parametrize("free", [2**28, 2**30, 2**34])
+def test_memory_is_left_for_states_of_texts_that_have_ended(free: int) -> None:
+    """A hit needs the KV of a text and a state."""
+    config = EngineConfig(target=str(HYBRID), device="cpu", draft="none", page_size=16)
+    plan = read_plan(config)
+    pages, states = memory.fitting_pools(plan, free, 2**30)
+    sizes = dict(zip(plan.groups, plan.page_bytes, strict=True))
+    size = pages * sizes["all"] + states * sizes["state"]
+    assert 0 <= free - size < sizes["all"] + sizes["state"], "all memory is used"
+    assert states - config.max_running == pages * 16 // memory.TEXT_TOKENS > 0
 
 
 def test_wrong_options_are_refused_as_by_the_server(target: Path, exits: Any) -> None:
