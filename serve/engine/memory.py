@@ -60,16 +60,19 @@ def fitting_pools(plan: EnginePlan, free: int, most_pages: int) -> list[int]:
     def size(pools: Sequence[int]) -> int:
         return sum(num_bytes * pages for num_bytes, pages in zip(page_bytes, pools, strict=True))
 
+    def pools(pages: int, copies: int) -> list[int]:
+        return pools_of(plan, pages, copies, snapshots=pages * plan.config.page_size // TEXT_TOKENS)
+
     page_bytes = plan.page_bytes
-    fitting = bisect_right(range(most_pages + 1), free, key=lambda pages: size(pools_of(plan, pages, copies=1))) - 1
-    doubled = pools_of(plan, fitting, copies=2)
-    return doubled if size(doubled) <= free else pools_of(plan, fitting, copies=1)
+    fitting = bisect_right(range(most_pages + 1), free, key=lambda pages: size(pools(pages, copies=1))) - 1
+    doubled = pools(fitting, copies=2)
+    return doubled if size(doubled) <= free else pools(fitting, copies=1)
 
 
-def pools_of(plan: EnginePlan, pages: int, copies: int) -> list[int]:
+def pools_of(plan: EnginePlan, pages: int, copies: int, snapshots: int = 0) -> list[int]:
     """Returns the pages by group, if the first has `pages`. Windows get those of all running requests, `copies` times,
-    so that ended ones stay cached, and those of the chunks of a prefill; states likewise, and beside those of running
-    requests one for every TEXT_TOKENS at least."""
+    so that ended ones stay cached, and those of the chunks of a prefill; states likewise, and at least `snapshots`
+    beside those of running requests."""
     config = plan.config
     pools = []
     chunks = -(-config.prompt_tokens // config.page_size) + config.max_running
@@ -77,8 +80,7 @@ def pools_of(plan: EnginePlan, pages: int, copies: int) -> list[int]:
         if retention == "all":
             pools.append(pages)
         elif retention == "state":
-            snapshots = max((copies - 1) * config.max_running, pages * config.page_size // TEXT_TOKENS)
-            pools.append(min(pages, config.max_running + snapshots))
+            pools.append(min(pages, config.max_running + max(snapshots, (copies - 1) * config.max_running)))
         else:
             window_pages = pages_of_window(retention, plan.window_reserve, config.page_size)
             pools.append(min(pages, copies * config.max_running * window_pages + chunks))

@@ -187,6 +187,11 @@ def test_memory_is_left_for_states_of_texts_that_have_ended(free: int) -> None:
     size = pages * sizes["all"] + states * sizes["state"]
     assert 0 <= free - size < sizes["all"] + sizes["state"], "all memory is used"
     assert states - config.max_running == pages * 16 // memory.TEXT_TOKENS > 0
+    plan = read_plan(replace(config, kv_cache_tokens=free))
+    space = memory.find_space(plan, memory.Room(0, 0))
+    assert space.num_pages == (1 + free // 16, 1 + 2 * config.max_running), (
+        "a size that was chosen brings no more states"
+    )
 
 
 def test_wrong_options_are_refused_as_by_the_server(target: Path, exits: Any) -> None:
