@@ -18,7 +18,7 @@ from slipstream.models.targets.sizes import target_size, weight_bytes
 from slipstream.serve.drafters.registry import find_drafter
 from slipstream.serve.engine.build import make_state
 from slipstream.serve.engine.engine_plan import DeviceFacts, EnginePlan, read_plan
-from slipstream.serve.engine.memory import GRAPH_BYTES, fitting_pools
+from slipstream.serve.engine.memory import fitting_pools, graph_bytes
 from slipstream.serve.options import ServeConfig, find_target
 
 GPUS = {"24 GB": 24, "32 GB": 32, "48 GB": 48, "80 GB": 80, "96 GB": 96, "141 GB": 141, "180 GB": 180}
@@ -70,7 +70,7 @@ class DryRun:
         widest = max(wide_activations(spec) for spec in plan.part.layers)
         activations = rows * (8 * plan.spec.hidden_size + widest) * plan.dtype.itemsize
         logits = min(rows, plan.node_rows + config.max_running) * plan.spec.vocab_size * LOGITS_BYTES
-        return activations + self.networks[0].dequantized + 2 * logits + GRAPH_BYTES * plan.graphs.num_graphs
+        return activations + self.networks[0].dequantized + 2 * logits + graph_bytes(plan)
 
     def cache_tokens(self, total: float) -> int:
         """Returns tokens that fit the KV cache on a GPU of `total` bytes; negative if even the rest does not fit."""

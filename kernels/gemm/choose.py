@@ -21,6 +21,7 @@ from slipstream.kernels.gemm.tiling import (
     Wide,
     choose_fp8_tiling,
     choose_int4_tiling,
+    choose_split,
     choose_tiling,
     choose_wide,
     cut_leaves,
@@ -201,7 +202,7 @@ def _are_resident(num_programs: int, device: Device) -> bool:
 
 def _whole_mlp(product: Product, device: Device) -> bool:
     """Matrices of whole tiles and steps, not scaled by block."""
-    split = choose_tiling(product.num_outputs, product.size).split
+    split = choose_split(product.num_outputs, product.size)
     steps = product.num_inputs % (2 * FP8_BLOCK) == product.size % (2 * FP8_BLOCK * split) == 0
     fits = steps and product.num_outputs % TILE == 0 and product.dtype == torch.bfloat16
     return fits and product.format == "fp8" and _are_resident(STREAMED_ROWS["fp8"], device)

@@ -12,7 +12,6 @@ Letters: M rows, I inputs, O outputs, B = ceil(I / 128) blocks of inputs.
 import functools
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,7 +40,7 @@ from slipstream.kernels.gemm.fixed_order import LEAF_TILE, milliseconds, sum_par
 from slipstream.kernels.gemm.leaves import end_leaf, end_tree, new_branches
 from slipstream.kernels.gemm.small_m import inputs_ahead, merge_parts, round_silu_mul, scratch, store_outputs
 from slipstream.kernels.gemm.streamed_linear import streamed_linear
-from slipstream.kernels.gemm.tiling import Heads, Tiling, choose_tiling, part_inputs
+from slipstream.kernels.gemm.tiling import Heads, Tiling, choose_fp8_tiling, choose_split, part_inputs
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles
 from slipstream.kernels.launch import Op, pdl_options, prefetch, use_triton, wait_for_inputs
 from slipstream.kernels.norm import (
@@ -346,7 +345,7 @@ def fp8_linear_triton(
         return streamed_linear(x.codes, weight, bias, choice.tiling, x.dtype, (x.scales, scales), rotation)
     if rotation is not None or choice.kernel in ("fp8 few rows", "streamed"):
         return _few_rows(x, weight, scales, bias, gated, tiling or choice.tiling, rotation)
-    split = 1 if gated else choose_tiling(*weight.shape).split
+    split = 1 if gated else choose_split(*weight.shape)
     out = _many_rows(x, weight, scales, bias, split)
     return silu_mul(out) if gated else out
 
@@ -412,7 +411,7 @@ def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: T
     faster."""
     by_block = scales.dim() == 2
     counts = sorted(count for count in set(rows) if count > (FEW_ROWS if by_block else FEW_GATED_ROWS))
-    tiling = replace(choose_tiling(*weight.shape), depth=BLOCK)
+    tiling = choose_fp8_tiling(*weight.shape, gated=False, num_rows=1)
     is_even = part_inputs(weight.shape[1], tiling) * tiling.split == weight.shape[1]
     device = device_of(weight)
     if not counts or ("fp8 blocks" if by_block else "fp8") not in device.library or not is_even:
@@ -490,7 +489,7 @@ def _many_rows(
         return out
     by_block = scales.dim() == 2
     rows, outputs = tile or (LEAF_TILE if leaves else choose_fp8_tile(num_rows, num_outputs, by_block))
-    parts = replace(choose_tiling(num_outputs, num_inputs), depth=BLOCK, split=split, leaves=leaves)
+    parts = Tiling(outputs, BLOCK, split, leaves=leaves)
     describe: Any = TensorDescriptor.from_tensor
     fp8_many_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](
         describe(x.codes, [rows, BLOCK]), describe(weight, [outputs, BLOCK]), x.scales, scales, bias, out,

@@ -40,7 +40,7 @@ from slipstream.kernels.gemm.streamed import (
     wait_for_all,
     wait_full,
 )
-from slipstream.kernels.gemm.tiling import choose_tiling
+from slipstream.kernels.gemm.tiling import choose_split
 from slipstream.kernels.grid_sync import barriers, done_counters, new_words
 from slipstream.kernels.launch import pdl_options
 
@@ -74,7 +74,7 @@ def fp8_mlp(x: QuantizedRows, gate_up: FP8Matrix, down: FP8Matrix) -> Tensor:
     num_outputs, size = down.codes.shape
     device = x.codes.device
     rows = tile_rows(num_rows)
-    split = choose_tiling(num_outputs, size).split
+    split = choose_split(num_outputs, size)
     shares = 1 << ((programs_of(device) // rows).bit_length() - 1)  # programs that quantise a row
     share = triton.cdiv(size, shares * ALIGNMENT) * ALIGNMENT
     hidden = torch.empty(num_rows, size, dtype=x.dtype, device=device)

@@ -22,6 +22,8 @@ SMALL_ROWS = 8  # of tiles of 4-bit weights that two warps multiply by `mma.sync
 RING = 192 << 10  # bytes of the rings of wide_int4.py
 WIDE_TILES = 80  # of 128 outputs; fewer leave too many multiprocessors without a program
 NARROW_TILES = PROGRAMS // 2  # gates and ups of 64 outputs, for so few of which half of the GPU would idle
+FEW_TILES = 16  # of 64 outputs, of whose inputs a program has a quarter at most
+FEW_INPUTS = 1024  # that are not shared out
 MAX_OUTPUTS = 64 * PROGRAMS  # for more, the library is as fast (docs/log/2026-11-21.md)
 
 
@@ -66,10 +68,20 @@ def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_ro
         return Tiling(outputs=64, depth=64, split=1, stages=3 if fills_three(num_outputs) else stages)
     if num_outputs > MAX_OUTPUTS and triton.cdiv(num_outputs, 128) >= WIDE_TILES:
         return Tiling(outputs=128, depth=64, split=1, stages=3)
+    split = choose_split(num_outputs, num_inputs)
+    if triton.cdiv(num_outputs, 64) <= FEW_TILES and num_inputs >= FEW_INPUTS:
+        split = max(split, MOST_PARTS)
+    return Tiling(outputs=64, depth=128 if num_rows <= 64 else 64, split=split, stages=6)
+
+
+def choose_split(num_outputs: int, num_inputs: int) -> int:
+    """Returns into how many parts the inputs of weights (O, I) are cut, so that most of the GPU reads them."""
+    if num_outputs > MAX_OUTPUTS and triton.cdiv(num_outputs, 128) >= WIDE_TILES:
+        return 1
     split = 1
     while triton.cdiv(num_outputs, 64) * 2 * split <= PROGRAMS and num_inputs >= 1024 * 2 * split:
         split *= 2
-    return Tiling(outputs=64, depth=128 if num_rows <= 64 else 64, split=split, stages=6)
+    return split
 
 
 def fills_three(num_outputs: int) -> bool:
@@ -86,7 +98,7 @@ def cut_leaves(tiling: Tiling, num_inputs: int, leaves: int) -> Tiling:
 
 
 def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: int, by_block: bool = False) -> Tiling:
-    """As many parts as a product of 16-bit weights has. A tile takes half the bytes, so more of them are in flight."""
+    """A tile takes half the bytes of 16-bit weights, so more of them are in flight."""
     tiling = choose_tiling(num_outputs, num_inputs, gated, num_rows)
     if gated:
         # Blocks two at a time, which an even number of stages would have, take too many registers of more rows.
@@ -94,7 +106,8 @@ def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: 
         return Tiling(outputs=64, depth=UNIT, split=1, stages=3 if fills_three(num_outputs) else stages)
     stages = 4 if tiling.outputs > 64 else 8 if num_rows <= 64 else 6
     warps = 8 if tiling.outputs > 64 and num_rows > 64 else 4
-    return Tiling(outputs=tiling.outputs, depth=UNIT, split=tiling.split, stages=stages, warps=warps)
+    split = choose_split(num_outputs, num_inputs)
+    return Tiling(outputs=tiling.outputs, depth=UNIT, split=split, stages=stages, warps=warps)
 
 
 def choose_int4_tiling(

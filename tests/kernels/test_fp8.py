@@ -18,7 +18,7 @@ from slipstream.kernels.gemm.fp8 import (
     quantized_sigmoid_mul,
     quantized_silu_mul,
 )
-from slipstream.kernels.gemm.tiling import choose_tiling
+from slipstream.kernels.gemm.tiling import choose_split
 from slipstream.kernels.norm import Branch, Increment
 from slipstream.tests.kernels.triton_runs import check_chain, each_device, poisoned
 from slipstream.tests.pairwise import grouped, rotating
@@ -63,7 +63,7 @@ def formula(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | Non
 
 def many_rows(x: fp8.QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
     """The product by the kernel of many rows."""
-    out = fp8._many_rows(x, weight, scales, bias, 1 if gated else choose_tiling(*weight.shape).split)
+    out = fp8._many_rows(x, weight, scales, bias, 1 if gated else choose_split(*weight.shape))
     return silu_mul(out) if gated else out
 
 
@@ -158,7 +158,7 @@ def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], blocks
 def test_the_library_adds_like_our_kernels(shape: tuple[int, int], blocks: bool) -> None:
     """So that it is not left out unnoticed."""
     weight, scales = layer(*shape, blocks, "cuda")
-    split = choose_tiling(*shape).split
+    split = choose_split(*shape)
     for count in (132 if blocks else 128, 512):
         x = quantize_rows(torch.randn(count, shape[1], device="cuda").bfloat16(), InputScales(by_block=blocks))
         assert library_takes(fp8.fp8_product(x, weight, scales), device_of(weight), split)

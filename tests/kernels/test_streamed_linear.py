@@ -27,8 +27,8 @@ from slipstream.tests.kernels.triton_runs import replayed
 from slipstream.tests.pairwise import grouped
 
 ROWS = [1, 2, 5, 8, 9, 16, 17, 32]
-# O, I; in 16 bits and FP8 in two parts, two, four, one, one and four.
-PLAIN = [(4096, 4096), (2880, 4096), (2048, 8192), (1024, 512), (5120, 2880), (2048, 4096)]
+# O, I; in two parts, two, four, one, one, four, and four of 16 bits.
+PLAIN = [(4096, 4096), (2880, 4096), (2048, 8192), (1024, 512), (5120, 2880), (2048, 4096), (576, 1536)]
 # O, I, query heads, dims; the last ones in two and four parts.
 HEADS = [
     (6144, 4096, 32, 128),

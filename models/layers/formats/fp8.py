@@ -16,7 +16,7 @@ from slipstream.kernels.gemm.choose import Format as ProductFormat
 from slipstream.kernels.gemm.choose import Kernel, Kind, Product, choose, device_of
 from slipstream.kernels.gemm.expert_weights import FP8Weight
 from slipstream.kernels.gemm.fixed_order import FP8Product
-from slipstream.kernels.gemm.tiling import choose_tiling
+from slipstream.kernels.gemm.tiling import choose_split
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.models.files.checkpoint import Values
 from slipstream.models.files.quantization import BLOCK, expect, expect_blocks, object_field
@@ -241,7 +241,7 @@ class FP8Linear(QuantizedLinear):
     def gated_kind(self, num_rows: int, activation: Activation) -> Kind:
         """Above few rows the activation's kernel quantises for the next layer. In an order it may only where the plain
         product has one part, as the gated one."""
-        has_one_part = self.order is None or choose_tiling(self.out_features, self.in_features).split == 1
+        has_one_part = self.order is None or choose_split(self.out_features, self.in_features) == 1
         if self.quantize is not None and num_rows > fp8.FEW_GATED_ROWS and has_one_part:
             return "plain"
         return super().gated_kind(num_rows, activation)
@@ -306,7 +306,7 @@ class FP8Linear(QuantizedLinear):
         library = self._library(len(x.codes))
         product = fp8.fp8_product(x, weight, scale, "gated" if gated else "plain", None, is_exact, library)
         if choose(product, device_of(x.codes)).kernel == "library":
-            split = choose_tiling(self.out_features, self.in_features).split if is_exact else 1
+            split = choose_split(self.out_features, self.in_features) if is_exact else 1
             return fp8.library_linear(x, weight, scale, self.bias, split, fast=self.sums_fast and not is_exact)
         return fp8.fp8_linear(x, weight, scale, self.bias, gated)
 
