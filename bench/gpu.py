@@ -18,19 +18,23 @@ def copy_bandwidth() -> float:
 
 
 def profile_kernels(run: Callable[[], object], is_gpu: bool = True, repeats: int = 5) -> dict[str, tuple[float, float]]:
-    """Kernels of one call of `run`, operators on a CPU: name -> milliseconds, launches."""
+    """Kernels of one call of `run`, operators on a CPU: name -> milliseconds, launches. Kernels begin while others run,
+    so a kernel's time is that from the end of the one that ended before it, and all times together are the call's."""
     with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as profiler:
         for _ in range(repeats):
             run()
         if is_gpu:
             torch.cuda.synchronize()
+    if not is_gpu:
+        return {x.key: (x.self_cpu_time_total / 1000 / repeats, x.count / repeats) for x in profiler.key_averages()}
     kernels: dict[str, tuple[float, float]] = {}
-    for event in profiler.key_averages():
-        if is_gpu and event.device_type != DeviceType.CUDA:
-            continue
-        time_us = event.self_device_time_total if is_gpu else event.self_cpu_time_total
-        ms, count = kernels.get(event.key, (0.0, 0.0))
-        kernels[event.key] = ms + time_us / 1000 / repeats, count + event.count / repeats
+    last_end = 0.0
+    for event in sorted(profiler.events(), key=lambda event: event.time_range.end):
+        if event.device_type == DeviceType.CUDA:
+            ms, count = kernels.get(event.key, (0.0, 0.0))
+            begin = max(event.time_range.start, last_end)
+            last_end = event.time_range.end
+            kernels[event.key] = ms + (last_end - begin) / 1000 / repeats, count + 1 / repeats
     return kernels
 
 

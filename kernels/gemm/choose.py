@@ -58,6 +58,7 @@ TILE = 64  # outputs, as `wgmma` takes them
 FP8_BLOCK = 128
 NO_LIMIT = 1 << 62
 STREAMED_ROWS = {"16 bits": 8, "fp8": 32, "fp8 blocks": 32}
+STREAMED_GATED_ROWS = 32  # of 16 bits
 STREAMED_BYTES = 64 << 20  # of larger weights the first tiles are too small a share to gain anything; not of blocks
 STREAMED_INT4_ROWS = 16
 MOST_BRANCHES = 2  # of a tree of leaves, into which the streamed kernel shares out inputs: sums in order are the tree's
@@ -195,6 +196,13 @@ def _streams(product: Product, device: Device) -> bool:
     return fits and product.num_rows <= max_rows and _are_resident(max_rows, device)
 
 
+def _streams_gates(product: Product, device: Device) -> bool:
+    """Whole tiles that run at once: of more the usual kernel is as fast."""
+    fits = product.num_outputs % TILE == 0 and product.num_outputs // TILE <= device.programs
+    fits &= product.is_aligned and not product.leaves
+    return fits and product.dtype in HALVES and _few_rows(product, device) and _are_resident(1, device)
+
+
 def _are_resident(num_programs: int, device: Device) -> bool:
     """Whether all run at once, so that they may wait for each other."""
     return device.has_kernels and device.is_hopper and num_programs <= device.programs
@@ -272,6 +280,7 @@ TABLE: dict[Format, tuple[Rule, ...]] = {
         Rule("library", ("plain",), fits=lambda product, _: product.library == "library"),
         Rule("library by parts", ("plain",), fits=lambda product, _: product.library is not None),
         Rule("streamed", ("plain", "rotated"), fits=_streams, min_rows=1),
+        Rule("streamed", ("gated",), STREAMED_GATED_ROWS, _streams_gates, min_rows=1),
         Rule("few rows", ("plain", "gated", "rotated"), FEW_ROWS, _few_rows),
         Rule("many rows", ("plain", "gated"), fits=lambda product, _: product.is_exact and product.library is None),
         Rule("library", ("plain", "gated")),
@@ -350,7 +359,7 @@ def product_of(
         x.dtype if x.dtype == weight.dtype else torch.float32,
         0 if rotation is None else rotation.head_dim,
         rotation is not None and rotation.scales is not None,
-        len(x) <= STREAMED_ROWS["16 bits"] and are_aligned(x, weight),
+        len(x) <= STREAMED_GATED_ROWS and are_aligned(x, weight),
         weight.stride(-1) == 1,
         library,
         leaves=leaves,

@@ -22,8 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from slipstream.kernels.gemm.activation import Activation, activation_mul
 from slipstream.kernels.gemm.choose import FAST_ROWS, Kernel, choose, device_of, product_of
 from slipstream.kernels.gemm.leaves import end_leaf, end_tree, load_tree, new_branches
-from slipstream.kernels.gemm.linear import few_rows
-from slipstream.kernels.gemm.small_m import MAX_ROWS, gated_linear_few_rows_triton
+from slipstream.kernels.gemm.linear import few_rows, gated_few_rows
+from slipstream.kernels.gemm.small_m import MAX_ROWS
 from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, SHARED_MEMORY, choose_tiling, part_inputs
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import pdl_options, shared_memory, wait_for_inputs
@@ -167,8 +167,8 @@ class FixedOrder:
         flat = x.reshape(rows, x.shape[-1])
         library = self._library(rows, weight, None, weight.shape[1], gated=True)
         choice = choose(product_of(flat, weight, "gated", True, library=library), device_of(x))
-        if choice.kernel == "few rows":
-            out = gated_linear_few_rows_triton(flat, weight, choice.tiling, activation, is_early=is_early)
+        if choice.kernel in ("streamed", "few rows"):
+            out = gated_few_rows(choice, flat, weight, activation, is_early)
         elif choice.kernel == "library":
             out = activation_mul(F.linear(flat, weight), activation)
         else:

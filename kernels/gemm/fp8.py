@@ -411,13 +411,14 @@ def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: T
     faster."""
     by_block = scales.dim() == 2
     counts = sorted(count for count in set(rows) if count > (FEW_ROWS if by_block else FEW_GATED_ROWS))
-    tiling = choose_fp8_tiling(*weight.shape, gated=False, num_rows=1)
-    is_even = part_inputs(weight.shape[1], tiling) * tiling.split == weight.shape[1]
+    num_outputs, num_inputs = weight.shape
+    tiling = choose_fp8_tiling(num_outputs, num_inputs, gated=False, num_rows=1)
+    is_even = part_inputs(num_inputs, tiling) * tiling.split == num_inputs
     device = device_of(weight)
     if not counts or ("fp8 blocks" if by_block else "fp8") not in device.library or not is_even:
         return set()
     generator = torch.Generator(weight.device).manual_seed(0)
-    inputs = torch.randn(counts[-1], weight.shape[1], generator=generator, device=weight.device).bfloat16()
+    inputs = torch.randn(counts[-1], num_inputs, generator=generator, device=weight.device).bfloat16()
     full_product = partial(fp8_linear, quantize_rows(inputs, InputScales(by_block=by_block)), weight, scales, bias)
     equal_counts = set()
     for count in counts:

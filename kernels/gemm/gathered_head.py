@@ -79,7 +79,7 @@ def _fits_kernel(hidden: Tensor, weight: Tensor, _ids: Tensor | None) -> bool:
     """16-bit weights whose rows load 16 bytes at once; any number of rows of `hidden`."""
     if not use_triton(hidden):
         return False
-    return choose(product_of(hidden[:1], weight, "gated"), device_of(hidden)).kernel == "few rows"
+    return choose(product_of(hidden[:1], weight, "gated"), device_of(hidden)).kernel != "library"
 
 
 def _fits_fused(head: DraftHead, hidden: Tensor, k: int, sampling: Sampling) -> bool:

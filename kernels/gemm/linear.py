@@ -54,6 +54,13 @@ def few_rows(
     return linear_few_rows_triton(x, weight, bias, choice.tiling, rotation, dtype, out)
 
 
+def gated_few_rows(choice: Choice, x: Tensor, weight: Tensor, activation: Activation, is_early: bool) -> Tensor:
+    """activation_mul(x (M, I) @ weight (2 * O, I).T) -> (M, O) by one of the kernels for few rows."""
+    if choice.kernel == "streamed":
+        return streamed_linear(x, weight, None, choice.tiling, x.dtype, activation=activation, is_early=is_early)
+    return gated_linear_few_rows_triton(x, weight, choice.tiling, activation, is_early=is_early)
+
+
 def rotated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rotation) -> Tensor | None:
     """linear(x (T, I), weight, bias) and `rotate_and_store` of its heads, where one kernel computes both: the queries
     (T, Q * D); else None."""
@@ -69,7 +76,7 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu", *, 
     flat = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
     if x.is_cuda:
         choice = choose(product_of(flat, weight, "gated"), device_of(x))
-        if choice.kernel == "few rows":
-            out = gated_linear_few_rows_triton(flat, weight, choice.tiling, activation, is_early=is_early)
+        if choice.kernel != "library":
+            out = gated_few_rows(choice, flat, weight, activation, is_early)
             return out.view(*x.shape[:-1], len(weight) // 2)
     return activation_mul(linear(x, weight), activation)

@@ -30,9 +30,8 @@ from slipstream.kernels.gemm.int4_weight import (
     unit_words,
     unscaled,
 )
-from slipstream.kernels.gemm.small_m import round_silu_mul
 from slipstream.kernels.gemm.streamed import launch_next, load_async, store_part, sync
-from slipstream.kernels.gemm.streamed_linear import first_rows, load_head_angles, store_head_tile
+from slipstream.kernels.gemm.streamed_linear import first_rows, load_head_angles, store_halves
 from slipstream.kernels.gemm.tiling import Heads, Tiling, own_parts, part_inputs
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
@@ -244,24 +243,6 @@ def _sum_steps(
     return sums
 
 
-@gluon.jit
-def _store_halves(
-    rounded, angles, dim, row, inside, tile, out_ptr, num_outputs, keys_ptr, values_ptr, Q, G,
-    D: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Stores a tile (OUTPUTS, ROWS) whose halves belong together: dims of a head, or gates and ups."""
-    HALF: gl.constexpr = rounded.shape[0] // 2
-    if D > 0:
-        store_head_tile(
-            rounded.to(gl.float32), angles, dim, row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D, LAYOUT
-        )
-    else:
-        halves = gl.permute(gl.reshape(rounded, [2, HALF, ROWS]), (1, 2, 0))
-        gate, up = gl.split(gl.convert_layout(halves, LAYOUT))
-        cells = out_ptr + row[None, :] * num_outputs + (tile * HALF + dim)[:, None]
-        gl.store(cells, round_silu_mul(gate, up), mask=inside[None, :] & (dim >= 0)[:, None])
-
-
 @gluon.jit(do_not_specialize=["num_rows"])
 def pipelined_int4_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
@@ -282,10 +263,7 @@ def pipelined_int4_kernel(
     part_steps = part_size // DEPTH
     first = gl.program_id(1) * part_steps
     steps = gl.minimum(part_steps, num_inputs // DEPTH - first)
-    first_row, other_row = first_rows(tile, D, OUTPUTS)
-    if GATED:
-        first_row = tile * HALF
-        other_row = num_outputs + first_row
+    first_row, other_row = first_rows(tile, num_outputs, D, OUTPUTS, GATED)
     pointers = _weight_pointers(
         words_ptr, scales_ptr, zeros_ptr, first_row, other_row, all_outputs, num_inputs, OUTPUTS, PAIRS, num_warps
     )
@@ -321,9 +299,9 @@ def pipelined_int4_kernel(
         sums += bias[:, None]
     rounded = sums.to(out_ptr.dtype.element_ty)
     if GATED or D > 0:
-        _store_halves(
+        store_halves(
             rounded, angles, dim, head_row, (head_row < num_rows) & last, tile, out_ptr, num_outputs, keys_ptr,
-            values_ptr, Q, G, D, OUT,
+            values_ptr, Q, G, D, False, OUT,
         )  # fmt: skip
     else:
         gl.store(out_ptr + row[None, :] * num_outputs + outputs[:, None], rounded, mask=valid & last)

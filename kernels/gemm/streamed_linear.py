@@ -12,7 +12,7 @@ side; of the products, those of matching parts are added in the order of the par
 
 Weights have 16 bits, or are FP8 as in fp8.py. Inputs are cut into the parts, and added in the order, of small_m.py and
 fp8.py, so results have the same bits. Scales of blocks are read while the tensor cores multiply two blocks. Heads may
-be rotated and stored, as by the kernels there.
+be rotated and stored, and gates multiplied with ups, as by the kernels there.
 Letters: M rows, I inputs, O outputs.
 """
 
@@ -25,7 +25,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
+from slipstream.kernels.gemm.activation import Activation
 from slipstream.kernels.gemm.leaves import end_leaf, end_tree, new_branches
+from slipstream.kernels.gemm.small_m import round_activation_mul
 from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
     launch_next,
@@ -50,6 +52,7 @@ SLOTS = gl.constexpr(8)  # of the ring of weights, of two tiles each
 X_SLOTS = gl.constexpr(4)  # likewise of inputs
 PACE = gl.constexpr(4)  # slots of weights that are on their way at once, at first
 HEADS_LAUNCH = 4  # steps before queries, keys and values are complete: the attention kernel may start
+EARLY_LAUNCH = -1  # not by the steps: only when the kernel before has ended
 
 
 def streamed_linear(
@@ -60,13 +63,18 @@ def streamed_linear(
     dtype: torch.dtype,
     scales: tuple[Tensor, Tensor] | None = None,
     rotation: Rotation | None = None,
+    activation: Activation | None = None,
+    *,
+    is_early: bool = False,
 ) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) in `dtype`; `scales` of FP8: of rows (M,) and outputs (O,), or
     of blocks (B, M) and (ceil O / 128, B).
     A tiling with leaves cuts the inputs into two parts at most.
-    With a `rotation` the queries (M, Q * D) as `linear_few_rows_triton` gives them."""
+    With a `rotation` the queries (M, Q * D) as `linear_few_rows_triton` gives them; with an `activation` of 16 bits
+    (M, O / 2), and `is_early`, as `gated_linear_few_rows_triton`."""
     num_rows, num_inputs = x.shape
-    num_outputs = len(weight)
+    gated = activation is not None
+    num_outputs = len(weight) // (1 + gated)
     device = weight.device
     depth = BYTES.value // weight.element_size()
     rows = tile_rows(num_rows)
@@ -79,24 +87,30 @@ def streamed_linear(
     partial = torch.empty(num_outputs * split * rows if split > 1 else 0, dtype=torch.float32, device=device)
     x_scales, output_scales = scales or (None, None)
     arguments: tuple[Any, ...] = (*heads.arguments[:6], *heads.arguments[7:])
-    streamed_linear_kernel[(num_outputs // outputs, split)](
-        tiles_of(x, [rows, depth]), tiles_of(weight, [outputs // 2 if heads.head_dim else outputs, depth]),
+    streamed_linear_kernel[(len(weight) // outputs, split)](
+        tiles_of(x, [rows, depth]), tiles_of(weight, [outputs // 2 if gated or heads.head_dim else outputs, depth]),
         x_scales, output_scales, bias, out, partial, done_counters(device),
         0 if x_scales is None else x_scales.stride(-1), 0 if x_scales is None else x_scales.stride(0),
         0 if output_scales is None else output_scales.stride(0), num_rows, num_outputs, num_inputs,
         part_inputs(num_inputs, tiling), *arguments, D=heads.head_dim,
         ROWS=rows, DEPTH=depth, PARTS=parts, SPLIT=split, LEVELS=tiling.levels,
-        BLOCKS=output_scales is not None and output_scales.dim() == 2, LAUNCH=HEADS_LAUNCH if heads.head_dim else 0,
+        BLOCKS=output_scales is not None and output_scales.dim() == 2,
+        LAUNCH=EARLY_LAUNCH if is_early else HEADS_LAUNCH if heads.head_dim else 0,
+        GATED=gated, GELU=activation == "gelu_tanh", EARLY=is_early,
         num_warps=4, maxnreg=MOST_REGISTERS, **pdl_options(device),
     )  # fmt: skip
     return out
 
 
 @gluon.jit
-def first_rows(tile, D: gl.constexpr, OUTPUTS: gl.constexpr):
-    """The first rows of both halves of a tile: with heads of D dims those of `head_outputs` (kernels/kv/rope.py)."""
+def first_rows(tile, num_outputs, D: gl.constexpr, OUTPUTS: gl.constexpr, GATED: gl.constexpr):
+    """The first rows of both halves of a tile: with heads of D dims those of `head_outputs` (kernels/kv/rope.py), GATED
+    of gates and of their ups."""
     row = tile * OUTPUTS
     other = tile * OUTPUTS + OUTPUTS // 2
+    if GATED:
+        row = tile * (OUTPUTS // 2)
+        other = num_outputs + row
     if D > 0:
         TILES: gl.constexpr = D // OUTPUTS
         row = tile // TILES * D + tile % TILES * (OUTPUTS // 2)
@@ -105,12 +119,12 @@ def first_rows(tile, D: gl.constexpr, OUTPUTS: gl.constexpr):
 
 
 @gluon.jit
-def load_weights(weights, tile, row, other, column, part_size, bar, D: gl.constexpr, PARTS: gl.constexpr):
-    """Asks for a tile: from `column` on for each part the weights of its outputs, of heads both halves."""
+def load_weights(weights, tile, row, other, column, part_size, bar, HALVES: gl.constexpr, PARTS: gl.constexpr):
+    """Asks for a tile: from `column` on for each part the weights of its outputs, in HALVES or in one piece."""
     OUTPUTS: gl.constexpr = TILE // PARTS
     for part in gl.static_range(PARTS):
         at = column + part * part_size
-        if D > 0:
+        if HALVES:
             load_tile(weights, [row, at], bar, tile.slice(part * OUTPUTS, OUTPUTS // 2, 0))
             load_tile(weights, [other, at], bar, tile.slice(part * OUTPUTS + OUTPUTS // 2, OUTPUTS // 2, 0))
         else:
@@ -119,18 +133,19 @@ def load_weights(weights, tile, row, other, column, part_size, bar, D: gl.conste
 
 @gluon.jit
 def _bring_weights(
-    weights, ring, full, empty, first, part_size, steps,
-    D: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr,
+    weights, ring, full, empty, first, part_size, steps, num_outputs,
+    D: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    row, other = first_rows(gl.program_id(0), D, TILE // PARTS)
+    HALVES: gl.constexpr = GATED or D > 0
+    row, other = first_rows(gl.program_id(0), num_outputs, D, TILE // PARTS, GATED)
     for number in range(steps):
         wait_paced(full, empty, number, PACE, SLOTS)
         slot = number % SLOTS
         column = first + 2 * number * DEPTH
         bar = full.index(slot)
         mbarrier.expect(bar, 2 * TILE * BYTES)
-        load_weights(weights, ring.index(2 * slot), row, other, column, part_size, bar, D, PARTS)
-        load_weights(weights, ring.index(2 * slot + 1), row, other, column + DEPTH, part_size, bar, D, PARTS)
+        load_weights(weights, ring.index(2 * slot), row, other, column, part_size, bar, HALVES, PARTS)
+        load_weights(weights, ring.index(2 * slot + 1), row, other, column + DEPTH, part_size, bar, HALVES, PARTS)
 
 
 @gluon.jit
@@ -142,9 +157,9 @@ def load_inputs(x, tile, row, column, part_size, bar, ROWS: gl.constexpr, PARTS:
 @gluon.jit
 def _bring_inputs(
     x, ring, full, empty, first, part_size, steps,
-    ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
+    ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, WAITS: gl.constexpr,
 ):  # fmt: skip
-    if PDL:
+    if WAITS:
         gdc_wait()
     for number in range(steps):
         wait_empty(empty, number, X_SLOTS)
@@ -164,7 +179,7 @@ def _add_products(
 ):  # fmt: skip
     """Sums (TILE, COLUMNS), of 2 ** LEVELS leaves along a tree. In FP8 every DEPTH inputs are added in the tensor cores
     alone, then to a sum in fp32, BLOCKS times scales: those of the first block are at `scales` (TILE,) and `x_scales`
-    (COLUMNS,). The next kernel may start LAUNCH steps before the end; 0: after the last."""
+    (COLUMNS,). The next kernel may start LAUNCH steps before the end; 0: after the last; below: not from here."""
     zeros = gl.zeros((TILE, COLUMNS), gl.float32, ACC)
     sums = zeros
     branches = new_branches(zeros, LEVELS)
@@ -237,14 +252,20 @@ def load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, row, insid
 
 
 @gluon.jit
+def split_halves(tile, LAYOUT: gl.constexpr):
+    """The two halves (OUTPUTS / 2, ROWS) of a tile (OUTPUTS, ROWS)."""
+    halves = gl.permute(gl.reshape(tile, [2, tile.shape[0] // 2, tile.shape[1]]), (1, 2, 0))
+    return gl.split(gl.convert_layout(halves, LAYOUT))
+
+
+@gluon.jit
 def store_head_tile(
     rounded, angles, dim, row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """`store_heads` of kernels/kv/rope.py of rounded (OUTPUTS, ROWS) in fp32."""
     OUTPUTS: gl.constexpr = rounded.shape[0]
     cos, sin, slot = angles
-    halves = gl.permute(gl.reshape(rounded, [2, OUTPUTS // 2, rounded.shape[1]]), (1, 2, 0))
-    first, second = gl.split(gl.convert_layout(halves, LAYOUT))
+    first, second = split_halves(rounded, LAYOUT)
     turned = gl.fma(first, cos, -(second * sin))
     other_turned = gl.fma(second, cos, first * sin)
     head = tile // (D // OUTPUTS)
@@ -264,12 +285,29 @@ def store_head_tile(
 
 
 @gluon.jit
+def store_halves(
+    rounded, angles, dim, row, inside, tile, out_ptr, num_outputs, keys_ptr, values_ptr, Q, G,
+    D: gl.constexpr, GELU: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Stores a tile (OUTPUTS, ROWS) whose halves belong together: dims of a head, or gates and ups."""
+    if D > 0:
+        store_head_tile(
+            rounded.to(gl.float32), angles, dim, row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D, LAYOUT
+        )
+    else:
+        gate, up = split_halves(rounded, LAYOUT)
+        cells = out_ptr + row[None, :] * num_outputs + (tile * (rounded.shape[0] // 2) + dim)[:, None]
+        gl.store(cells, round_activation_mul(gate, up, GELU), mask=inside[None, :] & (dim >= 0)[:, None])
+
+
+@gluon.jit
 def _multiply(
     ring, full, empty, x_ring, x_full, x_empty, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
     scale_stride, block_stride, output_stride, num_rows, num_outputs, first, part_size, steps,
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
     D: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
-    LEVELS: gl.constexpr, BLOCKS: gl.constexpr, LAUNCH: gl.constexpr, PDL: gl.constexpr,
+    LEVELS: gl.constexpr, BLOCKS: gl.constexpr, LAUNCH: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
+    EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     IS_FP8: gl.constexpr = scales_ptr is not None
     BY_ROW: gl.constexpr = IS_FP8 and not BLOCKS
@@ -277,13 +315,13 @@ def _multiply(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PARTS * ROWS, 32 if IS_FP8 else 16])
     CELLS: gl.constexpr = gl.BlockedLayout([1, 1, PARTS * PARTS], [32, 1, 1], [1, 4, 1], [2, 0, 1])
     OUT: gl.constexpr = ACC if PARTS == 1 else gl.SliceLayout(2, CELLS)
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])  # a dim and its other half
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])  # of both halves
     tile = gl.program_id(0)
     place = gl.arange(0, OUTPUTS, gl.SliceLayout(1, OUT))
     row = gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
     head_row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))
     first_dim = 0
-    first_row, other_row = first_rows(tile, D, OUTPUTS)
+    first_row, other_row = first_rows(tile, num_outputs, D, OUTPUTS, GATED)
     outputs = gl.where(place < OUTPUTS // 2, first_row, other_row - OUTPUTS // 2) + place
     # Loads data that no kernel writes before the wait: after the products the loads would take time.
     scales = None
@@ -300,7 +338,7 @@ def _multiply(
         block_scales = scales_ptr + output // DEPTH * output_stride + start
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + outputs).to(gl.float32)
-    if PDL:
+    if PDL and not EARLY:
         gdc_wait()
     x_block_scales = None
     if BY_ROW:
@@ -318,6 +356,9 @@ def _multiply(
         ring, full, empty, x_ring, x_full, x_empty, steps, block_scales, x_block_scales, block_stride,
         PARTS * ROWS, LEVELS, IS_FP8, BLOCKS, LAUNCH, PDL, ACC,
     )  # fmt: skip
+    if PDL and EARLY:  # the memory of `out` may have been read by the kernel before
+        gdc_wait()
+        launch_next(PDL)
     sums = add_parts(sums, ROWS, PARTS, OUT)
     valid = (row < num_rows)[None, :] & (place >= 0)[:, None]
     last = num_rows > 0
@@ -330,11 +371,11 @@ def _multiply(
     if bias is not None:
         sums += bias[:, None]
     rounded = sums.to(out_ptr.dtype.element_ty)
-    if D > 0:
-        inside = (head_row < num_rows) & last
-        store_head_tile(
-            rounded.to(gl.float32), angles, dim, head_row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D, PAIRS
-        )
+    if GATED or D > 0:
+        store_halves(
+            rounded, angles, dim, head_row, (head_row < num_rows) & last, tile, out_ptr, num_outputs, keys_ptr,
+            values_ptr, Q, G, D, GELU, PAIRS,
+        )  # fmt: skip
     else:
         gl.store(out_ptr + row[None, :] * num_outputs + outputs[:, None], rounded, mask=valid & last)
 
@@ -345,16 +386,19 @@ def streamed_linear_kernel(
     scale_stride, block_stride, output_stride, num_rows, num_outputs, num_inputs, part_size,
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
     D: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
-    LEVELS: gl.constexpr, BLOCKS: gl.constexpr, LAUNCH: gl.constexpr, PDL: gl.constexpr,
+    LEVELS: gl.constexpr, BLOCKS: gl.constexpr, LAUNCH: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
+    EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """TILE / PARTS features (axis 0) of all rows from PARTS parts of the inputs, or one of SPLIT parts (axis 1). With
-    heads of D dims these are rotated and stored."""
+    heads of D dims these are rotated and stored. GATED: half of the features are gates, half their ups. EARLY: the
+    rows are older than the kernel before."""
     HELD: gl.constexpr = gl.NVMMASharedLayout(128, weights.dtype.primitive_bitwidth, 2)
     ring = gl.allocate_shared_memory(weights.dtype, [2 * SLOTS, TILE, DEPTH], HELD)
     x_ring = gl.allocate_shared_memory(x.dtype, [2 * X_SLOTS, PARTS * ROWS, DEPTH], HELD)
     full, empty = ring_barriers(SLOTS)
     x_full, x_empty = ring_barriers(X_SLOTS)
     share_barriers()
+    WAITS: gl.constexpr = PDL and not EARLY
     first = gl.program_id(1) * part_size
     steps = gl.cdiv(gl.minimum(part_size, num_inputs - first), 2 * DEPTH)
     gl.warp_specialize(
@@ -363,10 +407,12 @@ def streamed_linear_kernel(
                 ring, full, empty, x_ring, x_full, x_empty, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr,
                 counters_ptr, scale_stride, block_stride, output_stride, num_rows, num_outputs, first, part_size, steps,
                 cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
-                D, ROWS, DEPTH, PARTS, SPLIT, LEVELS, BLOCKS, LAUNCH, PDL,
+                D, ROWS, DEPTH, PARTS, SPLIT, LEVELS, BLOCKS, LAUNCH, GATED, GELU, EARLY, PDL,
             )),
-            (_bring_weights, (weights, ring, full, empty, first, part_size, steps, D, DEPTH, PARTS)),
-            (_bring_inputs, (x, x_ring, x_full, x_empty, first, part_size, steps, ROWS, DEPTH, PARTS, PDL)),
+            (_bring_weights, (
+                weights, ring, full, empty, first, part_size, steps, num_outputs, D, DEPTH, PARTS, GATED,
+            )),
+            (_bring_inputs, (x, x_ring, x_full, x_empty, first, part_size, steps, ROWS, DEPTH, PARTS, WAITS)),
         ],
         [1, 1],
         [32, 32],

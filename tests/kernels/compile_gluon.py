@@ -58,6 +58,14 @@ def linear_16_bits() -> None:
     streamed_linear.streamed_linear(x, weight, None, choose_tiling(1024, 1024), x.dtype)
 
 
+def gated_16_bits() -> None:
+    x = zeros(32, 576)
+    weight = zeros(3072, 576)
+    tiling = choose_tiling(1536, 576, gated=True)
+    for is_early in (False, True):
+        streamed_linear.streamed_linear(x, weight, None, tiling, x.dtype, activation="gelu_tanh", is_early=is_early)
+
+
 def heads_fp8() -> None:
     x = matrix_of_8_bits(ROWS, 4096)
     weight = matrix_of_8_bits(2048, 4096)
@@ -111,8 +119,8 @@ def gated_4_bits_wide() -> None:
 
 
 PRODUCTS = (
-    linear_16_bits, heads_fp8, linear_fp8_blocks, mlp_fp8, linear_4_bits, heads_4_bits_ring, gated_4_bits_ring,
-    linear_4_bits_wide, gated_4_bits_wide,
+    linear_16_bits, gated_16_bits, heads_fp8, linear_fp8_blocks, mlp_fp8, linear_4_bits, heads_4_bits_ring,
+    gated_4_bits_ring, linear_4_bits_wide, gated_4_bits_wide,
 )  # fmt: skip
 
 

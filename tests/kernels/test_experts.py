@@ -29,6 +29,7 @@ from slipstream.kernels.gemm.grouped import (
     mix_experts,
     mix_experts_triton,
 )
+from slipstream.kernels.gemm.linear import gated_linear
 from slipstream.kernels.gemm.mxfp4 import (
     WIDEST,
     MXFP4Weight,
@@ -37,7 +38,6 @@ from slipstream.kernels.gemm.mxfp4 import (
     pack_words,
 )
 from slipstream.kernels.gemm.router import Routing, Scoring, Share, choose_block_rows, pair_counts, route, route_triton
-from slipstream.kernels.gemm.small_m import gated_linear_few_rows_triton
 from slipstream.kernels.norm import rms_norm
 from slipstream.tests.kernels.mxfp4_files import dequantize_mxfp4
 from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned, replayed
@@ -644,7 +644,7 @@ def test_a_gated_product_begins_beside_the_router() -> None:
         for _ in range(8):
             normed, routed = (rms_norm(x, gain, 1e-6) for _ in range(2))
             routing = route_triton(routed, router, None, 8, True)
-            out = gated_linear_few_rows_triton(normed, weight, is_early=is_early)
+            out = gated_linear(normed, weight, is_early=is_early)
             x = torch.cat((out, out), dim=1)[:, :2816] + routing.weights[:, :1].bfloat16()
         return x
 

@@ -19,5 +19,5 @@ def test_they_compile_and_fit(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     sizes = json.loads(done.stdout)
-    assert len(sizes) == 9
+    assert len(sizes) == 10
     assert all(0 < size <= SHARED_MEMORY for size in sizes.values()), sizes

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm import fp8, int4, small_m
+from slipstream.kernels.gemm.activation import Activation
 from slipstream.kernels.gemm.choose import (
+    STREAMED_GATED_ROWS,
     STREAMED_INT4_ROWS,
     STREAMED_ROWS,
     Choice,
@@ -18,7 +20,7 @@ from slipstream.kernels.gemm.choose import (
     device_of,
     product_of,
 )
-from slipstream.kernels.gemm.linear import few_rows
+from slipstream.kernels.gemm.linear import few_rows, gated_few_rows
 from slipstream.kernels.gemm.tiling import Tiling, choose_fp8_tiling, choose_int4_tiling, choose_tiling
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
@@ -127,6 +129,25 @@ def test_bits_are_those_of_the_usual_products(shape: tuple[int, int], name: str)
             for _ in range(2):
                 assert torch.equal(pair.streamed(x[:rows], None), expected), rows
     assert not done_counters(x.device).any()
+
+
+@pytest.mark.gpu
+@grouped()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("activation", "shape"), [("silu", (3072, 576)), ("gelu_tanh", (4224, 2816))])
+@torch.inference_mode()
+def test_gates_have_the_bits_of_the_usual_kernel(
+    activation: Activation, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    weight = (torch.randn(shape, device="cuda") / shape[1] ** 0.5).to(dtype)
+    x = torch.randn(STREAMED_GATED_ROWS, shape[1], device="cuda").to(dtype)
+    tiling = choose_tiling(shape[0] // 2, shape[1], gated=True)
+    for rows in ROWS:
+        choice = choose(product_of(x[:rows], weight, "gated", is_exact=True), device_of(x))
+        assert choice.kernel == "streamed"
+        expected = small_m.gated_linear_few_rows_triton(x[:rows], weight, tiling, activation)
+        for is_early in (False, True):
+            assert torch.equal(gated_few_rows(choice, x[:rows], weight, activation, is_early), expected), rows
 
 
 @pytest.mark.gpu
