@@ -197,8 +197,8 @@ def _streams(product: Product, device: Device) -> bool:
 
 
 def _streams_gates(product: Product, device: Device) -> bool:
-    """Whole tiles that run at once: of more the usual kernel is as fast."""
-    fits = product.num_outputs % TILE == 0 and product.num_outputs // TILE <= device.programs
+    """Whole tiles that run at once, two on a multiprocessor: of more the usual kernel is as fast."""
+    fits = product.num_outputs % TILE == 0 and product.num_outputs // TILE <= 2 * device.programs
     fits &= product.is_aligned and not product.leaves
     return fits and product.dtype in HALVES and _few_rows(product, device) and _are_resident(1, device)
 

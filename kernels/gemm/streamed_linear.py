@@ -32,6 +32,7 @@ from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
     launch_next,
     load_tile,
+    programs_of,
     ring_barriers,
     share_barriers,
     store_part,
@@ -48,8 +49,8 @@ from slipstream.kernels.launch import pdl_options
 
 BYTES = gl.constexpr(128)  # of a row of a tile
 TILE = gl.constexpr(64)  # rows of weights of a tile: outputs, once for each part that a program adds up
-SLOTS = gl.constexpr(8)  # of the ring of weights, of two tiles each
-X_SLOTS = gl.constexpr(4)  # likewise of inputs
+SLOTS = 8  # of the ring of weights, of two tiles each; half as many are of inputs
+FEW_SLOTS = 4  # of gates and ups of which a multiprocessor has two programs
 PACE = gl.constexpr(4)  # slots of weights that are on their way at once, at first
 HEADS_LAUNCH = 4  # steps before queries, keys and values are complete: the attention kernel may start
 EARLY_LAUNCH = -1  # not by the steps: only when the kernel before has ended
@@ -86,8 +87,10 @@ def streamed_linear(
     out = torch.empty(num_rows, heads.num_outputs, dtype=dtype, device=device)
     partial = torch.empty(num_outputs * split * rows if split > 1 else 0, dtype=torch.float32, device=device)
     x_scales, output_scales = scales or (None, None)
+    tiles = len(weight) // outputs
+    slots = FEW_SLOTS if gated and tiles > programs_of(device) else SLOTS
     arguments: tuple[Any, ...] = (*heads.arguments[:6], *heads.arguments[7:])
-    streamed_linear_kernel[(len(weight) // outputs, split)](
+    streamed_linear_kernel[(tiles, split)](
         tiles_of(x, [rows, depth]), tiles_of(weight, [outputs // 2 if gated or heads.head_dim else outputs, depth]),
         x_scales, output_scales, bias, out, partial, done_counters(device),
         0 if x_scales is None else x_scales.stride(-1), 0 if x_scales is None else x_scales.stride(0),
@@ -96,7 +99,7 @@ def streamed_linear(
         ROWS=rows, DEPTH=depth, PARTS=parts, SPLIT=split, LEVELS=tiling.levels,
         BLOCKS=output_scales is not None and output_scales.dim() == 2,
         LAUNCH=EARLY_LAUNCH if is_early else HEADS_LAUNCH if heads.head_dim else 0,
-        GATED=gated, GELU=activation == "gelu_tanh", EARLY=is_early,
+        GATED=gated, GELU=activation == "gelu_tanh", EARLY=is_early, SLOTS=slots,
         num_warps=4, maxnreg=MOST_REGISTERS, **pdl_options(device),
     )  # fmt: skip
     return out
@@ -134,7 +137,7 @@ def load_weights(weights, tile, row, other, column, part_size, bar, HALVES: gl.c
 @gluon.jit
 def _bring_weights(
     weights, ring, full, empty, first, part_size, steps, num_outputs,
-    D: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr,
+    D: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = GATED or D > 0
     row, other = first_rows(gl.program_id(0), num_outputs, D, TILE // PARTS, GATED)
@@ -157,7 +160,7 @@ def load_inputs(x, tile, row, column, part_size, bar, ROWS: gl.constexpr, PARTS:
 @gluon.jit
 def _bring_inputs(
     x, ring, full, empty, first, part_size, steps,
-    ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, WAITS: gl.constexpr,
+    ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, X_SLOTS: gl.constexpr, WAITS: gl.constexpr,
 ):  # fmt: skip
     if WAITS:
         gdc_wait()
@@ -175,11 +178,12 @@ def _bring_inputs(
 def _add_products(
     ring, full, empty, x_ring, x_full, x_empty, steps, scales, x_scales, block_stride,
     COLUMNS: gl.constexpr, LEVELS: gl.constexpr, IS_FP8: gl.constexpr, BLOCKS: gl.constexpr, LAUNCH: gl.constexpr,
-    PDL: gl.constexpr, ACC: gl.constexpr,
+    SLOTS: gl.constexpr, PDL: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Sums (TILE, COLUMNS), of 2 ** LEVELS leaves along a tree. In FP8 every DEPTH inputs are added in the tensor cores
     alone, then to a sum in fp32, BLOCKS times scales: those of the first block are at `scales` (TILE,) and `x_scales`
     (COLUMNS,). The next kernel may start LAUNCH steps before the end; 0: after the last; below: not from here."""
+    X_SLOTS: gl.constexpr = SLOTS // 2
     zeros = gl.zeros((TILE, COLUMNS), gl.float32, ACC)
     sums = zeros
     branches = new_branches(zeros, LEVELS)
@@ -307,7 +311,7 @@ def _multiply(
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
     D: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
     LEVELS: gl.constexpr, BLOCKS: gl.constexpr, LAUNCH: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
-    EARLY: gl.constexpr, PDL: gl.constexpr,
+    EARLY: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     IS_FP8: gl.constexpr = scales_ptr is not None
     BY_ROW: gl.constexpr = IS_FP8 and not BLOCKS
@@ -354,7 +358,7 @@ def _multiply(
     angles = load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, head_row, head_row < num_rows, D)
     sums = _add_products(
         ring, full, empty, x_ring, x_full, x_empty, steps, block_scales, x_block_scales, block_stride,
-        PARTS * ROWS, LEVELS, IS_FP8, BLOCKS, LAUNCH, PDL, ACC,
+        PARTS * ROWS, LEVELS, IS_FP8, BLOCKS, LAUNCH, SLOTS, PDL, ACC,
     )  # fmt: skip
     if PDL and EARLY:  # the memory of `out` may have been read by the kernel before
         gdc_wait()
@@ -387,11 +391,12 @@ def streamed_linear_kernel(
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
     D: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
     LEVELS: gl.constexpr, BLOCKS: gl.constexpr, LAUNCH: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
-    EARLY: gl.constexpr, PDL: gl.constexpr,
+    EARLY: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """TILE / PARTS features (axis 0) of all rows from PARTS parts of the inputs, or one of SPLIT parts (axis 1). With
     heads of D dims these are rotated and stored. GATED: half of the features are gates, half their ups. EARLY: the
     rows are older than the kernel before."""
+    X_SLOTS: gl.constexpr = SLOTS // 2
     HELD: gl.constexpr = gl.NVMMASharedLayout(128, weights.dtype.primitive_bitwidth, 2)
     ring = gl.allocate_shared_memory(weights.dtype, [2 * SLOTS, TILE, DEPTH], HELD)
     x_ring = gl.allocate_shared_memory(x.dtype, [2 * X_SLOTS, PARTS * ROWS, DEPTH], HELD)
@@ -407,12 +412,12 @@ def streamed_linear_kernel(
                 ring, full, empty, x_ring, x_full, x_empty, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr,
                 counters_ptr, scale_stride, block_stride, output_stride, num_rows, num_outputs, first, part_size, steps,
                 cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
-                D, ROWS, DEPTH, PARTS, SPLIT, LEVELS, BLOCKS, LAUNCH, GATED, GELU, EARLY, PDL,
+                D, ROWS, DEPTH, PARTS, SPLIT, LEVELS, BLOCKS, LAUNCH, GATED, GELU, EARLY, SLOTS, PDL,
             )),
             (_bring_weights, (
-                weights, ring, full, empty, first, part_size, steps, num_outputs, D, DEPTH, PARTS, GATED,
+                weights, ring, full, empty, first, part_size, steps, num_outputs, D, DEPTH, PARTS, GATED, SLOTS,
             )),
-            (_bring_inputs, (x, x_ring, x_full, x_empty, first, part_size, steps, ROWS, DEPTH, PARTS, WAITS)),
+            (_bring_inputs, (x, x_ring, x_full, x_empty, first, part_size, steps, ROWS, DEPTH, PARTS, X_SLOTS, WAITS)),
         ],
         [1, 1],
         [32, 32],

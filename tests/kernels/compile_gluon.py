@@ -60,9 +60,9 @@ def linear_16_bits() -> None:
 
 def gated_16_bits() -> None:
     x = zeros(32, 576)
-    weight = zeros(3072, 576)
     tiling = choose_tiling(1536, 576, gated=True)
-    for is_early in (False, True):
+    for outputs, is_early in ((3072, True), (12288, False)):
+        weight = zeros(outputs, 576)
         streamed_linear.streamed_linear(x, weight, None, tiling, x.dtype, activation="gelu_tanh", is_early=is_early)
 
 

@@ -134,7 +134,9 @@ def test_bits_are_those_of_the_usual_products(shape: tuple[int, int], name: str)
 @pytest.mark.gpu
 @grouped()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("activation", "shape"), [("silu", (3072, 576)), ("gelu_tanh", (4224, 2816))])
+@pytest.mark.parametrize(
+    ("activation", "shape"), [("silu", (3072, 576)), ("gelu_tanh", (4224, 2816)), ("silu", (16384, 2048))]
+)
 @torch.inference_mode()
 def test_gates_have_the_bits_of_the_usual_kernel(
     activation: Activation, shape: tuple[int, int], dtype: torch.dtype
