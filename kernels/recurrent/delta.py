@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.launch import pdl_options, wait_for_inputs
+from slipstream.kernels.launch import pdl_options
 from slipstream.kernels.recurrent.delta_blocks import BETA, EPSILON, FACTORS, GATE, Sizes, absorb_blocks
 from slipstream.kernels.recurrent.walks import (
     BLOCK_TOKENS,
@@ -89,7 +89,7 @@ def delta_net(rows: Records, stored: Records, states: States, weights: Weights, 
     Updates `states`, and stores the nodes' records for the next pass. Two launches, and three more for blocks of
     prompts; the reference is the layer's own step (models/layers/delta_net.py).
     """
-    layout, walks, columns, blocks, num_decoding = plan
+    layout, walks, columns, blocks, num_decoding, is_old = plan
     num_keys, num_values, key_dim, value_dim = sizes
     num_rows, num_channels = rows.inputs.shape
     num_segments = len(layout.segment_slots)
@@ -113,7 +113,7 @@ def delta_net(rows: Records, stored: Records, states: States, weights: Weights, 
         rows.inputs.stride(0), rows.gates.stride(0), num_rows, num_decoding, num_segments, stored.inputs.shape[1],
         EPSILON, key_dim**-0.5, **shape, HEADS=block, KEYS=keys,
         GROUPS=triton.next_power_of_2(num_values // num_keys), ROWS=BLOCK_ROWS, REQUEST_ROWS=request_rows,
-        TAPS=TAPS, STATE=STATE, NOTHING=NOTHING, ALONE=num_decoding == num_segments == 1,
+        TAPS=TAPS, STATE=STATE, NOTHING=NOTHING, ALONE=num_decoding == num_segments == 1, IS_OLD=is_old,
         num_warps=min(CONV_WARPS, request_rows), **pdl_options(device),
     )  # fmt: skip
     absorb_blocks(outputs, channels, factors, states.memory, sizes, plan)
@@ -121,8 +121,8 @@ def delta_net(rows: Records, stored: Records, states: States, weights: Weights, 
     _step_states[(num_segments, num_values, triton.cdiv(value_dim, block))](
         outputs, channels, factors, states.memory, layout, walks, columns, blocks, num_decoding, walks.steps.shape[1],
         **shape, KEYS=keys, VALUES=block, PARTS=min(LANES, LANES * VECTOR // block, keys), ROW=ROW,
-        RESTART=RESTART, LEAF=LEAF, EMIT=EMIT, TOKENS=BLOCK_TOKENS, BRANCHES=layout.ancestors is not None, num_warps=1,
-        **pdl_options(device),
+        RESTART=RESTART, LEAF=LEAF, EMIT=EMIT, TOKENS=BLOCK_TOKENS, BRANCHES=layout.ancestors is not None,
+        IS_OLD=is_old, num_warps=1, **pdl_options(device),
     )  # fmt: skip
     return outputs
 
@@ -133,7 +133,7 @@ def _convolve(
     epsilon, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr,
     KEYS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, REQUEST_ROWS: tl.constexpr, TAPS: tl.constexpr,
-    STATE: tl.constexpr, NOTHING: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
+    STATE: tl.constexpr, NOTHING: tl.constexpr, ALONE: tl.constexpr, IS_OLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A request, a chunk's first rows and its state, REQUEST_ROWS at a time, or ROWS rows of the pass, of which it
     takes what a chunk has left (axis 0); queries and keys of HEADS heads, or as many values (axis 1).
@@ -144,7 +144,10 @@ def _convolve(
     if ALONE:  # a request's kernel, which takes 5 to 15 % less time
         num_decoding = 1
         num_segments = 1
-    wait_for_inputs(PDL)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if not IS_OLD:
+            tl.extra.cuda.gdc_wait()
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
     KEY_BLOCKS: tl.constexpr = (KEY_HEADS + HEADS - 1) // HEADS
     program = tl.program_id(0)
@@ -171,6 +174,7 @@ def _convolve(
             _convolve_rows(
                 buffers, weights, walks, row, place < count, channel, exists, block, x_stride, gate_stride, epsilon,
                 scale, True, KEY_HEADS, VALUE_HEADS, DK, DV, HEADS, KEYS, GROUPS, REQUEST_ROWS, TAPS, STATE, NOTHING,
+                PDL,
             )  # fmt: skip
         if size > 0:
             _keep(
@@ -186,8 +190,10 @@ def _convolve(
         if tl.max(is_rest.to(tl.int32), axis=0) == 1:
             _convolve_rows(
                 buffers, weights, walks, row, is_rest, channel, exists, block, x_stride, gate_stride, epsilon, scale,
-                False, KEY_HEADS, VALUE_HEADS, DK, DV, HEADS, KEYS, GROUPS, ROWS, TAPS, STATE, NOTHING,
+                False, KEY_HEADS, VALUE_HEADS, DK, DV, HEADS, KEYS, GROUPS, ROWS, TAPS, STATE, NOTHING, PDL,
             )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         if (block >= KEY_BLOCKS) & ((program - num_segments + 1) * ROWS > end):
             is_unused = ((row >= end) & (row < num_rows))[:, None, None, None] & exists
             place = row.to(tl.int64)[:, None, None, None] * (VALUE_HEADS * DV) + channel - 2 * KEY_HEADS * DK
@@ -219,9 +225,10 @@ def _convolve_rows(
     buffers, weights, walks, row, is_used, channel, exists, block, x_stride, gate_stride, epsilon, scale,
     HAS_PAST: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
-    STATE: tl.constexpr, NOTHING: tl.constexpr,
+    STATE: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the buffer, (ROWS,). Without a past they are of chunks, and their sources the rows before them."""
+    """Rows of the buffer, (ROWS,). Without a past they are of chunks, and their sources the rows before them. Sources
+    and weights are read before the kernel before this one has ended."""
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     # Value heads that share the program's keys; their gates are on the way while it convolves.
@@ -230,6 +237,17 @@ def _convolve_rows(
     head = key_head * GROUP + group
     has_head = (key_head < KEY_HEADS) & (group < GROUP)
     origin = tl.load(walks.sources + row * TAPS, mask=is_used, other=0).to(tl.int64) if HAS_PAST else row.to(tl.int64)
+    taps = ()
+    sources = ()
+    for column in tl.static_range(TAPS):
+        tap = tl.load(weights.conv + channel * TAPS + TAPS - 1 - column, mask=exists, other=0.0).to(tl.float32)
+        source = tl.where(is_used, row - column, NOTHING)
+        if HAS_PAST:
+            source = tl.load(walks.sources + row * TAPS + column, mask=is_used, other=NOTHING)
+        taps = taps + (tap,)  # type: ignore[assignment]
+        sources = sources + (source,)  # type: ignore[assignment]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     record = buffers.stored.gates + (-1 - origin) * (2 * VALUE_HEADS)
     gates = tl.where(origin >= 0, buffers.rows.gates + origin * gate_stride, record)[:, None, None] + head[None, :, :]
     has_gate = is_used[:, None, None] & has_head[None, :, :]
@@ -237,12 +255,8 @@ def _convolve_rows(
     a = tl.load(gates + VALUE_HEADS, mask=has_gate, other=0.0)
     total = tl.zeros((ROWS, HEADS, 2, KEYS), tl.float32)
     for column in tl.static_range(TAPS):
-        tap = tl.load(weights.conv + channel * TAPS + TAPS - 1 - column, mask=exists, other=0.0).to(tl.float32)
-        source = tl.where(is_used, row - column, NOTHING)
-        if HAS_PAST:
-            source = tl.load(walks.sources + row * TAPS + column, mask=is_used, other=NOTHING)
-        x = _inputs(buffers, source, channel, exists, x_stride, CHANNELS, STATE, NOTHING, HAS_PAST)
-        total = tl.fma(tl.broadcast_to(tap, total.shape), x, total)
+        x = _inputs(buffers, sources[column], channel, exists, x_stride, CHANNELS, STATE, NOTHING, HAS_PAST)
+        total = tl.fma(tl.broadcast_to(taps[column], total.shape), x, total)
     result = (total / (1 + tl.exp(-total))).to(buffers.channels.dtype.element_ty)
     inside = is_used[:, None, None, None] & exists
     tl.store(buffers.channels + row.to(tl.int64)[:, None, None, None] * CHANNELS + channel, result, mask=inside)
@@ -358,11 +372,15 @@ def _step_states(
     outputs, channels, factors, memory, layout, walks, columns, blocks, num_decoding, longest,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, RESTART: tl.constexpr,
-    LEAF: tl.constexpr, EMIT: tl.constexpr, TOKENS: tl.constexpr, BRANCHES: tl.constexpr, PDL: tl.constexpr,
+    LEAF: tl.constexpr, EMIT: tl.constexpr, TOKENS: tl.constexpr, BRANCHES: tl.constexpr, IS_OLD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A request or a chunk after its blocks (axis 0), a value head (axis 1), VALUES columns of its state (axis 2)."""
-    wait_for_inputs(PDL)
     segment = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if (not IS_OLD) | (segment >= num_decoding):
+            tl.extra.cuda.gdc_wait()
     start = tl.load(layout.starts + segment)
     count = tl.load(layout.starts + segment + 1) - start
     # A request writes its state after what it replays, a chunk after its last row.
@@ -389,8 +407,10 @@ def _step_states(
         _walk(
             outputs, channels, factors, memory, steps, code, following, start, count, mark, source, entry,
             is_decoding, has_begun, KEY_HEADS, VALUE_HEADS, DK, DV, KEYS, VALUES, PARTS, ROW, RESTART, LEAF,
-            EMIT, BRANCHES,
+            EMIT, BRANCHES, PDL,
         )  # fmt: skip
+    if PDL:  # not to end before the kernel before
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -399,7 +419,7 @@ def _walk(
     has_begun,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, RESTART: tl.constexpr,
-    LEAF: tl.constexpr, EMIT: tl.constexpr, BRANCHES: tl.constexpr,
+    LEAF: tl.constexpr, EMIT: tl.constexpr, BRANCHES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The state is (keys of a part, PARTS, VALUES): a lane has one part and VECTOR columns, so most of a sum over keys
     stays in its registers. It is loaded as a matrix, in which neighbouring rows are of neighbouring parts: versions of
@@ -422,6 +442,8 @@ def _walk(
     following = tl.where(count == 1, code, tl.where(is_decoding, following, (start + 1) | EMIT))
     is_known = tl.where(has_begun, inside, False)
     state = tl.reshape(tl.load(tile + source * SIZE, mask=is_known, other=0.0), (LENGTH, PARTS, VALUES))
+    if PDL:  # states of requests are older than the kernel before
+        tl.extra.cuda.gdc_wait()
     q, k, v, decay, w_v, w_k, o_q, o_w = _load_row(
         channels, factors, code & ROW, head, key, value, has_key, has_value, KEY_HEADS, VALUE_HEADS, DK, DV
     )

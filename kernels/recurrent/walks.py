@@ -73,6 +73,9 @@ class PassPlan(NamedTuple):
     columns: Columns
     blocks: Blocks
     num_decoding: int
+    is_old: bool = False
+    """A kernel without `pdl_options` runs between it and the layers, which then read it, and states of requests, while
+    the kernels before theirs still run."""
 
 
 def max_steps(num_nodes: int, branches: bool) -> int:

@@ -79,7 +79,8 @@ class RecurrentStates:
         """Plans a pass for the kernels of all layers."""
         columns = self.columns(layout.segment_slots)
         walks = plan_walks(layout, self.replays, columns, num_requests)
-        return PassPlan(layout, walks, columns, plan_blocks(layout, columns, num_requests), num_requests)
+        blocks = plan_blocks(layout, columns, num_requests)
+        return PassPlan(layout, walks, columns, blocks, num_requests, is_old=True)  # the tokens' embedding comes after
 
     def commit(self, layout: Layout, verified: Verified, num_requests: int) -> None:
         """Marks the records of accepted nodes to be replayed by the next pass of their requests."""
