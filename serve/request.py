@@ -43,7 +43,7 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "
 class Grammar(NamedTuple):
     """The only texts that an answer may be: JSON of a schema, any JSON object, full matches of a regular expression,
     one of a JSON list of texts, texts that xgrammar's EBNF derives from `root`, or texts of its structural tag.
-    `translate` in serve/grammar/grammars.py makes an "ast" of each of these: xgrammar's own form, read once for all."""
+    `translate` in serve/grammar/grammars.py makes an "ast" of each of these: EBNF for xgrammar, made once for all."""
 
     kind: GrammarKind
     text: str = ""  # the schema, the list, the tag or the ast as JSON, the expression, or the grammar

@@ -24,7 +24,7 @@ from slipstream import runtime
 from slipstream.models.chat.quotes import PLACE_CHARS, quote, shorten
 from slipstream.serve.grammar.json_schema import rewrite
 from slipstream.serve.grammar.spelling import Spelling
-from slipstream.serve.grammar.strings import Strings
+from slipstream.serve.grammar.strings import Strings, with_long_escapes
 from slipstream.serve.grammar.work import Unsupported, Work
 from slipstream.serve.request import Grammar, GrammarKind
 
@@ -61,10 +61,15 @@ def translate(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Gramm
     if grammar.kind == "ast":
         return grammar
     check_length(grammar)
-    text = parse(grammar, json_whitespace).serialize_json()
+    text = text_of(parse(grammar, json_whitespace))
     if len(text) > MOST_TRANSLATED:
         raise ValueError(f"has {len(text)} characters once it is translated; the limit is {MOST_TRANSLATED}")
     return Grammar("ast", text)
+
+
+def text_of(grammar: Any) -> str:
+    """Returns EBNF of xgrammar's Grammar. The library, which compiles a Grammar, reads another text than it writes."""
+    return with_long_escapes(str(grammar))
 
 
 def parse(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
@@ -74,8 +79,6 @@ def parse(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
     kind, text = grammar
     from_schema = partial(_of_schema, xgrammar.Grammar, json_whitespace)
     try:
-        if kind == "ast":
-            return xgrammar.Grammar.deserialize_json(text)
         if kind == "json_object":
             return from_schema({"type": "object"})
         if kind == "structural_tag":
@@ -84,11 +87,12 @@ def parse(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
         if kind == "json_schema":
             return from_schema(rewrite(json.loads(text)))
         if kind == "choice":
-            return xgrammar.Grammar.from_ebnf(f"root ::= {' | '.join(map(_literal, _texts(json.loads(text))))}")
+            tag = {"type": "structural_tag", "format": as_element(grammar)}
+            return xgrammar.Grammar.from_structural_tag(json.dumps(tag))
         if kind == "regex":
-            return xgrammar.Grammar.from_regex(text)
+            return xgrammar.Grammar.from_regex(with_long_escapes(text))
         if kind == "ebnf":
-            return xgrammar.Grammar.from_ebnf(text)
+            return xgrammar.Grammar.from_ebnf(with_long_escapes(text))
     except Unsupported:
         raise
     except (RuntimeError, ValueError) as error:
@@ -103,7 +107,12 @@ def as_element(grammar: Grammar) -> dict[str, Any]:
         return dict(json.loads(text)["format"])
     if kind in ("json_object", "json_schema"):
         return {"type": "json_schema", "json_schema": json.loads(text) if text else {"type": "object"}}
-    return {"type": "grammar", "grammar": text} if kind == "ebnf" else {"type": kind, "text": text}
+    if kind == "choice":
+        parts = _texts(json.loads(text))
+        return {"type": "or", "elements": [{"type": "const_string", "value": part} for part in parts]}
+    if kind == "regex":
+        return {"type": "regex", "pattern": text} if text else {"type": "const_string", "value": ""}
+    return {"type": "grammar", "grammar": text}
 
 
 def _with_schemas(of_schema: Callable[[Any], Any], json_whitespace: int, tag: Any, work: Work) -> Any:
@@ -117,9 +126,9 @@ def _with_schemas(of_schema: Callable[[Any], Any], json_whitespace: int, tag: An
     if tag.get("type") == "json_schema" and tag.get("style", "json") == "json":
         for name in sorted(tag.keys() - {"type", "json_schema", "style"}):
             raise Unsupported("", f"{shorten(name)} of a json_schema in a structural tag")
-        return {"type": "grammar", "grammar": str(of_schema(rewrite(tag.get("json_schema"), work)))}
-    if tag.keys() == {"type", "text"} and tag["type"] in ("regex", "choice"):
-        return {"type": "grammar", "grammar": str(parse(Grammar(tag["type"], tag["text"])))}
+        return {"type": "grammar", "grammar": text_of(of_schema(rewrite(tag.get("json_schema"), work)))}
+    if tag.get("type") in ("regex", "grammar"):
+        return {name: with_long_escapes(part) if isinstance(part, str) else part for name, part in tag.items()}
     if tag.get("type") in ("json_schema", "qwen_xml_parameter"):
         rewrite(tag.get("json_schema"), work)
         styled = {"style": "qwen_xml", **tag, "type": "json_schema"}
@@ -133,7 +142,7 @@ def _of_schema(kind: Any, json_whitespace: int, schema: Any) -> Any:
     marked = json.dumps(strings.mark(schema))
     for pattern in strings.patterns:
         kind.from_regex(pattern)  # fails now rather than when the grammar is compiled
-    converted = str(kind.from_json_schema(marked, strict_mode=False, max_whitespace_cnt=max(1, json_whitespace)))
+    converted = text_of(kind.from_json_schema(marked, strict_mode=False, max_whitespace_cnt=max(1, json_whitespace)))
     if json_whitespace == 0:  # which the library does not know; its fixed separators are not those asked for everywhere
         converted = converted.replace(OPTIONAL_SPACE, '("")')
     return kind.from_ebnf(strings.put(converted))
@@ -148,13 +157,9 @@ def _reason(error: Exception) -> str:
 def _texts(value: Any) -> list[str]:
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
         raise ValueError("a choice must be a JSON list of texts, and not empty")
+    if any("\0" in text for text in value):  # the library ends a text there
+        raise ValueError("a choice has a null character; leave it out")
     return value
-
-
-def _literal(text: str) -> str:
-    """Quotes a text for EBNF."""
-    escaped = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return '"' + "".join(escaped.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'
 
 
 class Compiler(NamedTuple):
@@ -264,7 +269,8 @@ def make_compiler(vocabulary: Any) -> Any:
 def compile_with(compiler: Any, grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
     """Compiles a grammar. Raises ValueError, in a sentence, if that is impossible."""
     try:
-        return compiler.compile_grammar(parse(grammar, json_whitespace))
+        text = grammar.text if grammar.kind == "ast" else text_of(parse(grammar, json_whitespace))
+        return compiler.compile_grammar(text)
     except RuntimeError as error:
         raise ValueError(f"the grammar cannot be used: {_reason(error)}") from error
 

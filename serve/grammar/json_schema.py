@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slipstream.models.chat.quotes import quote
-from slipstream.serve.grammar.strings import FORMATS, syntax
+from slipstream.serve.grammar.strings import FORMATS, syntax, with_long_escapes
 from slipstream.serve.grammar.work import Unsupported, Work
 
 Keywords = Mapping[str, Any]
@@ -698,6 +698,7 @@ def whole(pattern: Any, place: str = "") -> str:
     inside the pattern."""
     if not isinstance(pattern, str):
         raise Unsupported(place, "pattern", "must be a text")
+    pattern = with_long_escapes(pattern)
     check_text(pattern, place, "pattern")
     starts = False
     ends = False

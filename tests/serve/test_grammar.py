@@ -27,13 +27,13 @@ from slipstream.serve import logs
 from slipstream.serve.engine import process
 from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.grammar import grammars as grammars_module
-from slipstream.serve.grammar.grammars import Grammars, Matcher, compile_with, parse, translate
+from slipstream.serve.grammar.grammars import Grammars, Matcher, as_element, compile_with, translate
 from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, rewrite, whole
 from slipstream.serve.grammar.spelling import Spelling
 from slipstream.serve.grammar.strings import FORMATS
 from slipstream.serve.grammar.work import Unsupported
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import Grammar, Request, SamplingParams
+from slipstream.serve.request import Grammar, GrammarKind, Request, SamplingParams
 from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.pairwise import gate_of, some_of
 from slipstream.tests.random_drafts import save_random_draft
@@ -74,7 +74,7 @@ class Bytes:
         self.spelling = Spelling(None, vocabulary)
 
     def compile(self, schema: Any) -> Any:
-        return self.compiler.compile_grammar(parse(Grammar("json_schema", json.dumps(schema))))
+        return compile_with(self.compiler, Grammar("json_schema", json.dumps(schema)))
 
     def matcher(self, compiled: Any) -> Matcher:
         return Matcher(xgrammar.GrammarMatcher(compiled), [END], END + 1, END + 1, self.spelling)
@@ -432,11 +432,32 @@ def test_optional_groups_are_taken_whole(pattern: str) -> None:
             assert compiler.takes(compiled, f'"{text}"') == (re.fullmatch(pattern, text) is not None), text
 
 
+@pytest.mark.parametrize("word", ["größe", "Entrée", "👍a", "漢b", "\x01f", "\x7fa", "\xa00"])
+def test_a_character_ends_before_letters_that_may_be_digits(word: str) -> None:
+    units = word.encode("utf-16-be")
+    codes = [int.from_bytes(units[place : place + 2]) for place in range(0, len(units), 2)]
+    escapes = "".join(f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in codes)
+    kinds: dict[GrammarKind, str] = {"choice": json.dumps([word]), "regex": escapes, "ebnf": f'root ::= "{escapes}"'}
+    texts = {Grammar(*kind): word for kind in kinds.items()}
+    if word.isprintable():
+        schemas: list[dict[str, Any]] = [{"enum": [word]}, {"pattern": f"^{escapes}$"}, {"pattern": f"^{word}$"}]
+        texts |= {Grammar("json_schema", json.dumps(schema)): f'"{word}"' for schema in schemas}
+        members = {"properties": {word: schemas[0]}, "required": [word], "type": "object"}
+        texts[Grammar("json_schema", json.dumps(members))] = f'{{"{word}":"{word}"}}'
+    compiler = Bytes()
+    for grammar, text in texts.items():
+        for whole_grammar in (grammar, structural_tag(as_element(grammar))):
+            assert compiler.takes(compile_with(compiler.compiler, whole_grammar), text), whole_grammar
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
         (Grammar("regex", "(a"), "cannot be used"),
+        (Grammar("regex", "a\\ud83d"), "cannot be used: .* surrogates not allowed"),
+        (Grammar("json_schema", json.dumps({"pattern": "\\ud83d"})), '"pattern" at the root has a text with half of a'),
         (Grammar("choice", "[5]"), "a choice must be a JSON list of texts"),
+        (Grammar("choice", '["a\\u0000b"]'), "a choice has a null character; leave it out"),
         (Grammar("choice", "[]"), "a choice must be a JSON list of texts, and not empty"),
         (Grammar("json_schema", "[" * 60_000), "cannot be used: maximum recursion depth exceeded"),
         (Grammar("json_schema", f'{{"enum": [{"1" * 5000}]}}'), "cannot be used: Exceeds the limit"),
