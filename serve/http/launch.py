@@ -68,6 +68,7 @@ class Server(uvicorn.Server):
         self._tasks: list[asyncio.Task[None]] = []  # the event loop holds only weak references
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else its closed connections keep the port
         await super().startup(sockets)
         logging.getLogger("uvicorn.error").addFilter(self._rare_warnings)
         if self.warning is not None:

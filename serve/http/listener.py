@@ -2,18 +2,25 @@
 
 import errno
 import socket
+from contextlib import suppress
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes the port before anything is loaded; nobody can connect until the server listens."""
+    """Takes the port before anything is loaded; nobody can connect until the server listens. Two sockets that may both
+    reuse an address share it until one listens, so a port is only reused where connections of an earlier server linger,
+    and this socket lets no other have it: the server sets SO_REUSEADDR again before it listens."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ValueError(f"cannot listen on host {host!r} ({error.strerror}); choose another --host") from error
     listener = socket.socket(family, kind, protocol)
     try:
+        with suppress(OSError):
+            listener.bind(place)
+            return listener
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:

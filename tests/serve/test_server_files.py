@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import pytest
 
@@ -19,6 +20,7 @@ from slipstream.serve.http.launch import check_files, prepare
 from slipstream.serve.http.listener import bind
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.tests.random_targets import change_json
+from slipstream.tests.serve.fake_server import serving
 from slipstream.tests.sources import TINY
 
 Spoil = Callable[[Path], dict[str, Any]]  # changes a target's folder; returns options
@@ -101,6 +103,16 @@ def test_a_fault_ends_the_server_before_its_engine_is_ready(
         cli.main([*arguments, "--dry-run"])
     assert ended.value.code in (1, 2)
     assert " ".join(capsys.readouterr().err.split()).count("serve: error: ") == 1
+
+
+def test_a_port_has_one_server_though_connections_of_the_last_linger(byte_target: str) -> None:
+    with bind("127.0.0.1", 0) as listener, pytest.raises(ValueError, match=r"Address already in use.*another --port"):
+        bind(*listener.getsockname())
+    with serving(ServeConfig(target=byte_target, port=0)) as server:
+        place = server.listener.getsockname()
+        assert httpx.get(f"{server.url}/health", headers={"Connection": "close"}, timeout=120).status_code == 200
+    with bind(*place), pytest.raises(ValueError, match=r"Address already in use.*another --port"):
+        bind(*place)
 
 
 def test_what_the_target_cannot_do_is_refused_before_its_weights_come(
