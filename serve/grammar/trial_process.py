@@ -48,6 +48,10 @@ class TooSlow(ValueError):
 
 
 def main() -> None:
+    # The library writes a line to the descriptor for each character of a regular expression that it finds odd.
+    sys.stderr = os.fdopen(os.dup(2), "w", 1)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
     with socket.socket(fileno=int(sys.argv[1])) as server:
         load_tokenizer = pickle.loads(server.recv(MOST_MESSAGE))
         vocabulary = read_vocabulary(load_tokenizer())

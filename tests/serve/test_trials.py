@@ -250,7 +250,9 @@ def test_a_server_tries_grammars_with_its_own_limit_of_white_space() -> None:
     assert asyncio.run(admitted(config)) == translate(QUICK_OBJECT, 3)
 
 
-def test_trials_end_within_their_limits_and_none_hurts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_end_within_their_limits_and_none_hurts_another(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One process, started as a server starts it, is loaded for all of them."""
     forked = trial.subprocess
     monkeypatch.setattr(trial, "subprocess", subprocess)
@@ -266,6 +268,8 @@ def test_trials_end_within_their_limits_and_none_hurts_another(monkeypatch: pyte
             translate(QUICK_OBJECT, 0) == await process.attempt(QUICK_OBJECT, 9.0, cancelled) != translate(QUICK_OBJECT)
         )
         loaded = psutil.Process(process.pid)
+        await process.attempt(Grammar("regex", "a^b\\é"), 9.0, cancelled)
+        assert not capfd.readouterr().err, "a client could fill the log"
         with pytest.raises(ValueError, match="cannot be used"):
             await process.attempt(Grammar("regex", "(a"), 9.0, cancelled)
         with pytest.raises(ValueError, match="takes .* ms for a token"):
