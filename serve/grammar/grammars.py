@@ -47,6 +47,7 @@ MASK_DECAY = 0.9  # weight of the masks before, in that mean, after one more
 MOST_PREFIXES = 64  # tokens that may be beginnings of one forced text
 LOOKAHEAD = 4  # further tokens to read, since the spelling of a word depends on its end
 WORD_BITS = 32
+NO_TEXT = b"\xff"  # no part of UTF-8
 Masks = NDArray[np.uint32]  # of tokens: bit i of word w stands for token 32 * w + i
 
 
@@ -251,12 +252,16 @@ class Grammars:
 
 def read_vocabulary(tokenizer: Any, vocab_size: int | None = None, end_ids: Collection[int] = ()) -> Any:
     """Returns xgrammar's TokenizerInfo without the ids from `vocab_size` on and without those after the last token,
-    which have no text: the library would forbid them one by one in each mask."""
+    which have no text: the library would forbid them one by one in each mask. Tokens that no answer shows get a text
+    that no grammar takes: the library would take their names for text, and an end for the text before it."""
     import xgrammar
 
     size = 1 + max((*tokenizer.get_vocab().values(), *end_ids))
     size = size if vocab_size is None else min(size, vocab_size)
-    return xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=list(end_ids) or None)
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=list(end_ids) or None)
+    hidden = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}.union(info.stop_token_ids)
+    texts = [NO_TEXT if id in hidden else text for id, text in enumerate(info.decoded_vocab)]
+    return xgrammar.TokenizerInfo(texts, vocab_size=info.vocab_size, stop_token_ids=info.stop_token_ids)
 
 
 def make_compiler(vocabulary: Any) -> Any:

@@ -708,7 +708,8 @@ def whole(pattern: Any, place: str = "") -> str:
         starts |= part == "^" and index == 0
         ends |= part == "$" and index == len(pattern) - 1
         is_inside = (part == "^" and index > 0) or (part == "$" and index < len(pattern) - 1)
-        if is_inside or (part == "(" and pattern[index + 1 : index + 2] == "?"):
+        is_lookaround = pattern[index : index + 2] == "(?" and pattern[index + 2 : index + 3] != ":"
+        if is_inside or is_lookaround:
             raise Unsupported(place, "pattern", "with anchors inside, or with lookaround, is not supported")
         depth += (part == "(") - (part == ")")
         has_bar |= part == "|" and depth <= 0

@@ -27,7 +27,7 @@ from slipstream.serve import logs
 from slipstream.serve.engine import process
 from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.grammar import grammars as grammars_module
-from slipstream.serve.grammar.grammars import Grammars, Matcher, as_element, compile_with, translate
+from slipstream.serve.grammar.grammars import NO_TEXT, Grammars, Matcher, as_element, compile_with, translate
 from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, rewrite, whole
 from slipstream.serve.grammar.spelling import Spelling
 from slipstream.serve.grammar.strings import FORMATS
@@ -66,7 +66,7 @@ class Bytes:
     """A compiler for a vocabulary of bytes."""
 
     def __init__(self) -> None:
-        vocabulary = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+        vocabulary = [bytes([byte]) for byte in range(256)] + [NO_TEXT]
         info = xgrammar.TokenizerInfo(
             vocabulary, vocab_type=xgrammar.VocabType.RAW, vocab_size=END + 1, stop_token_ids=[END]
         )
@@ -409,7 +409,8 @@ def test_any_json_is_served_or_refused_with_a_sentence(schema: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["a+", "^ab", "ab$", "^[a-c]{2}$", "a|b", "x\\$", "[$^]", "^(a|b)c", "^(a|(b|c)a)$", "(a)|b", "^[(|]a$"]
+    "pattern",
+    ["a+", "^ab", "ab$", "^[a-c]{2}$", "a|b", "x\\$", "[$^]", "^(a|b)c", "^(?:a|(b|c)a)$", "(?:a)|b", "^[(|]a$"],
 )
 def test_patterns_match_anywhere_but_where_they_are_anchored(pattern: str) -> None:
     rng = random.Random(pattern)
@@ -616,6 +617,24 @@ def test_a_slow_token_ends_an_answer(grammars: Grammars, monkeypatch: pytest.Mon
     stub_times(monkeypatch, lambda _: 0.3)
     assert matcher.push(tokens)
     assert matcher.is_slow
+
+
+@pytest.mark.parametrize(
+    ("grammar", "may_end"),
+    [
+        (Grammar("regex", ".+"), False),
+        (Grammar("regex", "[^ab]{0,9}"), True),
+        (Grammar("regex", "<.spare_1.>"), False),
+        (Grammar("choice", '["<|im_end|>"]'), False),
+        (structural_tag({"type": "any_text"}), True),
+    ],
+)
+def test_names_of_control_tokens_are_no_text(grammar: Grammar, may_end: bool, grammars: Grammars) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    end = tokenizer.eos_token_id
+    mask = grammars.matcher(grammars.compile(grammar).result(), [end]).allowed([0], [-1])
+    allowed = {*np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))}
+    assert allowed.intersection(tokenizer.all_special_ids) == ({end} if may_end else set())
 
 
 def test_ids_without_text_are_forbidden_and_may_be_drafted(grammars: Grammars) -> None:
