@@ -183,9 +183,12 @@ class Frontend:
             messages = self.chat.named_reasoning(body.messages)
             text = self.template.render(messages, tools, prompt=body.add_generation_prompt, variables=variables)
         except TemplateFailed as error:
-            if not body.chat_template_kwargs and not tools:
+            # Bodies are flat; the arguments of a call, which are JSON in a string, may not be.
+            is_deep = isinstance(error.__cause__, RecursionError)
+            values = {body.prompt_field: is_deep, "chat_template_kwargs": body.chat_template_kwargs, "tools": tools}
+            field = next((name for name, value in values.items() if value), None)
+            if field is None:
                 raise  # a bug in the template
-            field = "chat_template_kwargs" if body.chat_template_kwargs else "tools"
             raise ApiError(400, f"the chat template failed on a value in {field}; leave it out", field) from error
         except TemplateRefused as error:  # the template's own message to its users
             field = "chat_template_kwargs" if body.chat_template_kwargs else body.prompt_field

@@ -28,12 +28,17 @@ def test_a_chat_template_of_a_file_is_served(byte_target: str, tmp_path: Path) -
     """For chats and /tokenize, and for what tells the form of calls; a file that is none ends the start."""
     file = tmp_path / "other.jinja"
     file.write_text(
-        '{% for m in messages %}[{{ m.content }}]{% endfor %}{% if tools %}<tool_call>{"arguments"}{% endif %}'
+        "{% for m in messages %}[{{ m.content }}]{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+        '{% endfor %}{% if tools %}<tool_call>{"arguments"}{% endif %}'
     )
     config = ServeConfig(target=byte_target, port=0, chat_template=str(file))
     with serving(config) as server, client_of(server) as client:
         tokens = client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
         assert client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "[hello]"
+        deep = {"name": "f", "arguments": '{"a":' * 900 + "1" + "}" * 900}
+        turn = {"role": "assistant", "tool_calls": [{"type": "function", "function": deep}]}
+        answer = client.post("/tokenize", json={"messages": [*HELLO, turn]})
+        assert "the chat template failed on a value in messages; leave it out" in answer.text
         answer = client.post(CHAT, json={"messages": HELLO, "max_tokens": 9}).json()
         assert answer["usage"]["prompt_tokens"] == len(tokens)
         assert client.get("/tokenizer_info").json()["chat_template"] == file.read_text()
