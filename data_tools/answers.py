@@ -14,7 +14,6 @@ from slipstream.data_tools.target_tokenizer import ChatTemplate
 from slipstream.models.chat.messages import Message
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
 from slipstream.serve.chat.forms import AUTO
-from slipstream.serve.chat.parser import Parts, TextPiece
 from slipstream.serve.chat.tools import ToolChoice, ToolError, read_choice
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import Output, Request, SamplingParams
@@ -30,9 +29,7 @@ class AnswerReader:
     def __call__(self, prompt: Prompt, ids: Sequence[int]) -> Message:
         """`ids`: without the end token."""
         form = self._form(prompt)
-        text = form.decoder(list(ids))
-        content = Parts([TextPiece("content", text, 0, len(text))])
-        parts = content if form.parser is None else form.parser().feed(text, final=True)
+        parts = form.parts_of(form.decoder(list(ids)))
         reasoning = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
         calls = {"tool_calls": [piece.to_json() for piece in parts.calls]} if parts.calls else {}
         return {"role": "assistant", "content": parts.content, **reasoning, **calls}

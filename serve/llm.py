@@ -16,7 +16,7 @@ from slipstream.models.chat.template import PromptTemplate
 from slipstream.models.drafts.source import warn_if_changed
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
-from slipstream.serve.chat.parser import CallPiece, Parts, TextPiece
+from slipstream.serve.chat.parser import CallPiece
 from slipstream.serve.chat.tools import ToolChoice, read_choice
 from slipstream.serve.detokenize import Decoder, TextStream, spellings
 from slipstream.serve.engine.build import build_engine
@@ -90,9 +90,7 @@ class Answer:
         stats = self.text.cut(replace(ended.stats))
         count = self.text.num_tokens
         text = "".join(self._pieces)
-        form = self._form
-        content = [TextPiece("content", text, 0, len(text))]
-        parts = Parts([*content]) if form.parser is None else form.parser().feed(text, final=True)
+        parts = self._form.parts_of(text)
         calls = tuple(parts.calls)
         params = self.request.params
         return Generation(

@@ -22,7 +22,7 @@ from slipstream.serve.chat.forms import (
     template_source,
 )
 from slipstream.serve.chat.markers import SPACE, Markers
-from slipstream.serve.chat.parser import AnswerParser, Syntax
+from slipstream.serve.chat.parser import AnswerParser, Parts, Syntax, TextPiece
 from slipstream.serve.chat.tags import AnswerGrammar
 from slipstream.serve.chat.tools import Tool, ToolChoice, ToolError
 from slipstream.serve.detokenize import Decoder
@@ -47,6 +47,12 @@ class AnswerFormat:
     hidden: Callable[[str], str] = str  # spells a text as the decoder does
     grammar_field: str = "tools"  # field of the request that an error about the grammar names
     continues: bool = False  # the answer continues the prompt's text and is decoded with its end, unlike in a chat
+
+    def parts_of(self, text: str) -> Parts:
+        """Returns the parts of a whole answer."""
+        if self.parser is None:
+            return Parts([TextPiece("content", text, 0, len(text))])
+        return self.parser().feed(text, final=True)
 
     def stops(self, stop: Sequence[str]) -> list[str]:
         """Returns the stop strings in each spelling that decoded text may have."""

@@ -8,7 +8,7 @@ import secrets
 import string
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -59,11 +59,11 @@ class TextPiece(NamedTuple):
 Piece = TextPiece | CallPiece
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts that a piece of an answer adds, in order."""
+    """The parts of an answer, or those that a piece of it adds, in order."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: Sequence[Piece]
 
     @property
     def reasoning(self) -> str:
@@ -195,7 +195,7 @@ class AnswerParser:
         self._syntax = syntax
         self._tools = tools
         self._buffer = ""
-        self._parts = Parts()
+        self._pieces = list[Piece]()
         self.num_consumed = 0  # characters before the buffer
         self.num_calls = 0
         self.reasoning: list[tuple[int, int]] = []  # its ranges in the text, markers included
@@ -216,14 +216,14 @@ class AnswerParser:
 
     def feed(self, text: str, final: bool = False) -> Parts:
         """Returns the parts that a piece of the answer adds; `final` releases all text that was held back."""
-        self._parts = Parts()
+        self._pieces = []
         starts = range(MOST_FED, len(text), MOST_FED)
         for start in starts:
             self._read(text[start - MOST_FED : start], final=False)
         self._read(text[starts[-1] if starts else 0 :], final)
         if final and self._reads == self._in_region and self._region == "reasoning":
             self.reasoning.append((self._region_start, self.num_consumed))
-        return self._parts
+        return Parts(self._pieces)
 
     def _read(self, text: str, final: bool) -> None:
         if not final and text.isspace() and self._buffer[-1:].isspace():  # decided with what follows
@@ -254,7 +254,7 @@ class AnswerParser:
         """Adds a piece of text, which must be the text that was taken last."""
         if text:
             start = self.num_consumed - len(text)
-            self._parts.pieces.append(TextPiece(kind, self._syntax.markers.shown(text), start, self.num_consumed))
+            self._pieces.append(TextPiece(kind, self._syntax.markers.shown(text), start, self.num_consumed))
 
     def _enter(self, region: Literal["reasoning", "content"], start: int) -> None:
         self._reads = self._in_region
@@ -329,7 +329,7 @@ class AnswerParser:
 
     def _announce(self) -> None:
         assert self._syntax.tools is not None
-        self._parts.pieces.append(CallPiece(self.num_calls, call_id(self._syntax.tools.id_len), self._name))
+        self._pieces.append(CallPiece(self.num_calls, call_id(self._syntax.tools.id_len), self._name))
         self.num_calls += 1
 
     def _in_region(self, final: bool) -> bool:
@@ -361,7 +361,7 @@ class AnswerParser:
         if piece and self._arguments.is_whole:
             self._announce()
         if piece:
-            self._parts.pieces.append(CallPiece(self.num_calls - 1, arguments=piece))
+            self._pieces.append(CallPiece(self.num_calls - 1, arguments=piece))
         if rest is None:
             return False
         self.num_consumed -= len(rest)

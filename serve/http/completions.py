@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from slipstream.serve.chat.answers import AnswerFormat
-from slipstream.serve.chat.parser import AnswerParser, CallPiece, Piece, TextPiece, calls_of, text_of
+from slipstream.serve.chat.parser import AnswerParser, Parts, Piece, TextPiece
 from slipstream.serve.detokenize import TextStream
 from slipstream.serve.http.answer_log import AnswerLog
 from slipstream.serve.http.engine_client import Engine, EngineError
@@ -27,28 +27,15 @@ class TracedToken(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Parts):
     """New text of one choice. The last delta has a finish reason."""
 
     index: int
-    pieces: Sequence[Piece]
     finish_reason: FinishReason | Literal["tool_calls"] | None
     scored: Sequence[Scored] = ()  # tokens of the pieces, if the client wants log-probabilities
     traced: Sequence[TracedToken] = ()  # the same for traces, with tokens that have no text
     tokens: Sequence[int] = ()  # new ones, whether their text is held back or not
     num_tokens: int = 0  # of the choice so far, these included
-
-    @property
-    def text(self) -> str:
-        return text_of(self.pieces, "content")
-
-    @property
-    def reasoning(self) -> str:
-        return text_of(self.pieces, "reasoning")
-
-    @property
-    def calls(self) -> list[CallPiece]:
-        return calls_of(self.pieces)
 
     @classmethod
     def join(cls, deltas: "Sequence[Delta]") -> "Delta":
@@ -58,7 +45,7 @@ class Delta:
         traced = [token for delta in deltas for token in delta.traced]
         tokens = [token for delta in deltas for token in delta.tokens]
         last = deltas[-1]
-        return cls(last.index, pieces, last.finish_reason, scored, traced, tokens, last.num_tokens)
+        return cls(pieces, last.index, last.finish_reason, scored, traced, tokens, last.num_tokens)
 
 
 class RequestFailed(Exception):
@@ -196,10 +183,10 @@ class Choice:
                 if reason is not None:
                     log.add(self.request, self._answer, reason)
             num_ids = self._ledger.num_ids
-            delta = Delta(self._index, pieces, finish_reason, scored, released.traced, released.ids, num_ids)
+            delta = Delta(pieces, self._index, finish_reason, scored, released.traced, released.ids, num_ids)
             self._completion.put(delta)
 
-    def _pieces(self, text: str, *, is_last: bool) -> list[Piece]:
+    def _pieces(self, text: str, *, is_last: bool) -> Sequence[Piece]:
         if self.parser is not None:
             return self.parser.feed(text, is_last).pieces
         end = self._text.num_returned

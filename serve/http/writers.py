@@ -171,7 +171,7 @@ class CompletionWriter(ChoicesWriter):
 
     def choice(self, answer: Delta) -> Fields:
         reason = answer.finish_reason
-        return {"index": answer.index, "text": answer.text, **self.details(answer), "finish_reason": reason}
+        return {"index": answer.index, "text": answer.content, **self.details(answer), "finish_reason": reason}
 
     def logprobs_of(self, scored: Sequence[Scored], k: int) -> Fields:
         return completion_logprobs(scored, k, self.texts)
@@ -201,7 +201,7 @@ class ChatWriter(ChoicesWriter):
         finish reason, which follows calls in a separate event; the last event with text has log-probabilities and
         traces."""
         parts = list[Fields]()
-        text = delta.text
+        text = delta.content
         calls = delta.calls
         if self.shows_reasoning and delta.reasoning:
             parts.append(self._reasoning(delta))
@@ -222,7 +222,7 @@ class ChatWriter(ChoicesWriter):
         calls = answer.calls
         message: Fields = {
             "role": "assistant",
-            "content": answer.text or (None if calls else ""),
+            "content": answer.content or (None if calls else ""),
             "refusal": None,
         }
         if self.answers.has_reasoning and self.shows_reasoning:

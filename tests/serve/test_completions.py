@@ -73,7 +73,7 @@ def test_text_that_waits_is_joined(burst: int) -> None:
     for index in (0, 1):
         expected = "".join(chr(97 + step % 26) for step, choice in enumerate(order) if choice == index)
         deltas_of_choice = [delta for delta in deltas if delta.index == index]
-        assert "".join(delta.text for delta in deltas_of_choice) == expected
+        assert "".join(delta.content for delta in deltas_of_choice) == expected
         assert [delta.finish_reason for delta in deltas_of_choice] == [None] * (len(deltas_of_choice) - 1) + ["length"]
     changes = 1 + sum(choice != other for choice, other in zip(order, order[1:], strict=False))
     assert len(deltas) == {1: len(order), 1000: changes}.get(burst, len(deltas))
@@ -86,7 +86,7 @@ def test_what_came_before_a_failure_is_not_lost() -> None:
 
         async def take() -> None:
             async for delta in completion.deltas():
-                texts.append(delta.text)
+                texts.append(delta.content)
 
         completion.choices[0].receive(output(0, [LETTERS[0]]))
         completion.choices[0].receive(output(0, [LETTERS[1]]))
@@ -136,7 +136,7 @@ def test_log_probabilities_and_traces_come_once_with_their_text(
         token for token, end in zip(tokens, ends, strict=True) if end < len(visible)
     ]
     assert [entry.logprob for entry in scored] == logprobs_of([entry.token for entry in scored], 1).tokens
-    assert all(delta.text or delta.reasoning or delta.calls for delta in deltas[:-1])
+    assert all(delta.content or delta.reasoning or delta.calls for delta in deltas[:-1])
     traced = [entry.token for delta in deltas for entry in delta.traced]
     assert traced == tokens[: choice.stats.completion_tokens]
     for delta in deltas[:-1]:
@@ -144,7 +144,7 @@ def test_log_probabilities_and_traces_come_once_with_their_text(
     if not stop:
         joined = Delta.join(deltas)
         calls = [(call.name, call.arguments) for call in joined.calls]
-        assert (joined.reasoning, joined.text, calls) == expected
+        assert (joined.reasoning, joined.content, calls) == expected
         assert joined.scored == scored
     check_items(deltas, TokenTexts(tokenizer))
 

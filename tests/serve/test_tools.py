@@ -68,7 +68,6 @@ class Sampler:
     def write(self, answers: AnswerFormat, seed: int, limit: int = 250) -> Parts | None:
         """The parts of an answer; None if it does not end in time."""
         assert answers.grammar is not None
-        assert answers.parser is not None
         ends = [self.tokenizer.eos_token_id, *answers.stop_ids]
         rng = random.Random(seed)
         tokens = list[int]()
@@ -81,7 +80,7 @@ class Sampler:
             tokens.append(token)
         if not matcher.is_over:
             return None
-        return answers.parser().feed(answers.decoder(tokens[:-1]), final=True)
+        return answers.parts_of(answers.decoder(tokens[:-1]))
 
 
 def check_calls(parts: Parts, schemas: dict[str, Any] = SCHEMAS) -> None:
@@ -228,9 +227,8 @@ def test_answers_are_the_same_with_every_drafter(
     ends = 0
     for name, answer in answers.items():
         form = formats[name.split()[0]]
-        assert form.parser is not None
         is_whole = answer.finish_reason == "stop"
-        parts = form.parser().feed(form.decoder(answer.tokens[: -1 if is_whole else None]), final=True)
+        parts = form.parts_of(form.decoder(answer.tokens[: -1 if is_whole else None]))
         if not is_whole:
             continue
         ends += 1
