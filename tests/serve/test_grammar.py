@@ -819,12 +819,12 @@ def test_passes_begin_before_their_masks_are_there(
     monkeypatch.setattr(engine.runner, "launch", watch)
     engine.trace = trace
     forced = "the total number of apples in all the baskets"
-    patterns = {"any text": r"[\s\S]*", "letters": "[a-z]*", "late": rf"[0-9]{{30}}{forced}[0-9]{{20}}{forced}[a-c]*"}
+    patterns = {"any text": r"[\s\S]*", "letters": "[a-z]*", "late": rf"[0-9]{{20}}{forced}[0-9]{{9}}{forced}[a-c]*"}
     requests = [
-        make_request(name, [5, 6, index], max_tokens=90, temperature=temperature, grammar=Grammar("regex", regex))
+        make_request(name, [5, 6, index], max_tokens=60, temperature=temperature, grammar=Grammar("regex", regex))
         for index, (name, regex) in enumerate(patterns.items())
     ]
-    free = make_request("free", [5, 6, 7], max_tokens=50, temperature=temperature, ignore_eos=True)
+    free = make_request("free", [5, 6, 7], max_tokens=30, temperature=temperature, ignore_eos=True)
     answers = run(engine, [*requests, free])
     assert tokens_of(answers) == plain_answers(target, [*requests, free])
     assert len(started.intersection(masked)) > 20
@@ -854,10 +854,10 @@ def test_requests_restart_where_a_pass_has_begun_with_slow_nodes(
     sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = play(EngineConfig(target=str(target), draft=draft, attention=ATTENTION, **sizes))
     requests = [
-        make_request(regex, [5, 6, 7], max_tokens=90, temperature=1.0, grammar=Grammar("regex", regex))
+        make_request(regex, [5, 6, 7], max_tokens=40, temperature=1.0, grammar=Grammar("regex", regex))
         for regex in (r"[\s\S]*", "[a-z]*", "[0-9a-z ]{70,}")
     ]
-    free = make_request("free", [5, 6, 7], max_tokens=50, temperature=1.0, ignore_eos=True)
+    free = make_request("free", [5, 6, 7], max_tokens=25, temperature=1.0, ignore_eos=True)
     expected = plain_answers(target, [*requests, free])
     stub_times(monkeypatch, lambda _: rng.choice([0.0] * 40 + [0.2]))
     answers = run(engine, [*requests, free])
@@ -876,10 +876,10 @@ def test_no_request_waits_for_slow_masks_of_others(
     if is_captured:
         engine = play(EngineConfig(target=str(target), draft=draft, attention=ATTENTION, **sizes))
     requests = [
-        make_request(f"{index}", [5, 6, index], max_tokens=12, temperature=1.0, grammar=Grammar("regex", f"[a-{c}]*"))
+        make_request(f"{index}", [5, 6, index], max_tokens=6, temperature=1.0, grammar=Grammar("regex", f"[a-{c}]*"))
         for index, c in enumerate("uvwxyz")
     ]
-    free = make_request("free", [5, 6, 7], max_tokens=60, temperature=1.0, ignore_eos=True)
+    free = make_request("free", [5, 6, 7], max_tokens=30, temperature=1.0, ignore_eos=True)
     expected = plain_answers(target, [*requests, free])
     is_open = threading.Event()
     fill = Matcher.fill
