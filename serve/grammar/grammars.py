@@ -83,7 +83,7 @@ def parse(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
         if kind == "json_object":
             return from_schema({"type": "object"})
         if kind == "structural_tag":
-            tag = _with_schemas(from_schema, json_whitespace, json.loads(text), Work())
+            tag = _with_schemas(from_schema, json_whitespace, json.loads(text))
             return xgrammar.Grammar.from_structural_tag(json.dumps(tag))
         if kind == "json_schema":
             return from_schema(rewrite(json.loads(text)))
@@ -116,25 +116,31 @@ def as_element(grammar: Grammar) -> dict[str, Any]:
     return {"type": "grammar", "grammar": text}
 
 
-def _with_schemas(of_schema: Callable[[Any], Any], json_whitespace: int, tag: Any, work: Work) -> Any:
+def _with_schemas(of_schema: Callable[[Any], Any], json_whitespace: int, tag: Any) -> Any:
     """Rewrites the JSON schemas in a structural tag, which are enforced as strictly as those of whole answers. The
     library translates other notations than JSON, with line breaks between their tags even if JSON may have no white
     space."""
-    if isinstance(tag, list):
-        return [_with_schemas(of_schema, json_whitespace, part, work) for part in tag]
-    if not isinstance(tag, dict):
-        return tag
-    if tag.get("type") == "json_schema" and tag.get("style", "json") == "json":
-        for name in sorted(tag.keys() - {"type", "json_schema", "style"}):
-            raise Unsupported("", f"{shorten(name)} of a json_schema in a structural tag")
-        return {"type": "grammar", "grammar": text_of(of_schema(rewrite(tag.get("json_schema"), work)))}
-    if tag.get("type") in ("regex", "grammar"):
-        return {name: with_long_escapes(part) if isinstance(part, str) else part for name, part in tag.items()}
-    if tag.get("type") in ("json_schema", "qwen_xml_parameter"):
-        rewrite(tag.get("json_schema"), work)
-        styled = {"style": "qwen_xml", **tag, "type": "json_schema"}
-        return {"max_whitespace_cnt": max(1, json_whitespace), **styled}
-    return {name: _with_schemas(of_schema, json_whitespace, part, work) for name, part in tag.items()}
+    work = Work()
+
+    def rewritten(part: Any) -> Any:
+        if isinstance(part, list):
+            return [*map(rewritten, part)]
+        if not isinstance(part, dict):
+            return part
+        kind = part.get("type")
+        if kind == "json_schema" and part.get("style", "json") == "json":
+            for name in sorted(part.keys() - {"type", "json_schema", "style"}):
+                raise Unsupported("", f"{shorten(name)} of a json_schema in a structural tag")
+            return {"type": "grammar", "grammar": text_of(of_schema(rewrite(part.get("json_schema"), work)))}
+        if kind in ("regex", "grammar"):
+            return {name: with_long_escapes(text) if isinstance(text, str) else text for name, text in part.items()}
+        if kind in ("json_schema", "qwen_xml_parameter"):
+            rewrite(part.get("json_schema"), work)
+            styled = {"style": "qwen_xml", **part, "type": "json_schema"}
+            return {"max_whitespace_cnt": max(1, json_whitespace), **styled}
+        return {name: rewritten(inner) for name, inner in part.items()}
+
+    return rewritten(tag)
 
 
 def _of_schema(kind: Any, json_whitespace: int, schema: Any) -> Any:

@@ -12,8 +12,9 @@ from slipstream.doctor.options import DoctorConfig
 from slipstream.serve.engine.counts import AcceptanceView, EngineCounts
 from slipstream.serve.http.metrics import EngineView, Metrics
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.doctor.told_acceptance import FELL, SOUND, FallenEngine, Rates, SoundEngine, view
+from slipstream.tests.doctor.told_acceptance import FELL, FallenEngine, Rates, SoundEngine, view
 from slipstream.tests.serve.fake_server import serving, write_target
+from slipstream.tests.tables import each_case
 
 
 def report(acceptance: AcceptanceView) -> LiveReport:
@@ -21,32 +22,9 @@ def report(acceptance: AcceptanceView) -> LiveReport:
     return report_of("http://there", "model", Metrics().render(engine)[0].decode())
 
 
-LONG: Rates = {"all": 0.5, "chat": 0.5, "greedy": 0.5, "context <1k": 0.7, "context 4-16k": 0.3}
-
-
-@pytest.mark.parametrize(
-    ("acceptance", "causes"),
-    [
-        (view(SOUND), []),
-        (view(SOUND, new_prompts=1.0, changed="target"), []),
-        (view(FELL), ["the draft"]),
-        (view(FELL, trained_target="other"), ["target changed"]),
-        (view(FELL, changed="target"), ["target changed"]),
-        (view(FELL, changed="draft"), ["draft changed"]),
-        (view(FELL, new_prompts=0.8), ["template changed"]),
-        (view(FELL, quantization="fp8"), ["quantised target"]),
-        (view(FELL, kv_cache="fp8", changed="kv_cache"), ["quantised target"]),
-        (view(LONG), ["context longer than trained"]),
-        (view({"all": 0.3, "context 4-16k": 0.3}), ["context longer than trained"]),
-        (view({"all": 0.3, "context 4-16k": 0.3}, trained_length=""), ["the draft"]),
-        (view({"all": 0.3, "context 4-16k": 0.3}, trained_length="8192"), ["the draft"]),
-        (view({"all": 0.5, "context <1k": 0.5, "greedy": 0.7, "sampled": 0.3}), ["temperature"]),
-        (view({"all": 0.65, "chat": 0.66, "greedy": 0.7, "tools": 0.2}), ["a category of its own"]),
-        (view(FELL, clients="one"), ["one client"]),
-    ],
-    ids=str,
-)
-def test_causes(acceptance: AcceptanceView, causes: list[str]) -> None:
+@each_case()
+def test_causes(rates: Rates | None, facts: dict[str, Any], causes: list[str]) -> None:
+    acceptance = view(rates or FELL, **facts)
     examined = report(acceptance)
     assert [cause.name for cause in examined.causes] == causes
     assert examined.is_wrong == bool(causes)
