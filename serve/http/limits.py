@@ -17,6 +17,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from tokenizers.pre_tokenizers import ByteLevel
 
+from slipstream.models.chat.quotes import shorten
 from slipstream.serve.detokenize import overrides_none
 from slipstream.serve.options import ServeConfig
 
@@ -65,8 +66,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
-        self.message = shortened(message)
-        self.param = param and shortened(param)
+        self.message = shorten(message, MAX_ERROR_CHARS)
+        self.param = param and shorten(param, MAX_ERROR_CHARS)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -82,11 +83,6 @@ class ApiError(Exception):
         elif self.status == 429:
             kind = "rate_limit_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def shortened(text: str) -> str:
-    """`text`, cut to MAX_ERROR_CHARS."""
-    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
 
 
 class BodyReader:
