@@ -267,7 +267,12 @@ def read_vocabulary(tokenizer: Any, vocab_size: int | None = None, end_ids: Coll
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=list(end_ids) or None)
     hidden = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}.union(info.stop_token_ids)
     texts = [NO_TEXT if id in hidden else text for id, text in enumerate(info.decoded_vocab)]
-    return xgrammar.TokenizerInfo(texts, vocab_size=info.vocab_size, stop_token_ids=info.stop_token_ids)
+    return xgrammar.TokenizerInfo(
+        texts,
+        vocab_size=info.vocab_size,
+        stop_token_ids=info.stop_token_ids,
+        add_prefix_space=info.add_prefix_space,
+    )
 
 
 def make_compiler(vocabulary: Any) -> Any:
