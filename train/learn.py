@@ -260,7 +260,7 @@ def add_data(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
     pace = Pace(DATA_SHARE, Load(job.folder).is_busy)
     texts = channel.texts
     for name, memory in (("train", texts.train), ("heldout", texts.heldout)):
-        rows = splits[name].shuffle(seed=trainer.options.seed)
+        rows = splits[name].shuffle(seed=trainer.options.seed, keep_in_memory=True)  # writes into no folder
         for documents in batches_of(first_answers(rows, length)):
             pace.begin()
             states = channel.states_of([tokens for tokens, _ in documents])

@@ -499,6 +499,7 @@ def test_texts_of_training_are_the_past(trainer: Trainer, tmp_path: Path, monkey
     digest = tokenizer_hash(load_tokenizer(TINY))
     report = {"tokenizer_hash": digest, "split_rows": {"train": 5}}
     (folder / "report.json").write_text(json.dumps(report))
+    files = {*folder.rglob("*")}
     texts = ServedTexts(10**9, 2048)
     monkeypatch.setattr(learn_module, "DATA_TOKENS", 20)
 
@@ -510,6 +511,7 @@ def test_texts_of_training_are_the_past(trainer: Trainer, tmp_path: Path, monkey
 
     channel: Any = SimpleNamespace(texts=texts, states_of=states_of)
     add_data(replace(trainer.job, data=str(folder)), trainer, channel)
+    assert {*folder.rglob("*")} == files, "it is read alone"
     train, heldout = texts.now()
     assert not train.recent
     (entries,) = train.past.values()
