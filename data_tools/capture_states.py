@@ -34,7 +34,7 @@ from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.data_tools.verb_options import CaptureConfig
 from slipstream.models.drafts.dflash import default_block_aux_layers
 from slipstream.models.files.atomic import FolderLock
-from slipstream.models.files.checkpoint import resolve, weights_fingerprint
+from slipstream.models.files.checkpoint import report_of, resolve, weights_fingerprint
 from slipstream.models.files.loss_masks import Cut
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.files.state_store import INDEX, ShardRange, StateFormat, StateIndex
@@ -149,14 +149,9 @@ def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
 def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -> tuple[StateIndex, dict[str, Cut]]:
     """Plans a capture of the target at `path`: documents, states, shards; also says what max_length cuts of each split.
     Raises ValueError for data prepared with another tokenizer than the target's."""
-    report = read_report(Path(config.data))
     options = ConversationOptions(target=str(path), trust_remote_code=config.trust_remote_code)
     tokenizer_hash = load_target_tokenizer(options).hash
-    if report["tokenizer_hash"] != tokenizer_hash:
-        raise ValueError(
-            f"data {config.data} was prepared with another tokenizer (hash {report['tokenizer_hash'][:12]}, the "
-            f"target's is {tokenizer_hash[:12]}); prepare it again with --target set to this target"
-        )
+    report = report_of("data", config.data, tokenizer_hash)
     form = choose_format(config, path)
     size = int(config.shard_gb * 1e9)
     shards = list[ShardRange]()

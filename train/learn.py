@@ -32,11 +32,10 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from torch import Tensor, nn
 
 from slipstream.models.files.atomic import atomic_folder
-from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.models.files.learning import (
     TEXT_LEN,
     LearnJob,
@@ -51,8 +50,7 @@ from slipstream.models.files.learning import (
     Verdict,
 )
 from slipstream.models.files.outputs import CHECKPOINT
-from slipstream.models.targets.pretrained import load_tokenizer
-from slipstream.train.batches import PackedRows, Share, load_prepared
+from slipstream.train.batches import PackedRows, Share
 from slipstream.train.checkpoints import Progress
 from slipstream.train.continuation import LOSS, MOST_PASSES, PAST, Continuation
 from slipstream.train.loop import Loop
@@ -254,8 +252,7 @@ def shares_of(split: Split) -> list[Share]:
 
 def add_data(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
     """Lets the past begin with texts that the draft was trained on, whose states the engine computes."""
-    tokenizer = load_tokenizer(Path(job.target), job.trust_remote_code)
-    splits, _ = load_prepared(Path(job.data or ""), tokenizer_hash(tokenizer))
+    splits = DatasetDict.load_from_disk(job.data)  # which the server has checked
     length = min(trainer.options.data.max_length, TEXT_LEN)
     pace = Pace(DATA_SHARE, Load(job.folder).is_busy)
     texts = channel.texts

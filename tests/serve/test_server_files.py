@@ -18,7 +18,7 @@ from slipstream.serve.engine.engine_plan import read_plan
 from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.http.launch import check_files, prepare
 from slipstream.serve.http.listener import bind
-from slipstream.serve.options import EngineConfig, ServeConfig
+from slipstream.serve.options import EngineConfig, LearnOptions, ServeConfig
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.serve.fake_server import serving
 from slipstream.tests.sources import TINY
@@ -133,6 +133,12 @@ def test_what_the_target_cannot_do_is_refused_before_its_weights_come(
     assert not [pattern for pattern in downloads if pattern.endswith(".safetensors")]
     assert read_plan(EngineConfig(target="owner/model", device="cpu")).path == tmp_path / "c0ffee"
     assert [pattern for pattern in downloads if pattern.endswith(".safetensors")]
+
+
+def test_texts_of_another_tokenizer_are_not_learnt_from(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text('{"tokenizer_hash": "0"}')
+    with pytest.raises(ValueError, match="^learn.data .* was prepared with another tokenizer"):
+        check_files(ServeConfig(target=str(TINY), learn=LearnOptions(device="cpu", data=str(tmp_path))))
 
 
 def test_the_bundled_targets_have_no_fault() -> None:

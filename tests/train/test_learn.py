@@ -1,6 +1,5 @@
 """Learning from what is served: what memory holds, and that its states teach as the target's own do."""
 
-import json
 import math
 import random
 from collections import Counter
@@ -19,12 +18,10 @@ from torch import Tensor
 
 from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.eagle3 import Eagle3
-from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.models.files.learning import TEXT_LEN, LearnJob, Offer, Outcome, ServedText
 from slipstream.models.files.state_store import decode
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
-from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.engine import scheduler
 from slipstream.serve.engine.learning import text_of
 from slipstream.serve.request import Request, SamplingParams
@@ -496,9 +493,6 @@ def test_texts_of_training_are_the_past(trainer: Trainer, tmp_path: Path, monkey
     rows = Dataset.from_dict({"input_ids": ids, "loss_mask": masks})
     folder = tmp_path / "data"
     DatasetDict({"train": rows, "heldout": rows.select([3])}).save_to_disk(folder)
-    digest = tokenizer_hash(load_tokenizer(TINY))
-    report = {"tokenizer_hash": digest, "split_rows": {"train": 5}}
-    (folder / "report.json").write_text(json.dumps(report))
     files = {*folder.rglob("*")}
     texts = ServedTexts(10**9, 2048)
     monkeypatch.setattr(learn_module, "DATA_TOKENS", 20)
