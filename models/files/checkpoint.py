@@ -267,7 +267,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return _hash_json(description | {"truncation": None, "padding": None})  # these remember the last call's arguments
 
 
-def report_of(option: str, folder: str, tokenizer_hash: str) -> Values:
+def report_of(option: str, folder: str, tokenizer_hash: str) -> dict[str, Any]:
     """Returns the report of the prepared dataset that `option` names. Raises ValueError for a folder that is none, and
     for data of another tokenizer."""
     path = Path(folder, "report.json")
