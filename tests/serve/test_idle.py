@@ -159,7 +159,7 @@ def test_an_answer_that_passes_no_block_is_left_alone(small: Path) -> None:
 def test_some_engines_compute_nothing_in_idle_time(target: Path, options: dict[str, Any]) -> None:
     """Answers of other layers are kept as they are."""
     engine = build_engine(target, **options)
-    run(engine, [turn_of("first", random_prompt(100, 1))])
+    run(engine, [turn_of("first", random_prompt(120, 1), max_tokens=10)])
     assert not engine.work_idle()
 
 
@@ -167,7 +167,7 @@ def test_an_engine_tells_whether_it_has_work(small: Path) -> None:
     engine = build(small)
     loads = list[bool]()
     engine.on_load = loads.append
-    run(engine, [turn_of("first", random_prompt(70, 1), max_tokens=200)])
+    run(engine, [turn_of("first", random_prompt(120, 1), max_tokens=10)])
     assert loads == [True]
     chunks = work(engine)
     assert chunks > 0
@@ -188,7 +188,7 @@ def test_a_namespace_finds_its_own_answers_only(small: Path) -> None:
 @pytest.mark.parametrize("num_chunks", some_of([0, 1, 3], [1]))
 def test_a_request_in_the_middle_goes_first_and_nothing_is_lost(num_chunks: int, small: Path) -> None:
     engine = build(small)
-    text = answered(engine, turn_of("first", random_prompt(70, 1), max_tokens=200))
+    text = answered(engine, turn_of("first", random_prompt(120, 1), max_tokens=GRID * num_chunks + 10))
     for _ in range(num_chunks):
         assert engine.work_idle()
     other = turn_of("other", random_prompt(90, 2))
@@ -236,10 +236,10 @@ def test_nothing_is_given_up_where_no_page_is_free(small: Path) -> None:
 def test_answers_that_a_stop_string_ends_are_computed(small: Path) -> None:
     """The server sees the string, and ends the request; those of clients that leave are not."""
     engine = build(small)
-    texts = {is_whole: random_prompt(70, is_whole) for is_whole in (False, True)}
+    texts = {is_whole: random_prompt(120, is_whole) for is_whole in (False, True)}
     for is_whole, text in texts.items():
         engine.add(turn_of(str(is_whole), [*text]))
-        while len(text) < 70 + 66:
+        while len(text) < 130:
             text += [token for output in engine.step() for token in output.tokens]
         engine.abort(str(is_whole), is_whole=is_whole)
     assert work(engine) == 1
@@ -249,7 +249,7 @@ def test_answers_that_a_stop_string_ends_are_computed(small: Path) -> None:
 def test_the_newest_texts_come_first_and_the_oldest_are_forgotten(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "MOST_TEXTS", 2)
     engine = build(small)
-    texts = [answered(engine, turn_of(str(seed), random_prompt(70, seed))) for seed in range(3)]
+    texts = [answered(engine, turn_of(str(seed), random_prompt(120, seed), max_tokens=10)) for seed in range(3)]
     assert engine.work_idle()
     assert [hit(engine, text) for text in texts] == [GRID, GRID, 2 * GRID]
     work(engine)
@@ -263,7 +263,7 @@ def test_few_texts_are_computed_where_no_request_finds_one(small: Path, monkeypa
     texts = []
     computed = []
     for seed in range(8):
-        texts.append(answered(engine, turn_of(str(seed), random_prompt(100, seed), max_tokens=30)))
+        texts.append(answered(engine, turn_of(str(seed), random_prompt(120, seed), max_tokens=10)))
         computed.append(work(engine))
     assert computed == [1, 1, 1, 0, 0, 1, 0, 0], "the third and the sixth of all are tried"
     assert run(engine, [turn_of("turn", [*texts[0], 5])])["turn"].counts.idle_tokens == GRID
@@ -276,7 +276,7 @@ def test_a_slow_device_rarely_computes_a_text(small: Path, monkeypatch: pytest.M
     engine = build(small)
     computed = []
     for seed in range(4):
-        answered(engine, turn_of(str(seed), random_prompt(100, seed), max_tokens=100 if seed == 0 else 30))
+        answered(engine, turn_of(str(seed), random_prompt(120, seed), max_tokens=80 if seed == 0 else 10))
         computed.append(work(engine))
     assert computed == [1, 0, 0, 0]
 
@@ -321,9 +321,9 @@ def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(small: Path, mon
 
 def test_a_server_with_one_place_keeps_the_state_of_the_last_turn(small: Path) -> None:
     engine = build(small, max_running=1)
-    text = random_prompt(70, 1)
+    text = random_prompt(120, 1)
     for turn in range(2):
-        request = turn_of(str(turn), text)
+        request = turn_of(str(turn), text, max_tokens=10)
         answer = run(engine, [request])[request.id]
         assert answer.tokens == uncached(small, [request])[request.id]
         assert answer.counts.cached_tokens == (found(engine, text[:-2]) if turn else 0)
