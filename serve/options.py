@@ -312,7 +312,7 @@ class ServeConfig(EngineConfig):
         if self.learn.output is None or not (folder / "config.json").is_file():
             return self
         origin = read_json(folder / "run.json").get("learned_from")
-        if origin != self.draft:
+        if origin is None or Path(origin).resolve() != Path(self.draft).resolve():
             raise ValueError(
                 f"learn.output {folder} was learnt from draft {origin}, and draft is {self.draft}; name another folder"
             )

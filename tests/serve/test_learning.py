@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,7 +106,7 @@ def test_a_server_goes_on_from_what_an_earlier_one_has_learnt(tmp_path: Path) ->
     shutil.copytree(DRAFT, output)
     (output / "run.json").write_text(json.dumps({"learned_from": str(DRAFT)}))
     config.check_inputs()
-    assert config.go_on().draft == str(output)
+    assert config.go_on().draft == replace(config, draft=f"{DRAFT}/").go_on().draft == str(output)
     (output / "run.json").write_text(json.dumps({"learned_from": "another"}))
     with pytest.raises(ValueError, match="was learnt from draft another"):
         config.go_on()
