@@ -1,20 +1,15 @@
-"""The page cache against a plain dict of texts, and each rule of its docstrings by itself."""
+"""Each rule of the page cache's docstrings by itself. test_scheduler_simulation.py plays all of them."""
 
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from slipstream.serve.engine.kv_cache import Node, PageCache, PageTable
+from slipstream.serve.engine.kv_cache import PageCache, PageTable
 from slipstream.serve.engine.kv_states import StatePages
 from slipstream.serve.engine.kv_windows import WindowPages
-from slipstream.tests.pairwise import grouped, pairwise
+from slipstream.tests.pairwise import grouped
 from slipstream.tests.serve.cache_invariants import check_cache, nodes_of
 from slipstream.tests.tables import each_case
-
-Text = tuple[str, tuple[int, ...]]
 
 
 def store(cache: PageCache, tokens: list[int], namespace: str = "", lookahead: int = 0) -> None:
@@ -70,27 +65,6 @@ def test_check_notices(fault: str) -> None:
     FAULTS[fault](cache, table)
     with pytest.raises(AssertionError):
         check_cache(cache, [table])
-
-
-class TextModel:
-    """A dict from pages to the tokens of their KV, and every text that a cache without eviction would know."""
-
-    def __init__(self, page_size: int, lookahead: int) -> None:
-        self.page_size = page_size
-        self.lookahead = lookahead
-        self.texts: dict[int, Text] = {}
-        self.known: set[Text] = set()
-
-    def text(self, table: PageTable, tokens: list[int], index: int) -> Text:
-        """Returns the text that page `index` depends on: all tokens up to its end, and those looked ahead at."""
-        return table.namespace, tuple(tokens[: (index + 1) * self.page_size + self.lookahead])
-
-    def compute(self, table: PageTable, tokens: list[int], num_computed: int) -> None:
-        """All full pages behind the shared ones become known."""
-        for index in range(len(table.nodes), min(num_computed, len(tokens) - self.lookahead) // self.page_size):
-            text = self.text(table, tokens, index)
-            self.texts[table.pages[index]] = text
-            self.known.add(text)
 
 
 # Window groups
@@ -212,7 +186,7 @@ def test_pages_behind_the_window_become_cached_or_free() -> None:
 
 
 def test_a_long_prompt_leaves_what_ended_texts_and_shared_beginnings_need() -> None:
-    cache = windowed(8, num_pages=18)
+    cache = windowed(8, num_pages=14)
     ended = list(range(20))
     shared = list(range(100, 112))
     cache.release(compute(cache, ended), ended, 20)
@@ -295,215 +269,3 @@ def test_check_notices_in_a_window_group(fault: str) -> None:
     WINDOW_FAULTS[fault](cache.groups[0], table)
     with pytest.raises(AssertionError):
         check_cache(cache, [table])
-
-
-@dataclass(slots=True, eq=False)
-class Run:
-    """A sequence of the random test below."""
-
-    table: PageTable
-    tokens: list[int]
-    num_prompt: int
-    num_computed: int
-    pages: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, index) -> page, as it was handed out
-
-
-class GroupsModel(TextModel):
-    """The contents of each page of each window group, as the passes write them, and the nodes that have a page
-    attached."""
-
-    def __init__(self, page_size: int, lookahead: int, windows: list[int]) -> None:
-        super().__init__(page_size, lookahead)
-        self.windows = windows
-        self.written: list[dict[int, Text | None]] = [{} for _ in windows]
-        self.attached: list[set[Text]] = [set() for _ in windows]
-
-    def first_read(self, window: int, start: int) -> int:
-        return max(0, start - window + 1) // self.page_size
-
-    def take_in(self, run: Run, neighbours: list[Run], is_hit: bool = False) -> None:
-        """New pages of the run are of no use to others any more, and those it had are the same."""
-        for group, pages in enumerate(run.table.groups):
-            needed = {page for other in neighbours for page in self.needed(other, group)}
-            for index, page in enumerate(pages.pages, pages.first):
-                new = (group, index) not in run.pages
-                assert page != 0
-                assert run.pages.setdefault((group, index), page) == page, "an entry of the table has changed"
-                assert is_hit or not new or page not in needed, "a page that another sequence needs"
-
-    def needed(self, run: Run, group: int) -> Iterator[int]:
-        first = self.first_read(self.windows[group], run.num_computed)
-        yield from (page for (number, index), page in run.pages.items() if number == group and index >= first)
-
-    def check_hit(self, run: Run, evicts: bool) -> None:
-        """Shared pages have the run's text; exactly the pages of windows that the first pass reads are there, and have
-        it, too; the hit is the longest there is."""
-        table = run.table
-        num_shared = len(run.table.nodes)
-        for index in range(num_shared):
-            assert self.texts[table.pages[index]] == self.text(table, run.tokens, index)
-        for window, pages, texts_of_pages in zip(self.windows, table.groups, self.written, strict=True):
-            assert pages.first == self.first_read(window, num_shared * self.page_size)
-            assert pages.end == num_shared
-            for index, page in enumerate(pages.pages, pages.first):
-                assert texts_of_pages[page] == self.text(table, run.tokens, index)
-        if evicts:
-            return
-        max_pages = max(0, len(run.tokens) - max(self.lookahead, 1)) // self.page_size
-        texts = [self.text(table, run.tokens, index) for index in range(max_pages)]
-        num_cached = next((index for index, text in enumerate(texts) if text not in self.known), max_pages)
-        hits = [num for num in range(num_cached + 1) if self._has_windows(texts[:num])]
-        assert num_shared == hits[-1], "not the longest hit"
-
-    def _has_windows(self, texts: list[Text]) -> bool:
-        firsts = [self.first_read(window, len(texts) * self.page_size) for window in self.windows]
-        return all(attached.issuperset(texts[first:]) for first, attached in zip(firsts, self.attached, strict=True))
-
-    def run_pass(self, run: Run, end: int, num_spoiled: int, tokens: list[int]) -> None:
-        """Runs a pass over tokens [num_computed, end): it reads the pages of windows, and writes; `tokens` are all."""
-        start = run.num_computed
-        size = self.page_size
-        for window, pages, texts_of_pages in zip(self.windows, run.table.groups, self.written, strict=True):
-            for index in range(self.first_read(window, start), -(-start // size)):
-                assert index >= pages.first, "a page was given back too early"
-                read_end = min((index + 1) * size, start)
-                text = run.table.namespace, tuple(tokens[: read_end + self.lookahead])
-                assert texts_of_pages[pages.pages[index - pages.first]] == text
-            for index in range(start // size, -(-(end + num_spoiled) // size)):
-                text = run.table.namespace, tuple(tokens[: min((index + 1) * size, end) + self.lookahead])
-                texts_of_pages[pages.pages[index - pages.first]] = text if index * size < end else None
-
-    def share(self, run: Run, num_computed: int) -> None:
-        """Records the texts of the tree and of the windows after a publish or a release."""
-        table = run.table
-        num_full = min(num_computed, len(run.tokens) - self.lookahead) // self.page_size
-        shared = len(table.nodes)
-        self.compute(table, run.tokens, num_computed)
-        for index in range(shared, num_full):
-            for pages, attached in zip(table.groups, self.attached, strict=True):
-                if pages.first <= index < pages.end:
-                    attached.add(self.text(table, run.tokens, index))
-
-
-class CountingCache(PageCache):
-    """Counts the hits that are shorter than what the tree has."""
-
-    num_cut = 0
-
-    def _longest_hit(self, nodes: list[Node]) -> int:
-        hit = super()._longest_hit(nodes)
-        self.num_cut += hit < len(nodes)
-        return hit
-
-
-class Play:
-    """Random operations on a cache with window groups and on the model."""
-
-    def __init__(self, page_size: int, lookahead: int, windows: list[int], evicts: bool, rng: random.Random) -> None:
-        self.rng = rng
-        self.evicts = evicts
-        self.lookahead = lookahead
-        longest = 18 * page_size + 20
-        quotas = [WindowPages(2, page_size, window, RESERVE).quota(longest) for window in windows]
-        sizes = [1 + (8 if evicts else 1_000) * quota for quota in quotas]
-        pairs = zip(sizes, windows, strict=True)
-        groups = [WindowPages(size, page_size, window, RESERVE) for size, window in pairs]
-        self.cache = CountingCache(110 if evicts else 8_000, page_size, groups)
-        self.model = GroupsModel(page_size, lookahead, windows)
-        self.running: list[Run] = []
-        self.texts = [rng.choices(range(3), k=10 * page_size) for _ in range(2)]  # that prompts begin with
-        self.num_shared = self.num_refused = 0
-
-    def admit(self) -> None:
-        stem = self.rng.choice(self.texts)
-        tokens = stem[: self.rng.randrange(len(stem))] + self.rng.choices(range(3), k=self.rng.randrange(1, 9))
-        run = Run(PageTable(self.rng.choice("ab"), self.lookahead), tokens, len(tokens), 0)
-        limit = len(tokens) + 20 + RESERVE
-        if not self.cache.admit(run.table, tokens, len(tokens) + RESERVE, self.rng.randrange(3), limit):
-            self.num_refused += 1
-            return
-        run.num_computed = len(run.table.nodes) * self.cache.page_size
-        self.model.check_hit(run, self.evicts)
-        self.model.take_in(run, self.running, is_hit=True)
-        self.num_shared += len(run.table.nodes)
-        self.running.append(run)
-
-    def go_on(self, run: Run) -> None:
-        """A chunk of its prompt, or nodes."""
-        neighbours = [other for other in self.running if other is not run]
-        if run.num_computed < run.num_prompt:
-            end = self.rng.randrange(run.num_computed, run.num_prompt) + 1
-            is_last = end == run.num_prompt
-            reach = self.cache.reach(run.table, run.num_prompt + RESERVE)
-            if end + RESERVE * is_last > reach:
-                end = min(end, reach, run.num_prompt - 1)
-                is_last = False
-            assert end > run.num_computed, "a chunk has a token at least"
-            self.cache.extend_groups(run.table, end + RESERVE * is_last)
-            self.model.take_in(run, neighbours)
-            sampled = self.rng.choices(range(3), k=is_last)
-            self.model.run_pass(run, end, RESERVE * is_last, run.tokens + sampled)
-            self.model.share(run, end)
-            self.cache.publish(run.table, run.tokens, end)
-            run.tokens += sampled
-        else:
-            if len(run.tokens) - run.num_prompt > 17 or not self.cache.extend(run.table, run.num_computed + RESERVE):
-                self.end(run)
-                return
-            self.cache.extend_groups(run.table, run.num_computed + RESERVE)
-            self.model.take_in(run, neighbours)
-            run.tokens += self.rng.choices(range(3), k=self.rng.randrange(1, RESERVE + 1))
-            end = len(run.tokens) - 1
-            self.model.run_pass(run, end, run.num_computed + RESERVE - end, run.tokens)
-        run.num_computed = end
-        self.cache.slide(run.table, end)
-
-    def end(self, run: Run) -> None:
-        self.running.remove(run)
-        self.model.share(run, run.num_computed)
-        self.cache.release(run.table, run.tokens, run.num_computed)
-        assert not run.table.groups
-        if len(run.tokens) < 14 * self.cache.page_size:  # a question may follow
-            self.texts = [*self.texts[:2], *self.texts[2:][-3:], run.tokens]
-
-    def step(self) -> None:
-        kind = self.rng.random()
-        if kind < 0.25 or not self.running:
-            self.admit()
-        elif kind < 0.9:
-            self.go_on(self.rng.choice(self.running))
-        else:
-            self.end(self.rng.choice(self.running))
-
-
-def cache_cases(page_sizes: list[int]) -> list[Any]:
-    windows = [[(0, 1)], [(1, -1), (1, 0)], [(1, 1), (3, 0)], [(0, 1), (1, 0), (2, 3)]]  # (a, b): a pages and b tokens
-    return [
-        *pairwise(page_sizes, [[]], [0, 1, 2], [False, True]),
-        *pairwise(page_sizes, windows, [0, 1], [False, True]),
-    ]
-
-
-@grouped()
-@pytest.mark.parametrize(
-    ("page_size", "windows", "lookahead", "evicts"),
-    cache_cases([1, 4]) + [pytest.param(*case.values, marks=pytest.mark.slow) for case in cache_cases([16])],
-)
-def test_random_operations_against_the_dict_of_texts(
-    page_size: int, windows: list[tuple[int, int]], lookahead: int, evicts: bool
-) -> None:
-    """Every pass finds the text that it reads, every hit has exactly what its first pass reads."""
-    rng = random.Random(f"{page_size} {windows} {lookahead} {evicts}")
-    sizes = [max(1, pages * page_size + tokens) for pages, tokens in windows]
-    play = Play(page_size, lookahead, sizes, evicts, rng)
-    for number in range(800):
-        play.step()
-        if number % 3 == 0:  # what is wrong stays wrong
-            check_cache(play.cache, (run.table for run in play.running))
-    for run in play.running.copy():
-        play.end(run)
-    check_cache(play.cache, [])
-    assert all(window.num_available == window.total_pages for window in play.cache.groups)
-    assert play.num_shared > 50
-    assert play.cache.num_cut > 5 or not evicts or max(sizes, default=1) == 1
-    assert (play.num_refused > 20) == evicts

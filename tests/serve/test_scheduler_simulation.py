@@ -3,8 +3,8 @@
 The simulated KV of a token is a digest of all text that a real one would depend on, so a page that is shared wrongly,
 freed too early or published before it is complete shows as wrong content when a sequence reads it. A pass holds
 nodes of sequences that decode and chunks of prompts. Passes are computed when they are launched; their tokens reach the
-scheduler up to `max_in_flight` passes later. What layers with a window read and write is computed late, in launch
-order, by the page tables that the passes before have brought to the device.
+scheduler up to `max_in_flight` passes later. Pages are found by the page tables that passes have brought to the
+device. What layers with a window or a state read and write is computed late, in launch order.
 """
 
 import random
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from slipstream.serve.engine.idle import CHUNK_MS, IdlePrompts
-from slipstream.serve.engine.kv_cache import PageCache
+from slipstream.serve.engine.kv_cache import Node, PageCache
 from slipstream.serve.engine.kv_states import StatePages
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
@@ -42,17 +42,18 @@ def next_token(tokens: list[int]) -> int:
 class Digest(NamedTuple):
     """Stands for the beginning of a text."""
 
-    tokens: int
-    numbers: int  # that the target computes: those of whole blocks of a prompt differ from those of other tokens
+    target: int  # of whole blocks of a prompt it computes other numbers than of other tokens
+    draft: int  # other weights compute other numbers
 
 
-def digests(namespace: str, tokens: list[int], num_in_blocks: int = 0) -> list[Digest]:
-    """Entry i stands for the first i tokens, of which the first num_in_blocks are computed in blocks."""
-    result = [Digest(hash(namespace), hash(namespace))]
+def digests(namespace: str, tokens: list[int], num_in_blocks: int, version: str) -> list[Digest]:
+    """Entry i stands for the first i tokens, of which the first num_in_blocks are computed in blocks. `version`: of the
+    draft's weights."""
+    result = [Digest(hash(namespace), hash((namespace, version)))]
     for index, token in enumerate(tokens):
         last = result[-1]
         is_in_block = index < num_in_blocks
-        result.append(Digest(hash((last.tokens, token)), hash((last.numbers, token, is_in_block))))
+        result.append(Digest(hash((last.target, token, is_in_block)), hash((last.draft, token))))
     return result
 
 
@@ -113,6 +114,8 @@ class WindowPart:
     start: int
     end: int
     spoiled: int
+    first_own: int  # the first token in a page that the tree lacks
+    is_mixed: bool  # other weights may have computed the draft's KV
 
 
 @dataclass(slots=True)
@@ -135,17 +138,18 @@ class WindowDevice:
         for part in parts:
             self._read(part)
         for part in parts:
-            for index in range(max(self._first(part), part.start - self.lookahead), part.end):
+            for index in range(max(self._first(part), part.first_own, part.start - self.lookahead), part.end):
                 ahead = index + 1 + self.lookahead
-                draft = part.text[ahead].tokens if ahead < len(part.text) else GARBAGE
-                self.kv[self._place(part, index)] = part.text[index + 1].numbers, draft
+                draft = part.text[ahead].draft if ahead < len(part.text) else GARBAGE
+                self.kv[self._place(part, index)] = part.text[index + 1].target, draft
 
     def _read(self, part: WindowPart) -> None:
         for index in range(self._first(part), part.start):
             target, draft = self.kv[self._place(part, index)]
-            assert target == part.text[index + 1].numbers, "not the token that the window shows"
-            if self.window > self.lookahead and index + 1 + self.lookahead <= part.num_known:
-                assert draft == part.text[index + 1 + self.lookahead].tokens
+            assert target == part.text[index + 1].target, "not the token that the window shows"
+            is_drafted = not part.is_mixed and index + 1 + self.lookahead <= part.num_known
+            if self.window > self.lookahead and is_drafted:
+                assert draft == part.text[index + 1 + self.lookahead].draft
 
     def _first(self, part: WindowPart) -> int:
         return max(0, part.start - self.window + 1)
@@ -178,18 +182,24 @@ class StateDevice:
             source, entry, snapshot, position, prompt = part.columns
             assert entry > 0
             if not part.is_chunk:
-                assert self.entries[entry] == part.text[part.start - self.pending[part.slot]].numbers
-                self.entries[entry] = part.text[part.start].numbers
+                assert self.entries[entry] == part.text[part.start - self.pending[part.slot]].target
+                self.entries[entry] = part.text[part.start].target
                 self.pending[part.slot] = part.end - part.start
                 continue
-            assert part.start == 0 or self.entries[source] == part.text[part.start].numbers, (
-                "not the state of this text"
-            )
+            assert part.start == 0 or self.entries[source] == part.text[part.start].target, "not the state of this text"
             if snapshot:
                 assert part.start < position <= min(part.end, prompt)
-                self.entries[snapshot] = part.text[position].numbers
-            self.entries[entry] = part.text[part.end].numbers
+                self.entries[snapshot] = part.text[position].target
+            self.entries[entry] = part.text[part.end].target
             self.pending[part.slot] = 0
+
+
+def serves(group: WindowPages | StatePages, nodes: list[Node]) -> bool:
+    """Whether a group has what a pass after the tokens of `nodes` reads."""
+    num_tokens = len(nodes) * group.page_size
+    if isinstance(group, WindowPages):
+        return group._attached.keys() >= {*nodes[max(0, num_tokens - group.window + 1) // group.page_size :]}
+    return not nodes or (num_tokens % group.grid == 0 and nodes[-1] in group._attached and group.num_available > 1)
 
 
 class Simulation:
@@ -206,13 +216,14 @@ class Simulation:
         self.states = StateDevice()
         self.devices = [WindowDevice(setting.page_size, window, setting.lookahead) for window in setting.windows]
         self.queue: deque[Callable[[], None]] = deque()  # passes that the devices have not run
-        self.num_sent: dict[tuple[Sequence, int], int] = {}  # by group: index of the first page that no pass brought
+        self.page_table: dict[tuple[int, int], int] = {}  # (request slot, index) -> page
+        self.columns: dict[int, dict[int, int]] = {}  # by request slot: of a group of states
+        self.version = ""
         self.target_kv = [[GARBAGE] * setting.page_size for _ in range(setting.num_pages)]
         self.draft_kv = [[GARBAGE] * setting.page_size for _ in range(setting.num_pages)]
         self.max_in_flight = setting.max_in_flight
         self.slots: dict[int, Sequence] = {}
         self.known: dict[Sequence, list[int]] = {}  # what the device knows of a decoding sequence
-        self.num_shared: dict[Sequence, int] = {}  # tokens in pages that were shared before the last pass
         self.flights: deque[tuple[bool, Callable[[], None]]] = deque()  # whether anything decodes; the commit
         self.num_mixed = 0  # passes with nodes and chunks
         self.scheduler = Scheduler(
@@ -237,17 +248,44 @@ class Simulation:
         assert sequence.slot not in self.slots, "the slot was given before it was released"
         assert len(sequence.table.pages) * self.page_size >= len(sequence.tokens) + RESERVE
         self.slots[sequence.slot] = sequence
-        self.num_shared[sequence] = len(sequence.table.nodes) * self.page_size
 
     def _release(self, sequence: Sequence) -> None:
         assert self.slots.pop(sequence.slot) is sequence
         assert sequence.table.pages, "pages are still held when the slot is released"
 
     def add(self, request: Request) -> None:
+        self._check_hit(request)
         self.scheduler.add(request)
         self.requests[request.id] = request
         self.answers[request.id] = []
         self.steps[request.id] = []
+
+    def _check_hit(self, request: Request) -> None:
+        """A hit is the longest path of the tree after which each further group has what a pass reads."""
+        cache = self.cache
+        size = self.page_size
+        prompt = request.prompt
+        texts: dict[Node | None, list[int]] = {cache._root: []}
+        by_text: dict[tuple[int, ...], Node] = {}  # with the tokens looked ahead at
+        for node in nodes_of(cache):
+            namespace, *tokens = node.key
+            if node.parent in texts and namespace == request.cache_namespace:
+                by_text[*texts[node.parent], *tokens] = node
+                texts[node] = texts[node.parent] + tokens[:size]
+        path: list[Node] = []
+        for end in range(size, len(prompt) - max(self.lookahead, 1) + 1, size):
+            node = by_text.get(tuple(prompt[: end + self.lookahead]))
+            if node is None:
+                break
+            path.append(node)
+        hits = (path[:count] for count in range(len(path), -1, -1))
+        hit = next(nodes for nodes in hits if all(serves(group, nodes) for group in cache.groups))
+        assert cache.look_up(prompt, request.cache_namespace, self.lookahead) == (len(path) * size, len(hit) * size)
+
+    def change_draft(self) -> None:
+        """To other weights, or back to those."""
+        self.version = self.rng.choice(["", "other", "third"])
+        self.scheduler.change_draft(self.version)
 
     def abort_one(self) -> None:
         alive = sorted(self.requests.keys() - self.ended.keys())
@@ -304,9 +342,12 @@ class Simulation:
     def _run(self, parts: list[Part]) -> None:
         """The parts of one pass compute side by side: none reads what another spoils or writes."""
         for part in parts:
+            changes = part.sequence.table.changes()
+            self.page_table.update(((part.sequence.slot, index), page) for index, page in changes)
+        for part in parts:
             self._spoil(part.sequence, part.start, part.spoiled)
         for part in parts:
-            self._read(part.sequence, part.tokens[: part.num_known], part.start)
+            self._read(part)
         for part in parts:
             self._write(part.sequence, part.start, part.end, part.tokens)
         for group, device in enumerate(self.devices):
@@ -320,7 +361,6 @@ class Simulation:
         if chunk is None:
             return False
         table = chunk.sequence.table
-        self.num_shared[chunk.sequence] = len(table.nodes) * self.page_size
         has_failed = self.rng.random() < 0.1
         if has_failed:
             self.compute(0)
@@ -346,22 +386,28 @@ class Simulation:
     def _of_window(self, part: Part, group: int) -> WindowPart:
         """Returns the part as a window group computes it, with the pages that its plan would name."""
         sequence = part.sequence
-        pages = part.sequence.table.groups[group]
-        first = max(self.num_sent.get((sequence, group), 0), pages.first)
-        self.num_sent[sequence, group] = pages.end
-        new = [(index, pages.pages[index - pages.first]) for index in range(first, pages.end)]
-        text = self._digests(sequence, part.tokens)
-        return WindowPart(sequence.slot, new, text, part.num_known, part.start, part.end, part.spoiled)
+        return WindowPart(
+            slot=sequence.slot,
+            pages=sequence.table.groups[group].changes(),
+            text=self._digests(sequence, part.tokens),
+            num_known=part.num_known,
+            start=part.start,
+            end=part.end,
+            spoiled=part.spoiled,
+            first_own=len(sequence.table.nodes) * self.page_size,
+            is_mixed=sequence.table.is_mixed,
+        )
 
     def _of_state(self, part: Part) -> StatePart:
         sequence = part.sequence
         text = self._digests(sequence, part.tokens)
-        columns = sequence.table.groups[-1].columns
-        return StatePart(sequence.slot, columns, text, part.start, part.end, part.is_chunk)
+        columns = self.columns.setdefault(sequence.slot, {})
+        columns.update(sequence.table.groups[-1].changes())
+        return StatePart(sequence.slot, tuple(columns.values()), text, part.start, part.end, part.is_chunk)
 
     def _digests(self, sequence: Sequence, tokens: list[int]) -> list[Digest]:
         num_in_blocks = len(sequence.request.prompt) // self.grid * self.grid if self.grid else 0
-        return digests(sequence.request.namespace, tokens, num_in_blocks)
+        return digests(sequence.request.namespace, tokens, num_in_blocks, self.version)
 
     def _commit(
         self,
@@ -379,34 +425,33 @@ class Simulation:
         self._take(outputs)
         self._take(self.scheduler.commit_chunks(chunks, firsts))
 
-    def _read(self, sequence: Sequence, tokens: list[int], num_computed: int) -> None:
-        text = self._digests(sequence, tokens)
-        for index in range(num_computed):
-            page = sequence.table.pages[index // self.page_size]
-            slot = index % self.page_size
-            assert self.target_kv[page][slot] == text[index + 1].numbers
-            if index + 1 + self.lookahead <= len(tokens):
-                assert self.draft_kv[page][slot] == text[index + 1 + self.lookahead].tokens
+    def _read(self, part: Part) -> None:
+        text = self._digests(part.sequence, part.tokens)
+        for index in range(part.start):
+            page, slot = self._place(part.sequence, index)
+            assert self.target_kv[page][slot] == text[index + 1].target
+            if not part.sequence.table.is_mixed and index + 1 + self.lookahead <= part.num_known:
+                assert self.draft_kv[page][slot] == text[index + 1 + self.lookahead].draft
 
     def _write(self, sequence: Sequence, start: int, end: int, tokens: list[int]) -> None:
         """Commits tokens [start, end); the drafter's KV as far as `tokens` allow, in its own pages only."""
         text = self._digests(sequence, tokens)
-        first_own = self.num_shared[sequence]
-        self.num_shared[sequence] = len(sequence.table.nodes) * self.page_size
+        first_own = len(sequence.table.nodes) * self.page_size
         assert start >= first_own, "a shared page is written"
         for index in range(max(start - self.lookahead, first_own), end):
-            page = sequence.table.pages[index // self.page_size]
-            slot = index % self.page_size
-            self.target_kv[page][slot] = text[index + 1].numbers
+            page, slot = self._place(sequence, index)
+            self.target_kv[page][slot] = text[index + 1].target
             if index + 1 + self.lookahead < len(text):
-                self.draft_kv[page][slot] = text[index + 1 + self.lookahead].tokens
+                self.draft_kv[page][slot] = text[index + 1 + self.lookahead].draft
 
     def _spoil(self, sequence: Sequence, start: int, end: int) -> None:
         """Writes the leftovers of drafting and of rejected nodes."""
         for index in range(start, end):
-            page = sequence.table.pages[index // self.page_size]
-            slot = index % self.page_size
+            page, slot = self._place(sequence, index)
             self.target_kv[page][slot] = self.draft_kv[page][slot] = GARBAGE
+
+    def _place(self, sequence: Sequence, index: int) -> tuple[int, int]:
+        return self.page_table[sequence.slot, index // self.page_size], index % self.page_size
 
     def _take(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -493,7 +538,7 @@ def test_random_operations(
     number = 0
     num_steps = 1_500 if (windows or grid) and page_size == 16 else 500  # they make hits on such pages rare
     for _ in range(num_steps):
-        kind = rng.choices(["add", "step", "abort", "restart"], weights=[6, 11, 0.3, 0.3])[0]
+        kind = rng.choices(["add", "step", "abort", "restart", "change"], weights=[6, 11, 0.3, 0.3, 0.1])[0]
         if kind == "add":
             number += 1
             request = random_request(rng, number, stems)
@@ -506,6 +551,8 @@ def test_random_operations(
             simulation.step(decodes=decodes, prompt_tokens=chunk, abort=rng.random() < 0.03)
         elif kind == "restart" and scheduler.running:
             scheduler.restart(rng.choice(scheduler.running))
+        elif kind == "change":
+            simulation.change_draft()
         else:
             simulation.abort_one()
         check_scheduler(scheduler)
@@ -570,6 +617,8 @@ def test_random_arrivals_in_idle_time(
             simulation.step(decodes=True, prompt_tokens=rng.choice([grid, 24]), abort=rng.random() < 0.01)
             check_scheduler(scheduler)
         simulation.land(0)
+        if rng.random() < 0.05:
+            simulation.change_draft()
         nodes = nodes_of(simulation.cache)
         for _ in range(rng.randrange(8)):
             if not simulation.work_idle(prompts):
