@@ -84,6 +84,7 @@ class PageCache(PagePool):
         super().__init__(num_pages, page_size)
         assert all(group.page_size == page_size for group in groups), "all groups have one page size"
         self.groups: tuple[Any, ...] = tuple(groups)
+        self._has_states = any(isinstance(group, StatePages) for group in groups)
         self._cached: OrderedDict[int, Node] = OrderedDict()  # by page, the one longest unused first
         self._root = Node((), 0, None)
         self._roots = {"": self._root}  # by version of the draft's weights
@@ -288,13 +289,13 @@ class PageCache(PagePool):
             group.attach(pages, index, node)
 
     def _num_full(self, table: PageTable, tokens: list[int], num_computed: int) -> int:
-        """Returns how many pages have complete KV, the drafter's too: they may enter the tree."""
-        if table.is_mixed:
-            return len(table.nodes)
+        """Returns how many pages have complete KV, the drafter's too: they may enter the tree. A pass knows of a text
+        the token after its last row, so the KV of drafters that look further ahead lags behind; by that much a page
+        may lack it where states count, which hits need at the page's end."""
         num_shared = self._most_shared(table, len(tokens) - table.lookahead)
-        num_full = max(0, min(num_computed, num_shared)) // self.page_size
-        assert num_full >= len(table.nodes), "a table shares pages that it has not computed"
-        return num_full
+        lag = 0 if self._has_states else max(table.lookahead - 1, 0)
+        num_full = 0 if table.is_mixed else min(num_computed - lag, num_shared) // self.page_size
+        return max(num_full, len(table.nodes))
 
     def _most_shared(self, table: PageTable, num_tokens: int) -> int:
         """Returns how many of so many tokens other texts may share."""

@@ -89,6 +89,13 @@ def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transforme
     oracle = remembered(Oracle(target, TreeOptions()))
     for options in ({"page_size": 16}, {"page_size": 1, "prefill_budget": 5}):
         check_prefix_hits(build_engine(target.folder, "mtp", width=4, **options), oracle, usable)
+    engine = build_engine(target.folder, "mtp", width=4, page_size=16, prefill_budget=16)
+    prompt = random_prompt(40, 1)
+    engine.add(make_request("cut", prompt))
+    engine.step()
+    engine.abort("cut")
+    answers = run_checked(engine, oracle, [make_request("next", prompt, max_tokens=4)])
+    assert answers["next"].counts.cached_tokens == 0, "the first page of the prompt lacks its end"
     engine = build_engine(target.folder, "mtp", width=4, kv_cache_tokens=80, prefill_budget=16)
     requests = [make_request(str(seed), random_prompt(15, seed), seed=seed) for seed in range(3)]
     run_checked(engine, oracle, requests)

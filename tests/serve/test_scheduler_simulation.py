@@ -95,8 +95,7 @@ class Part(NamedTuple):
     `spoiled`."""
 
     sequence: Sequence
-    tokens: list[int]  # those that the pass samples included
-    num_known: int  # tokens before it
+    tokens: list[int]  # those that the pass knows or samples
     start: int
     end: int
     spoiled: int
@@ -109,8 +108,7 @@ class WindowPart:
 
     slot: int
     pages: list[tuple[int, int]]  # (index, page) that no pass before has brought
-    text: list[Digest]  # those of the tokens that it samples included
-    num_known: int  # tokens before it
+    text: list[Digest]  # of the tokens that it knows or samples
     start: int
     end: int
     spoiled: int
@@ -147,8 +145,8 @@ class WindowDevice:
         for index in range(self._first(part), part.start):
             target, draft = self.kv[self._place(part, index)]
             assert target == part.text[index + 1].target, "not the token that the window shows"
-            is_drafted = not part.is_mixed and index + 1 + self.lookahead <= part.num_known
-            if self.window > self.lookahead and is_drafted:
+            is_drafted = index < part.first_own or index + self.lookahead <= part.start
+            if self.window > self.lookahead and is_drafted and not part.is_mixed:
                 assert draft == part.text[index + 1 + self.lookahead].draft
 
     def _first(self, part: WindowPart) -> int:
@@ -328,16 +326,17 @@ class Simulation:
         start = len(tokens) - 1
         for _ in range(self.rng.randrange(1, num_verified + 1)):
             tokens.append(next_token(tokens))
-        return Part(sequence, tokens, start + 1, start, len(tokens) - 1, start + reserve)
+        return Part(sequence, tokens, start, len(tokens) - 1, start + reserve)
 
     def _compute(self, chunk: Chunk) -> Part:
         tokens = list(chunk.sequence.tokens)
-        num_known = len(chunk.sequence.tokens)
+        if not self.grid:  # no more is named by plans; where states decide, pages may lack a draft's last slots
+            tokens = tokens[: chunk.end + 1]
         if chunk.is_last:
-            assert chunk.end == num_known
+            assert chunk.end == len(tokens)
             tokens.append(next_token(tokens))
         spoiled = chunk.end + RESERVE * chunk.is_last
-        return Part(chunk.sequence, tokens, num_known, chunk.start, chunk.end, spoiled, is_chunk=True)
+        return Part(chunk.sequence, tokens, chunk.start, chunk.end, spoiled, is_chunk=True)
 
     def _run(self, parts: list[Part]) -> None:
         """The parts of one pass compute side by side: none reads what another spoils or writes."""
@@ -390,7 +389,6 @@ class Simulation:
             slot=sequence.slot,
             pages=sequence.table.groups[group].changes(),
             text=self._digests(sequence, part.tokens),
-            num_known=part.num_known,
             start=part.start,
             end=part.end,
             spoiled=part.spoiled,
@@ -426,11 +424,13 @@ class Simulation:
         self._take(self.scheduler.commit_chunks(chunks, firsts))
 
     def _read(self, part: Part) -> None:
+        table = part.sequence.table
         text = self._digests(part.sequence, part.tokens)
         for index in range(part.start):
             page, slot = self._place(part.sequence, index)
             assert self.target_kv[page][slot] == text[index + 1].target
-            if not part.sequence.table.is_mixed and index + 1 + self.lookahead <= part.num_known:
+            is_drafted = index < len(table.nodes) * self.page_size or index + self.lookahead <= part.start
+            if is_drafted and not table.is_mixed:
                 assert self.draft_kv[page][slot] == text[index + 1 + self.lookahead].draft
 
     def _write(self, sequence: Sequence, start: int, end: int, tokens: list[int]) -> None:
