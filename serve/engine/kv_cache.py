@@ -200,17 +200,11 @@ class PageCache(PagePool):
         reaches = (group.reach(pages) for group, pages in zip(self.groups, table.groups, strict=True))
         return min([num_tokens, *(reach for reach in reaches if reach is not None)])
 
-    def cut_chunk(self, table: PageTable, start: int, end: int) -> int:
-        """Returns where a chunk from token `start` must end that does not end its prompt and could end at `end`; not
+    def cut_chunk(self, table: PageTable, start: int, end: int, *, is_last: bool) -> int:
+        """Returns where a chunk from token `start` ends that could end at `end`, with its prompt if it `is_last`; not
         after `start` if it must wait."""
         for group, pages in zip(self.groups, table.groups, strict=True):
-            end = min(end, group.cut_chunk(pages, start, end))
-        return end
-
-    def find_branch(self, table: PageTable, start: int, end: int) -> int:
-        """Returns where a chunk from token `start`, which could end its prompt at `end`, ends instead."""
-        for group, pages in zip(self.groups, table.groups, strict=True):
-            end = group.find_branch(pages, start, end)
+            end = group.cut_chunk(pages, start, end, is_last=is_last)
         return end
 
     def begin_chunk(self, table: PageTable, tokens: list[int], start: int, end: int) -> None:

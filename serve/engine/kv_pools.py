@@ -56,13 +56,9 @@ class AttachedPages(PagePool):
         """Returns how many tokens of a text other texts may share, whose prompt has so many. None: all."""
         return None
 
-    def cut_chunk(self, table: Any, start: int, end: int) -> int:  # noqa: ARG002
-        """Returns where a chunk from token `start` must end that does not end its prompt and could end at `end`; not
+    def cut_chunk(self, table: Any, start: int, end: int, *, is_last: bool) -> int:  # noqa: ARG002
+        """Returns where a chunk from token `start` ends that could end at `end`, with its prompt if it `is_last`; not
         after `start` if it must wait."""
-        return end
-
-    def find_branch(self, table: Any, start: int, end: int) -> int:  # noqa: ARG002
-        """Returns where a chunk from token `start`, which could end its prompt at `end`, ends instead."""
         return end
 
     def begin_chunk(self, table: Any, start: int, end: int, num_keyed: int) -> None:

@@ -127,12 +127,11 @@ class StatePages(AttachedPages):
             last_node=nodes[-1] if is_idle and nodes else None,
         )
 
-    def cut_chunk(self, table: StateTable, start: int, end: int) -> int:
-        return min(end // self.grid * self.grid, self.find_branch(table, start, end))
-
-    def find_branch(self, table: StateTable, start: int, end: int) -> int:
-        """Other texts may leave the known one there, too, and find a snapshot."""
-        return table.branch if start < table.branch < end and self.num_available else end
+    def cut_chunk(self, table: StateTable, start: int, end: int, *, is_last: bool) -> int:
+        """At a branch other texts may leave the known one, too, and find a snapshot."""
+        if start < table.branch < end and self.num_available:
+            return table.branch
+        return end if is_last else end // self.grid * self.grid
 
     def begin_chunk(self, table: StateTable, start: int, end: int, num_keyed: int) -> None:
         """Finds an entry for the snapshot of a chunk, if there is one."""

@@ -241,13 +241,11 @@ class Scheduler:
             end = min(length, start + num_tokens - num_taken)
             reach = self.cache.reach(sequence.table, length + self.max_reserve)  # pages of windows are few
             is_last = end == length and reach == length + self.max_reserve  # decoding goes on in the reserve
-            if is_last:
-                end = self.cache.find_branch(sequence.table, start, length)
-                is_last = end == length
-            else:
-                end = self.cache.cut_chunk(sequence.table, start, min(end, reach, length - 1))
-                if end <= start:
-                    break
+            end = length if is_last else min(end, reach, length - 1)
+            end = self.cache.cut_chunk(sequence.table, start, end, is_last=is_last)
+            if end <= start:
+                break
+            is_last = end == length
             self.cache.extend_groups(sequence.table, reach if is_last else end)
             self.cache.begin_chunk(sequence.table, sequence.tokens, start, end)
             chunks.append(Chunk(sequence, start, end, is_last))
