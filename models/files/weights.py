@@ -50,7 +50,7 @@ def public_tensors(module: nn.Module, state: Tensors | None = None) -> dict[str,
     `state`: its state_dict, gathered by the caller where it is sharded. Default: the module's own tensors. Quantised
     layers are left out.
     """
-    state = _tensors_of(module) if state is None else state
+    state = tensors_of(module) if state is None else state
     places = {name: place for name, place in places_of(module).items() if place.expected is None}
     return {name: place.rows(state[place.key].detach()) for name, place in places.items()}
 
@@ -91,14 +91,14 @@ def check_tensors(module: nn.Module, tensors: Tensors, source: Path) -> dict[str
 
 def expected_tensors(module: nn.Module, places: Mapping[str, Place]) -> dict[str, FileTensor]:
     """Returns shapes and dtypes that a file's tensors may have, by their names."""
-    targets = _tensors_of(module)
+    targets = tensors_of(module)
     return {name: place.expected or _expected(targets[place.key], place) for name, place in places.items()}
 
 
 def allocate(module: nn.Module, dtype: torch.dtype | Callable[[str], torch.dtype], device: torch.device) -> None:
     """Allocates tensors that are on the meta device, in `dtype`, which may depend on a tensor's key, or as their
     owner's `dtypes` says."""
-    for key, tensor in _tensors_of(module).items():
+    for key, tensor in tensors_of(module).items():
         if tensor.is_meta:
             path, _, name = key.rpartition(".")
             owner = module.get_submodule(path)
@@ -145,14 +145,15 @@ def _fill(tensors: dict[str, Tensor], places: Mapping[str, Place]) -> None:
                 cast(QuantizedLinear, place.owner).load_part(place.part, part)
 
 
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters and buffers of a network by name; tied ones appear once."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def places_of(module: nn.Module, fused: Container[str] = ()) -> dict[str, Place]:
     """Maps names in files to places. `fused`: keys of fused projections and experts that are not taken apart."""
     places: dict[str, Place] = {}
-    for key in _tensors_of(module):
+    for key in tensors_of(module):
         path, _, name = key.rpartition(".")
         owner = module.get_submodule(path)
         parent = path.rpartition(".")[0]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.kernels.gemm.low_rank import RowAdapters
 from slipstream.kernels.speculation.draft_tree import join_chain
@@ -22,6 +22,7 @@ from slipstream.models.drafts.base import (
 )
 from slipstream.models.drafts.source import DraftSource
 from slipstream.models.files.checkpoint import resolve
+from slipstream.models.files.weights import tensors_of
 from slipstream.models.layers.formats.base import Tensors
 from slipstream.models.layers.linear import remake_derived
 from slipstream.models.targets.config import AttentionSpec, DecoderShape, TargetSpec
@@ -252,11 +253,6 @@ class NetworkDrafter(Drafter):
     def forget(self) -> None:
         if self.vocabulary.recent is not None:
             self.vocabulary.recent.forget()
-
-
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters and buffers of a network by name; tied ones appear once."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def shape_of(tensor: Tensor) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.models.drafts.source import DraftSource
-from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.atomic import write_json
 from slipstream.serve.engine.acceptance_alarm import AcceptanceAlarm, Baseline
 from slipstream.serve.engine.cost_files import FOLDER_VARIABLE, text_hash
 
@@ -78,8 +78,6 @@ def save_record(path: Path, alarm: AcceptanceAlarm) -> None:
     """Writes the alarm's record, whole or not at all. Logs a warning if it cannot be written."""
     facts = {name: value for name, value in alarm.facts.items() if name != "changed"}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(path) as new:
-            new.write_text(json.dumps({"format": FORMAT, "facts": facts, **alarm.to_json()}))
+        write_json(path, {"format": FORMAT, "facts": facts, **alarm.to_json()})
     except (OSError, ValueError) as error:
         logger.warning("the record of acceptance is not kept for the next start: %s", error)

@@ -65,7 +65,6 @@ def save(key: CostKey, tables: Mapping[str, Any]) -> None:
     """Writes the tables, whole or not at all. Logs a warning if they cannot be written."""
     try:
         path = cache_folder() / key.name()
-        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as new:
             new.write_text(json.dumps({"format": FORMAT, "key": asdict(key), "tables": tables}, indent=1, default=str))
         logger.info("step times are kept in %s", path)

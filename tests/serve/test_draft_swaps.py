@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.models.files.checkpoint import checkpoint_fingerprint
+from slipstream.models.files.weights import tensors_of
 from slipstream.models.layers.linear import remake_derived
 from slipstream.serve.drafters import base
-from slipstream.serve.drafters.base import tensors_of
 from slipstream.serve.engine.acceptance_alarm import AcceptanceAlarm
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.process import build_engine as build_engine_of_process
