@@ -11,16 +11,18 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from slipstream.config import complete, flatten
@@ -34,7 +36,7 @@ from slipstream.models.files.atomic import (
     remove_folder,
     staged_name,
 )
-from slipstream.models.files.checkpoint import disk_errors
+from slipstream.models.files.checkpoint import disk_errors, read_json, reason
 from slipstream.models.files.outputs import CHECKPOINT, STEP, step_folders
 from slipstream.train.trackers import is_metrics
 
@@ -58,6 +60,7 @@ REMEDIES = {hash: f"pass the original {option}" for option, hash in BY_CONTENT.i
 REMEDIES["split_documents"] = "pass the original data.long_documents"
 REMEDIES |= dict.fromkeys(LENGTHS, "pass the saved value, or one above it,")
 OWN_NAMES = re.compile(r"best|step-\d+|metrics\.jsonl|report\.html")  # names that a run or its report writes
+DAMAGE = (SafetensorError, UnpicklingError)  # of a file of a state
 SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
@@ -146,13 +149,18 @@ class Checkpoints:
 
     def load(self, folder: Path) -> Progress:
         """Raises ValueError if it is a checkpoint of another run."""
-        saved = json.loads((folder / "state" / "progress.json").read_text())
-        self.check_identity(saved["identity"], folder)
-        self.check_form(saved["form"], folder)
-        # Training draws from no global generator: a process without a saved generator state misses nothing.
-        self.accelerator.load_state(str(folder / "state"))
+        with damage_reported(folder):
+            saved = read_json(folder / "state" / "progress.json")
+            progress = Progress(**saved["progress"])
+            identity = saved["identity"]
+            form = saved["form"]
+        self.check_identity(identity, folder)
+        self.check_form(form, folder)
+        with damage_reported(folder):
+            # Training draws from no global generator: a process without a saved generator state misses nothing.
+            self.accelerator.load_state(str(folder / "state"))
         self.accelerator.step = 0  # checkpoints lie between accumulation windows
-        return Progress(**saved["progress"])
+        return progress
 
     def check_identity(self, saved: Options, folder: Path) -> None:
         """Raises ValueError if the run in `folder` has other options or inputs. An option that its version did not have
@@ -244,6 +252,20 @@ class Checkpoints:
             self.accelerator.wait_for_everyone()
         self.accelerator.wait_for_everyone()
         return path
+
+
+@contextmanager
+def damage_reported(folder: Path) -> Iterator[None]:
+    """Turns the errors of reading a damaged checkpoint, which its readers raise, into a ValueError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError, EOFError, *DAMAGE) as error:
+        raise ValueError(
+            f"{folder} cannot be read ({reason(error)}); move it away, and the same command continues from the "
+            "checkpoint before it, or starts over"
+        ) from error
 
 
 def _as_read(options: Options) -> dict[str, Any]:

@@ -49,16 +49,16 @@ def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool =
             _fetch_weights(name, folder)
     except (LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
         raise ValueError(
-            f"checkpoint {name} is not a local folder, and the hub could not be reached ({_reason(error)}); check the "
+            f"checkpoint {name} is not a local folder, and the hub could not be reached ({reason(error)}); check the "
             "network, or give the path of a folder that holds the checkpoint"
         ) from error
     except HfHubHTTPError as error:
         raise ValueError(
-            f"checkpoint {name} is not a local folder, and the hub does not give it out ({_reason(error)}); check the "
+            f"checkpoint {name} is not a local folder, and the hub does not give it out ({reason(error)}); check the "
             "name and the revision, and log in with `hf auth login` if it is private or gated"
         ) from error
     except OSError as error:
-        raise ValueError(f"checkpoint {name} could not be downloaded ({_reason(error)})") from error
+        raise ValueError(f"checkpoint {name} could not be downloaded ({reason(error)})") from error
     return folder
 
 
@@ -75,7 +75,7 @@ def _fetch_weights(name: str, folder: Path) -> None:
             return
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The first line of the underlying error; the hub client's own advice is about its environment variables."""
     return (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -207,7 +207,7 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
         try:
             tensors |= load_file(file)
         except Exception as error:
-            raise ValueError(f"{file} is damaged or cut short ({error}); fetch or train it again") from error
+            raise _damaged(file, error) from error
     return _without_ignored(tensors)
 
 
@@ -293,8 +293,7 @@ def weights_fingerprint(path: Path) -> str:
     """
     digest = hashlib.sha256()
     for file in weight_files(path):
-        with safe_open(file, "pt"):  # raises for a file that is cut short
-            header, base = read_header(file)
+        header, base = read_header(file)
         with file.open("rb") as stream:
             for name in sorted(header.keys() - {"__metadata__"}):
                 start, end = header[name]["data_offsets"]
@@ -315,10 +314,20 @@ def checkpoint_fingerprint(path: Path) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """A safetensors header (dtype, shape and offsets of each tensor) and the position that offsets start at."""
+    """A safetensors header (dtype, shape and offsets of each tensor) and the position that offsets start at. Raises
+    ValueError for a file that is damaged or cut short."""
+    try:
+        with safe_open(path, "np"):  # checks the header, and the file's length by it
+            pass
+    except SafetensorError as error:
+        raise _damaged(path, error) from error
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return json.loads(file.read(length)), 8 + length
+
+
+def _damaged(file: Path, error: Exception) -> ValueError:
+    return ValueError(f"{file} is damaged or cut short ({error}); fetch or train it again")
 
 
 def _sample(stream: Any, base: int, start: int, end: int, size: int = 4096) -> bytes:

@@ -60,8 +60,9 @@ def test_damaged_files_are_named(keep: float, tmp_path: Path) -> None:
     save_file({"a": torch.ones(100), "b": torch.ones(100)}, tmp_path / "model.safetensors")
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[: int(keep * len(data)) if 0 < keep < 1 else int(keep)])
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or cut short .*fetch or train it again"):
-        read_tensors(tmp_path)
+    for read in (read_tensors, weights_fingerprint, tensor_names):
+        with pytest.raises(ValueError, match=r"model\.safetensors is damaged or cut short .*fetch or train it again"):
+            read(tmp_path)
 
 
 def test_the_fingerprint_notices_one_changed_tensor(make_target: Callable[[str], Path], tmp_path: Path) -> None:

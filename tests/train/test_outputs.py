@@ -127,6 +127,16 @@ def test_a_run_continues_without_the_draft_that_it_began_from(
     assert f"init_from {source} does not exist" in refusal([*flags, f"--output={tmp_path}/another"])
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("progress.json", b"[]"), ("model.safetensors", b"cut"), ("optimizer.bin", b""), ("optimizer.bin", b"PK\3\4")],
+)
+def test_a_damaged_checkpoint_is_named(run: Path, arguments: Arguments, file: str, content: bytes) -> None:
+    (run / "step-6" / "state" / file).write_bytes(content)
+    message = refusal(arguments(run, optim__steps=7))
+    assert re.search(r"/step-6 cannot be read \(.+\); move it away, and the same command continues", message)
+
+
 def test_the_command_trains_in_this_process(
     tmp_path: Path, arguments: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
