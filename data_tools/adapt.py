@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from slipstream.config import run
-from slipstream.data_tools.dataset import Conversation, read_report, write_dataset
+from slipstream.data_tools.dataset import Conversation, write_dataset
 from slipstream.data_tools.prepare import Tally, describe
 from slipstream.data_tools.rows import read_rows
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
@@ -35,6 +35,7 @@ from slipstream.models.files.checkpoint import (
 )
 from slipstream.models.files.learning import TEXT_LEN
 from slipstream.models.files.outputs import CHECKPOINT, STEP, FolderKind, check_output_folder, step_folders
+from slipstream.models.files.prepared import read_report
 from slipstream.models.files.scratch import ScratchFolder
 from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import check_run_folder, provenance
@@ -175,7 +176,7 @@ def divided(conversations: Iterator[Conversation]) -> Iterator[tuple[bool, Conve
 
 
 def num_tokens(data: Path) -> int:
-    return int(read_report(data)["tokens"])
+    return int(read_report(data, "old")["tokens"])
 
 
 def name_categories(heldout: PackedRows) -> set[str]:

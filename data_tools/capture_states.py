@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 from tqdm import tqdm
 
 from slipstream.config import run
 from slipstream.data_tools.answer_states import AnswersCapturer
-from slipstream.data_tools.dataset import WEIGHTS, read_report
+from slipstream.data_tools.dataset import WEIGHTS
 from slipstream.data_tools.engine_capture import EngineCapturer
 from slipstream.data_tools.options import ConversationOptions, show_table
 from slipstream.data_tools.state_folders import ShardFolder, SpeculatorsFolder, StateFolder, states_of_speculators
@@ -37,6 +37,7 @@ from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import report_of, resolve, weights_fingerprint
 from slipstream.models.files.loss_masks import Cut
 from slipstream.models.files.outputs import check_working_folder
+from slipstream.models.files.prepared import load_saved, read_report
 from slipstream.models.files.state_store import INDEX, ShardRange, StateFormat, StateIndex
 from slipstream.models.files.text import read_key
 from slipstream.models.states.address import Address
@@ -132,8 +133,8 @@ def open_capturer(config: CaptureConfig, path: Path, index: StateIndex, device: 
 
 
 def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
-    read_report(Path(config.data))
-    dataset = load_from_disk(config.data)
+    read_report(Path(config.data), "data")
+    dataset = load_saved(Path(config.data))
     if config.layout == "speculators" and WEIGHTS in dataset["train"].column_names:
         raise ValueError(
             f"data {config.data} has weights of tokens ({WEIGHTS}), for which layout speculators has no place; prepare "
@@ -149,6 +150,7 @@ def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
 def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -> tuple[StateIndex, dict[str, Cut]]:
     """Plans a capture of the target at `path`: documents, states, shards; also says what max_length cuts of each split.
     Raises ValueError for data prepared with another tokenizer than the target's."""
+    report = read_report(Path(config.data), "data")
     options = ConversationOptions(target=str(path), trust_remote_code=config.trust_remote_code)
     tokenizer_hash = load_target_tokenizer(options).hash
     report = report_of("data", config.data, tokenizer_hash)

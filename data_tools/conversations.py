@@ -245,8 +245,13 @@ def _messages(entries: Any, column: str) -> Conversation:
     return read_messages(messages, column), {index: weight for index, weight in weights.items() if weight != 1}
 
 
-def read_category(value: Any) -> str | None:
+def read_category(columns: Columns, column: str, place: str) -> str | None:
     """The category that a column names: a text that is not empty, or a number. None for anything else."""
+    value = columns.get(column)
+    try:
+        check_text(column, value)
+    except ValueError as error:
+        raise RowError(f"{place}: {error}") from error
     return str(value) if isinstance(value, str | int | float) and value != "" else None
 
 

@@ -19,10 +19,10 @@ import pyarrow
 from datasets import Dataset, DatasetDict
 
 from slipstream.models.files.atomic import atomic_folder, put_json
-from slipstream.models.files.checkpoint import Values, read_json
+from slipstream.models.files.checkpoint import Values
 from slipstream.models.files.outputs import DATASET
+from slipstream.models.files.prepared import REPORT
 
-REPORT = "report.json"
 ROWS = "rows.arrow"
 WRITE_ROWS = 1000
 WEIGHTS = "loss_weights"
@@ -190,17 +190,6 @@ def without_copies(keys: np.ndarray, train: np.ndarray, heldout: np.ndarray) -> 
     if is_copy.all():
         raise ValueError("every training row is also in the held-out split; add other data")
     return {"train": train[~is_copy], "heldout": heldout}, int(is_copy.sum())
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """The report of a prepared dataset. Raises ValueError when `path` holds none."""
-    if not (path / REPORT).exists():
-        raise ValueError(f"{path} has no {REPORT}; make the dataset with `slipstream prepare`")
-    return read_json(path / REPORT)
-
-
-def is_prepared(path: Path) -> bool:
-    return (path / REPORT).exists() and (path / "dataset_dict.json").exists()
 
 
 def _figures(writer: RowWriter, heldout: float, seed: int, sizes: Mapping[str, int]) -> dict[str, Any]:

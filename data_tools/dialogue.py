@@ -92,7 +92,7 @@ class DialogueReader:
                     example = to_example(row, {**columns, **dict.fromkeys(TOKEN_COLUMNS)})
                     if example.messages is None:
                         raise RowError(f"{row.place}: is not a conversation; only those have answers to regenerate")
-                    yield replace(example, category=read_category(columns.get("category")))
+                    yield replace(example, category=read_category(columns, "category", row.place))
             except RowError as error:
                 if not self.options.skip_bad:
                     raise RowError(f"{error} (--skip-bad counts such rows instead)") from error

@@ -23,11 +23,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import torch
-from datasets import load_from_disk
 from tqdm import tqdm
 
 from slipstream.config import run
-from slipstream.data_tools.dataset import is_prepared, read_report
 from slipstream.data_tools.options import counted
 from slipstream.data_tools.prepare import Tally
 from slipstream.data_tools.rows import check_data, read_rows
@@ -41,6 +39,7 @@ from slipstream.data_tools.tokenization import AnswerTokenizer, RowTokenizer, to
 from slipstream.data_tools.verb_options import FrequencyMapConfig
 from slipstream.models.drafts.token_map import TokenMap, is_listed, is_token_map
 from slipstream.models.files.outputs import check_output_file
+from slipstream.models.files.prepared import is_prepared, load_saved, read_report
 
 SHARD_ROWS = 1024
 
@@ -144,7 +143,7 @@ def from_map(path: Path) -> Counted:
 
 def count_dataset(path: Path, config: FrequencyMapConfig) -> Counted:
     """Counts a prepared dataset; a target supplies vocabulary size and special tokens."""
-    report = read_report(path)
+    report = read_report(path, "data")
     vocab_size = report["vocab_size"]
     special_ids = report["special_ids"]
     end_ids = report["end_ids"]
@@ -166,7 +165,7 @@ def count_dataset(path: Path, config: FrequencyMapConfig) -> Counted:
 
 def count_tokens(path: Path, split: str, vocab_size: int, threads: int | None = None) -> np.ndarray:
     """(V,) int64 occurrences of every id among the supervised tokens of one split of a prepared dataset."""
-    splits = load_from_disk(path)
+    splits = load_saved(path)
     if split not in splits:
         raise ValueError(f"split is {split!r}; {path} has {', '.join(splits)}")
     shards = splits[split].data.table.to_batches(max_chunksize=SHARD_ROWS)  # views, no copies

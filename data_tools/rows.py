@@ -15,10 +15,11 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow
 import pyarrow.parquet
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 
 from slipstream.data_tools.options import SUFFIXES, ConversationOptions, check_source
 from slipstream.models.chat.quotes import json_type
+from slipstream.models.files.prepared import load_saved
 
 Columns = Mapping[str, Any]  # of a row, by name
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)  # of a .gz file
@@ -105,7 +106,7 @@ def _read_file(path: Path) -> Iterator[Row]:
 
 def _read_folder(path: Path, split: str) -> Iterator[Row]:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        yield from _read_dataset(load_from_disk(path), str(path), split)
+        yield from _read_dataset(load_saved(path), str(path), split)
         return
     all_files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES))
     # Another program may be writing what is hidden, itself or its folder.
@@ -167,10 +168,10 @@ def _read_json(path: Path) -> Iterator[Row]:
 def _read_table(path: Path) -> Iterator[Row]:
     """Parquet, Arrow's file format, or its stream format as `datasets` writes it."""
     try:
-        batches = _batches(path)
-    except pyarrow.ArrowInvalid as error:
+        rows = (row for batch in _batches(path) for row in batch.to_pylist())
+        yield from _arrow_rows(str(path), rows, first=1)
+    except (pyarrow.ArrowException, OSError) as error:  # at its end or at a damaged part
         raise ValueError(f"{path} is not a readable {path.suffix[1:]} file: {error}") from error
-    yield from _arrow_rows(str(path), (columns for batch in batches for columns in batch.to_pylist()), first=1)
 
 
 def _arrow_rows(name: str, rows: Iterable[Columns], *, first: int) -> Iterator[Row]:

@@ -24,11 +24,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from slipstream.models.files.atomic import atomic_folder, recover, refuse_nonempty, staged_name
+from slipstream.models.files.prepared import load_saved
 from slipstream.models.files.state_store import (
     DTYPES,
     INDEX,
@@ -174,7 +175,8 @@ class SpeculatorsFolder(CaptureFolder):
 
     @cached_property
     def written(self) -> Dataset:
-        return load_from_disk(str(self.path))
+        dataset: Dataset = load_saved(self.path)
+        return dataset
 
     def rows(self, span: ShardRange) -> range:
         """Numbers of a shard's documents among the rows of both splits."""

@@ -18,7 +18,7 @@ import itertools
 import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from multiprocessing import get_context
@@ -158,7 +158,7 @@ class CategoryTokenizer(RowTokenizer):
         if column is not None and column not in columns:
             names = ", ".join(sorted(columns))
             raise RowError(f"{row.place}: no column {column!r} as `category-column` asks; it has {names}")
-        category = read_category(columns.get(column or CATEGORY))
+        category = read_category(columns, column or CATEGORY, row.place)
         if column is not None and category is None and columns[column] is not None:
             raise RowError(f"{row.place}: {column} is no category: {columns[column]!r}; give a text or a number")
         return replace(outcome, category=category)
@@ -222,6 +222,10 @@ def _in_pool(rows: Iterator[Row], tokenizer: RowTokenizer, workers: int) -> Iter
                     yield from pending.popleft().result()
             while pending:
                 yield from pending.popleft().result()
+        except BrokenExecutor as error:
+            raise ValueError(
+                f"one of {workers} processes that tokenise was killed, perhaps for want of memory; lower num_proc"
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -16,7 +16,8 @@ import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor
 
-from slipstream.models.files.checkpoint import Values, report_of
+from slipstream.models.files.checkpoint import Values
+from slipstream.models.files.prepared import load_saved, read_report
 from slipstream.train.cached_states import CachedStates
 from slipstream.train.windows import WindowLayout, measure
 
@@ -355,7 +356,12 @@ def evaluation_batches(
 def load_prepared(path: Path, tokenizer_hash: str) -> tuple[DatasetDict, dict[str, Any]]:
     """The splits and report.json that data_tools/prepare.py wrote. Raises ValueError unless both are there, made with
     the target's tokenizer, with rows to train on; the held-out split may be empty."""
-    report = report_of("data.path", str(path), tokenizer_hash)
+    report = read_report(path, "data.path")
+    if report["tokenizer_hash"] != tokenizer_hash:
+        raise ValueError(
+            f"data.path {path} was prepared with another tokenizer (hash {report['tokenizer_hash'][:12]}, the target's "
+            f"is {tokenizer_hash[:12]}); prepare it again with --target set to this target"
+        )
     if not report["split_rows"].get("train"):
         raise ValueError(f"data.path {path}: split train is empty; prepare more conversations or a smaller --heldout")
-    return DatasetDict.load_from_disk(str(path)), report
+    return load_saved(path), report

@@ -317,6 +317,15 @@ def damaged_gzip(path: Path) -> Path:
     return path
 
 
+def damaged_in_its_middle(path: Path) -> Path:
+    """A table, or a dataset that `datasets` saved, which begins as it should."""
+    file = next(path.glob("test/*.arrow")) if path.is_dir() else path
+    data = bytearray(file.read_bytes())
+    data[4 : len(data) // 2] = bytes(byte ^ 0xFF for byte in data[4 : len(data) // 2])
+    file.write_bytes(data)
+    return path
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -328,6 +337,8 @@ def damaged_gzip(path: Path) -> Path:
         (lambda folder: write_jsonl(folder / "a.json", [[1, 2], [3]]), "a.json is not valid JSON: Extra data: line 2"),
         (lambda folder: cut_gzip(folder / "a.json.gz"), "a.json.gz is not valid JSON: Compressed file ended"),
         (lambda folder: damaged_gzip(folder / "a.jsonl.gz"), r"a.jsonl.gz is damaged or cut short after line \d+"),
+        (lambda folder: damaged_in_its_middle(save(folder, "parquet")), "rows.parquet is not a readable parquet file"),
+        (lambda folder: damaged_in_its_middle(save(folder, "splits")), "is damaged .*; write the dataset again"),
         (lambda folder: save(folder, "splits"), "split is 'dev'; .* has test, train"),
         (lambda _: "", "data is empty"),
     ],

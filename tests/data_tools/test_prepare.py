@@ -81,6 +81,16 @@ def test_workers_change_nothing(kind: str, tmp_path: Path, target: Path, monkeyp
     assert serial[1]["rows_kept"] == 99
 
 
+def test_a_killed_worker_ends_in_a_sentence(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, exits: Any
+) -> None:
+    monkeypatch.setattr(
+        tokenization, "ProcessPoolExecutor", lambda number, **_: ThreadPoolExecutor(number, initializer=lambda: 1 // 0)
+    )
+    with exits("one of 2 processes that tokenise was killed, perhaps for want of memory; lower num_proc"):
+        prepare(tmp_path, target, ROWS, "--num-proc=2")
+
+
 def test_a_held_out_file_is_that_split_in_its_order(tmp_path: Path, target: Path) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", ROWS[15:])
     dataset, report = prepare(tmp_path, target, ROWS[:15], "--heldout-data", str(other))
@@ -312,6 +322,7 @@ def test_chat_template_file_and_variables(tmp_path: Path, make_folder: Callable[
 def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     foreign = {"input_ids": [5], "loss_mask": [1], "tokenizer_hash": "other"}
     bad = [{"messages": []}, {"input_ids": [512], "loss_mask": [1]}, foreign, {"messages": chat("hi \ud83d", "fine")}]
+    bad.append({**ROWS[4], "category": "\ud83d"})
     data = write_jsonl(tmp_path / "rows.jsonl", [*ROWS[:3], *bad])
     with data.open("a") as file:
         file.write('{"messages": [')  # cut short
@@ -325,7 +336,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
     main([*arguments, "--skip-bad"])
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert (report["rows_in"], report["rows_kept"], report["rows_dropped"]) == (8, 3, {"malformed": 5})
+    assert (report["rows_in"], report["rows_kept"], report["rows_dropped"]) == (9, 3, {"malformed": 6})
     assert "512 is not a token id of the target's vocabulary of 512" in report["dropped_examples"]["malformed"][1]
     assert "line 6: its input_ids come from another tokenizer" in report["dropped_examples"]["malformed"][2]
 

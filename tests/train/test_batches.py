@@ -188,7 +188,9 @@ def test_a_split_that_supervises_nothing_is_refused() -> None:
         PackedRows(dataset, 8)
 
 
-def test_prepared_data_must_be_whole_and_of_this_tokenizer(save_data: SaveData, target_path: Path) -> None:
+def test_prepared_data_must_be_whole_and_of_this_tokenizer(
+    save_data: SaveData, target_path: Path, tmp_path: Path
+) -> None:
     expected = tokenizer_hash(AutoTokenizer.from_pretrained(target_path))
     some = random_dataset(4, seed=0)
     nothing = Dataset.from_dict({"input_ids": [], "loss_mask": []})
@@ -197,5 +199,7 @@ def test_prepared_data_must_be_whole_and_of_this_tokenizer(save_data: SaveData, 
         load_prepared(save_data(some, some, tokenizer_hash="9" * 64), expected)
     with pytest.raises(ValueError, match="split train is empty"):
         load_prepared(save_data(nothing, some), expected)
-    with pytest.raises(ValueError, match="holds no report.json"):
-        load_prepared(target_path, expected)
+    (tmp_path / "report.json").write_text("{}")  # as `make demo` writes beside its dataset
+    for path, missing in ((target_path, "report.json"), (tmp_path, "dataset_dict.json")):
+        with pytest.raises(ValueError, match=f"data.path {path} holds no {missing}"):
+            load_prepared(path, expected)
