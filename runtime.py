@@ -11,6 +11,7 @@ reads its settings once, when torch is imported.
 
 import gc
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -67,6 +68,18 @@ def lower_priority() -> None:
     """Gives other threads precedence over this one if cores are few. What it starts inherits the priority."""
     with suppress(OSError, AttributeError):  # macOS has no priorities of threads
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def end_with_parent() -> None:
+    """Ends this worker process when the program that started it ends: without one, workers wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextmanager

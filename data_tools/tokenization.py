@@ -14,6 +14,8 @@ Text is tokenised as it is, without a chat template. Unless `finish_reason` is l
 which counts like any other.
 """
 
+from slipstream.runtime import end_with_parent
+
 import itertools
 import pickle
 from collections import deque
@@ -211,7 +213,7 @@ def _in_pool(rows: Iterator[Row], tokenizer: RowTokenizer, workers: int) -> Iter
         tokenize = tokenizer.chunk
         tokenizer.target.tokenizer("")  # the first call sets truncation and padding, which must not run beside another
     else:  # spawned: the parent has threads (tokenizers, progress bars), which do not survive a fork
-        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
         tokenize = partial(_tokenize_chunk, pickle.dumps((type(tokenizer), tokenizer.options)))
     pending: deque[Future[list[Outcome]]] = deque()
     with pool:

@@ -3,6 +3,7 @@
 import ast
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -36,6 +37,22 @@ def test_the_policy_is_set_unless_the_user_has_set_one(
         monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert runtime.set_thread_policy() == is_in_time
     assert {name: os.environ[name] for name in NAMES if name in os.environ} == (variables or {"GOMP_SPINCOUNT": "1000"})
+
+
+def test_a_worker_ends_with_a_program_that_is_killed() -> None:
+    program = """if __name__ == "__main__":
+    import os, time
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+    from slipstream.runtime import end_with_parent
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent)
+    print(pool.submit(os.getpid).result(), flush=True)
+    time.sleep(60)"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline()
+    parent.kill()
+    parent.communicate(timeout=60)  # all that write to its pipe have ended
 
 
 @pytest.mark.parametrize("is_long", [False, True])
