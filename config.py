@@ -244,6 +244,9 @@ def sentence(message: str) -> str:
 
 def instantiate(parser: ArgumentParser, config_class: type[ConfigT], namespace: Namespace) -> ConfigT:
     try:
+        for name, value in flatten(namespace.as_dict()).items():
+            if value != value:
+                raise ValueError(f"{name} is {value}; give a number")
         values = parser.instantiate(namespace).as_dict()
         values.pop("config", None)
         for name, remedy in getattr(config_class, "REQUIRED", {}).items():

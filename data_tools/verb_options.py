@@ -46,6 +46,7 @@ class PrepareConfig(TokenizeOptions):
         TokenizeOptions.__post_init__(self)
         if not 0.0 <= self.heldout < 1.0:
             raise ValueError(f"heldout is {self.heldout}; it must be at least 0 and below 1")
+        check_at_least(self, 0, "seed")
 
     def check_inputs(self) -> None:
         """Raises ValueError for an input that does not exist."""

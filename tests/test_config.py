@@ -62,6 +62,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("--layers=all", "layers is 'all'; give a list such as [1, 2]"),
         ("--quick=maybe", "quick is 'maybe'; give true or false"),
         ("--part.rate=abc", "part.rate is 'abc'; give a number"),
+        ("--part.rate=.nan", "part.rate is nan; give a number"),
         ("--part.kind=slow", "part.kind is 'slow'; give fast or exact or none"),
     ],
 )

@@ -1,6 +1,7 @@
 """Options that the programs of several drafts share. Imports nothing that takes long, so that wrong ones are refused at
 once."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -53,7 +54,7 @@ class ChainDraftOptions(BaseDraftOptions):
         super().__post_init__()
         steps = self.ttt_steps
         decay = self.ttt_decay
-        if steps < 1 or decay <= 0:
+        if steps < 1 or not 0 < decay < math.inf:
             raise ValueError(f"draft.ttt_steps is {steps} and draft.ttt_decay {decay}; give at least 1 and above 0")
 
 

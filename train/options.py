@@ -172,7 +172,7 @@ class EvaluationOptions:
     """temperature of the simulated server; above 0 the held-out answers must be the target's samples at it"""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"evaluation.temperature is {self.temperature}; give 0 (greedy) or more")
         if self.costs is None and self.requests != 1:
             raise ValueError(
@@ -224,7 +224,7 @@ class RunOptions:
             value = attrgetter(name)(self)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give at least 1")
-        if self.optim.lr is not None and self.optim.lr <= 0:
+        if self.optim.lr is not None and not 0 < self.optim.lr < math.inf:
             raise ValueError(f"optim.lr is {self.optim.lr}; give a positive number")
         if not 0 <= self.optim.momentum < 1:
             raise ValueError(f"optim.momentum is {self.optim.momentum}; give at least 0 and below 1")

@@ -17,6 +17,7 @@ from hypothesis import given, settings, strategies
 from slipstream.data_tools.conversations import to_example
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import Row, RowError, read_rows
+from slipstream.data_tools.verb_options import PrepareConfig
 from slipstream.tests.data_tools.chats import chat, write_jsonl
 from slipstream.tests.tables import each_case
 
@@ -350,8 +351,13 @@ def test_unreadable_data_gets_one_sentence(tmp_path: Path, make: Callable[[Path]
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"where": ("split",)}, "column=value"), ({"limit": 0}, "limit is 0"), ({"date": "26 July"}, "year-month-day")],
+    [
+        ({"where": ("split",)}, "column=value"),
+        ({"limit": 0}, "limit is 0"),
+        ({"date": "26 July"}, "year-month-day"),
+        ({"seed": -1}, "seed is -1; give at least 0"),
+    ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ConversationOptions(**options)
+        PrepareConfig(**options)
