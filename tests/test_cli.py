@@ -24,8 +24,12 @@ COMMAND = re.compile(
     r"^    (?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:slipstream ((?:train )?[a-z0-9-]+)|(serve)) (.*)", re.MULTILINE
 )
 SCRIPT = """
-import contextlib, io, runpy, sys
+import contextlib, functools, io, runpy, sys
+from docstring_parser.attrdoc import AttributeDocstrings
 from slipstream import cli
+read = AttributeDocstrings.get_attr_docs  # reads and parses a file
+descriptions = functools.cache(lambda component: read(AttributeDocstrings(), component))
+AttributeDocstrings.get_attr_docs = lambda _, component: descriptions(component)
 for line in {lines}:
     sys.argv = line.split()
     said = io.StringIO()
