@@ -1,6 +1,7 @@
 """Packing and order against dict and loop models; data that cannot be trained on is refused."""
 
 import itertools
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -194,7 +195,11 @@ def test_prepared_data_must_be_whole_and_of_this_tokenizer(
     expected = tokenizer_hash(AutoTokenizer.from_pretrained(target_path))
     some = random_dataset(4, seed=0)
     nothing = Dataset.from_dict({"input_ids": [], "loss_mask": []})
-    assert len(load_prepared(save_data(some, some), expected)[0]["train"]) == 4
+    data = save_data(some, some)
+    assert len(load_prepared(data, expected)[0]["train"]) == 4
+    shutil.rmtree(data / "heldout")
+    with pytest.raises(ValueError, match=f"{data} is damaged .*heldout"):
+        load_prepared(data, expected)
     with pytest.raises(ValueError, match="another tokenizer .hash 99999999"):
         load_prepared(save_data(some, some, tokenizer_hash="9" * 64), expected)
     with pytest.raises(ValueError, match="split train is empty"):

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import DatasetDict, load_from_disk
 
 from slipstream import cli
 from slipstream.models.drafts.token_map import TokenMap
@@ -303,15 +302,3 @@ def test_a_disk_too_small_ends_in_a_sentence_and_the_run_continues(
     assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [
         line["loss"] for line in read_metrics(finished / "metrics.jsonl")
     ]
-
-
-def test_prepared_data_without_a_split_ends_in_a_sentence(
-    tmp_path: Path, arguments: Arguments, data_path: Path
-) -> None:
-    splits = load_from_disk(data_path)
-    assert isinstance(splits, DatasetDict)
-    shutil.copytree(data_path, tmp_path / "data")
-    shutil.rmtree(tmp_path / "data" / "heldout")
-    message = refusal(arguments(tmp_path / "run", data__path=tmp_path / "data"))
-    assert message.startswith("train/eagle3.py: error: ")
-    assert "heldout" in message
