@@ -22,7 +22,7 @@ from huggingface_hub.utils import get_token
 from slipstream.models.drafts.adapters import is_adapter
 from slipstream.models.drafts.speculators_layout import drafter_of_kind, from_speculators, speculators_kind
 from slipstream.models.files.atomic import atomic_folder
-from slipstream.models.files.checkpoint import INDEX, Values, config_target, read_json, weight_files
+from slipstream.models.files.checkpoint import INDEX, Values, config_target, read_header, read_json, weight_files
 from slipstream.models.files.names import may_be_hub_id
 from slipstream.models.files.outputs import FolderKind, check_output_folder, step_folders
 from slipstream.train.model_card import TITLES, Card
@@ -65,6 +65,8 @@ def collect(config: PushConfig) -> Files:
     weights = weight_files(source.checkpoint)
     if not weights:
         raise ValueError(f"draft {source.checkpoint} has no model.safetensors; name a complete checkpoint")
+    for file in weights:
+        read_header(file)  # refuses one that is cut short
     files |= {file.name: file for file in weights}
     if (source.checkpoint / INDEX).exists():
         files[INDEX] = source.checkpoint / INDEX

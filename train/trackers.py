@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.atomic import atomic_file, full_disk_errors
 from slipstream.models.files.checkpoint import Values
 from slipstream.train.options import TrackerOptions
 from slipstream.train.samples import Sample
@@ -33,15 +33,18 @@ class JsonLines:
         lines = [line for line in read_lines(path) if line["step"] <= step]
         with atomic_file(path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.path = path
         self.file = path.open("a")
 
     def log(self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
-        for record in ({"step": step, **values}, *(sample.record(step) for sample in samples)):
-            self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        with full_disk_errors(self.path):
+            for record in ({"step": step, **values}, *(sample.record(step) for sample in samples)):
+                self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
 
     def close(self) -> None:
-        self.file.close()
+        with full_disk_errors(self.path):  # what could not be written is tried again
+            self.file.close()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

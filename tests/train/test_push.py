@@ -278,4 +278,7 @@ def test_faults_are_named(
     foreign.mkdir()
     (foreign / "notes").touch()
     assert "foreign is not a draft for the hub" in fault("--dry-run", foreign)
+    with (run_folder / "best" / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    assert "model.safetensors is damaged or cut short" in fault("--dry-run", tmp_path / "new")
     assert len(hub.commits) == 1

@@ -40,6 +40,15 @@ def test_json_lines_go_on_after_the_step_that_is_resumed(tmp_path: Path) -> None
     assert (tmp_path / "metrics.tmp").read_text() == "mine"
 
 
+def test_a_full_disk_is_told_with_the_name_of_the_records(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "metrics.jsonl", step=0)
+    log.file.close()
+    with Path("/dev/full").open("a") as log.file:
+        for write in (lambda: log.log(1, {}), log.close):
+            with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/metrics.jsonl'"):
+                write()
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
