@@ -150,10 +150,9 @@ def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
 def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -> tuple[StateIndex, dict[str, Cut]]:
     """Plans a capture of the target at `path`: documents, states, shards; also says what max_length cuts of each split.
     Raises ValueError for data prepared with another tokenizer than the target's."""
-    report = read_report(Path(config.data), "data")
     options = ConversationOptions(target=str(path), trust_remote_code=config.trust_remote_code)
     tokenizer_hash = load_target_tokenizer(options).hash
-    report = report_of("data", config.data, tokenizer_hash)
+    report = read_report(Path(config.data), "data", tokenizer_hash)
     form = choose_format(config, path)
     size = int(config.shard_gb * 1e9)
     shards = list[ShardRange]()

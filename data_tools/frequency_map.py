@@ -39,7 +39,7 @@ from slipstream.data_tools.tokenization import AnswerTokenizer, RowTokenizer, to
 from slipstream.data_tools.verb_options import FrequencyMapConfig
 from slipstream.models.drafts.token_map import TokenMap, is_listed, is_token_map
 from slipstream.models.files.outputs import check_output_file
-from slipstream.models.files.prepared import is_prepared, load_saved, read_report
+from slipstream.models.files.prepared import load_saved, missing, read_report
 
 SHARD_ROWS = 1024
 
@@ -96,7 +96,7 @@ def count(config: FrequencyMapConfig) -> Counted:
         return combine([from_map(Path(path)) for path in config.merge])
     if config.from_responses:
         return count_rows(config, AnswerTokenizer)
-    prepared = [is_prepared(Path(path)) for path in config.data]
+    prepared = [not missing(Path(path)) for path in config.data]
     if not any(prepared):
         if not config.target:
             raise ValueError(f"{config.data[0]} is not a prepared dataset; add --target to count conversations")
@@ -143,14 +143,12 @@ def from_map(path: Path) -> Counted:
 
 def count_dataset(path: Path, config: FrequencyMapConfig) -> Counted:
     """Counts a prepared dataset; a target supplies vocabulary size and special tokens."""
-    report = read_report(path, "data")
+    target = load_target_tokenizer(config) if config.target else None
+    report = read_report(path, "data", None if target is None else target.hash)
     vocab_size = report["vocab_size"]
     special_ids = report["special_ids"]
     end_ids = report["end_ids"]
-    if config.target:
-        target = load_target_tokenizer(config)
-        if target.hash != report["tokenizer_hash"]:
-            raise ValueError(f"{path} was prepared with another tokenizer than that of target {config.target}")
+    if target is not None:
         vocab_size = target.vocab_size
         special_ids = target.special_ids
         end_ids = target.end_ids

@@ -175,8 +175,7 @@ class SpeculatorsFolder(CaptureFolder):
 
     @cached_property
     def written(self) -> Dataset:
-        dataset: Dataset = load_saved(self.path)
-        return dataset
+        return load_saved(self.path)
 
     def rows(self, span: ShardRange) -> range:
         """Numbers of a shard's documents among the rows of both splits."""

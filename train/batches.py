@@ -356,12 +356,7 @@ def evaluation_batches(
 def load_prepared(path: Path, tokenizer_hash: str) -> tuple[DatasetDict, dict[str, Any]]:
     """The splits and report.json that data_tools/prepare.py wrote. Raises ValueError unless both are there, made with
     the target's tokenizer, with rows to train on; the held-out split may be empty."""
-    report = read_report(path, "data.path")
-    if report["tokenizer_hash"] != tokenizer_hash:
-        raise ValueError(
-            f"data.path {path} was prepared with another tokenizer (hash {report['tokenizer_hash'][:12]}, the target's "
-            f"is {tokenizer_hash[:12]}); prepare it again with --target set to this target"
-        )
+    report = read_report(path, "data.path", tokenizer_hash)
     if not report["split_rows"].get("train"):
         raise ValueError(f"data.path {path}: split train is empty; prepare more conversations or a smaller --heldout")
     return load_saved(path), report
