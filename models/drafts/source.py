@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from slipstream.models.chat.quotes import JSON_TYPES, json_type
 from slipstream.models.drafts.layouts import LAYOUTS
 from slipstream.models.drafts.speculators_layout import drafter_of_kind, speculators_kind
 from slipstream.models.files.checkpoint import (
@@ -33,6 +34,13 @@ logger = logging.getLogger(__name__)
 
 FOREIGN_ARCHITECTURES: dict[str, str] = LAYOUTS["architectures"]
 UNSUPPORTED_ARCHITECTURES: dict[str, str] = LAYOUTS["unsupported_architectures"]
+# Fields of config.json that are read as lists and objects.
+CONTAINERS: dict[str, type] = {
+    "layer_types": list,
+    "eagle_config": dict,
+    "dflash_config": dict,
+    "speculators_config": dict,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +180,13 @@ def drafter_of(config: Values, draft: str) -> str:
 
     First asked is `speculators_model_type`, which says how the whole file is laid out: that library keeps fields that
     it does not know, so a draft that it trained on from one of ours still has our `drafter`. `drafter` comes second,
-    other trainers' architectures last. Raises ValueError for a kind or an architecture that is not supported.
+    other trainers' architectures last. Raises ValueError for a kind or an architecture that is not supported, and for
+    a config.json that is damaged.
     """
+    for name, container in CONTAINERS.items():
+        value = config.get(name)
+        if not isinstance(value, container | None):
+            raise ValueError(f"draft {draft}: {name} in config.json is {json_type(value)}, not {JSON_TYPES[container]}")
     kind = speculators_kind(config)
     if kind is not None:
         return drafter_of_kind(kind)

@@ -146,7 +146,10 @@ def _check_number(files: list[Path]) -> None:
 
 
 def architecture_name(values: Values) -> str:
-    return str((values.get("architectures") or ["(none)"])[0])
+    names = values.get("architectures") or ["(none)"]
+    if not isinstance(names, list):
+        raise ValueError(f"config.json: architectures is {names!r}; it must be a list of a name")
+    return str(names[0])
 
 
 def read_json(path: Path) -> dict[str, Any]:

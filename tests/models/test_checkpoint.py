@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.models.drafts.source import source_of
+from slipstream.models.drafts.source import drafter_of, source_of
 from slipstream.models.files import checkpoint
 from slipstream.models.files.checkpoint import (
     read_json,
@@ -48,6 +48,13 @@ def test_json_faults_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 3')
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         read_json(tmp_path / "config.json")
+
+
+def test_a_drafts_config_with_fields_of_other_types_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"draft d: dflash_config in config\.json is a number, not an object"):
+        drafter_of({"drafter": "dflash", "dflash_config": 5}, "d")
+    with pytest.raises(ValueError, match=r"config\.json: architectures is 'Llama'; it must be a list"):
+        drafter_of({"architectures": "Llama"}, "d")
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
