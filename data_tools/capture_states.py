@@ -34,7 +34,7 @@ from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.data_tools.verb_options import CaptureConfig
 from slipstream.models.drafts.dflash import default_block_aux_layers
 from slipstream.models.files.atomic import FolderLock
-from slipstream.models.files.checkpoint import report_of, resolve, weights_fingerprint
+from slipstream.models.files.checkpoint import resolve, weights_fingerprint
 from slipstream.models.files.loss_masks import Cut
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.files.prepared import load_saved, read_report

@@ -32,7 +32,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from torch import Tensor, nn
 
 from slipstream.models.files.atomic import atomic_folder
@@ -50,6 +50,7 @@ from slipstream.models.files.learning import (
     Verdict,
 )
 from slipstream.models.files.outputs import CHECKPOINT
+from slipstream.models.files.prepared import load_saved
 from slipstream.train.batches import PackedRows, Share
 from slipstream.train.checkpoints import Progress
 from slipstream.train.continuation import LOSS, MOST_PASSES, PAST, Continuation
@@ -252,7 +253,7 @@ def shares_of(split: Split) -> list[Share]:
 
 def add_data(job: LearnJob, trainer: Trainer, channel: Channel) -> None:
     """Lets the past begin with texts that the draft was trained on, whose states the engine computes."""
-    splits = DatasetDict.load_from_disk(job.data)  # which the server has checked
+    splits = load_saved(Path(job.data or ""))  # the server has read its report
     length = min(trainer.options.data.max_length, TEXT_LEN)
     pace = Pace(DATA_SHARE, Load(job.folder).is_busy)
     texts = channel.texts

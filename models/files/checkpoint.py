@@ -270,21 +270,6 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return _hash_json(description | {"truncation": None, "padding": None})  # these remember the last call's arguments
 
 
-def report_of(option: str, folder: str, tokenizer_hash: str) -> dict[str, Any]:
-    """Returns the report of the prepared dataset that `option` names. Raises ValueError for a folder that is none, and
-    for data of another tokenizer."""
-    path = Path(folder, "report.json")
-    if not path.is_file():
-        raise ValueError(f"{option} {folder} holds no report.json; make the folder with `slipstream prepare`")
-    report = read_json(path)
-    if report["tokenizer_hash"] != tokenizer_hash:
-        raise ValueError(
-            f"{option} {folder} was prepared with another tokenizer (hash {report['tokenizer_hash'][:12]}, the "
-            f"target's is {tokenizer_hash[:12]}); prepare it again with --target set to this target"
-        )
-    return report
-
-
 def _hash_json(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

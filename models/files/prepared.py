@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from datasets import load_from_disk
-
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.outputs import DATASET
 
@@ -33,6 +31,8 @@ def read_report(path: Path, option: str, tokenizer_hash: str | None = None) -> d
 
 def load_saved(path: Path) -> Any:
     """A Dataset or DatasetDict, memory-mapped. Raises ValueError for a folder of which a part is missing or damaged."""
+    from datasets import load_from_disk  # a server that only reads a report does without
+
     try:
         return load_from_disk(str(path))
     except (OSError, ValueError, TypeError, LookupError) as error:  # of datasets, pyarrow and json

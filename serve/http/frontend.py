@@ -11,7 +11,8 @@ from typing import Any
 from slipstream.models.chat.quotes import PLACE_CHARS, quote, shorten
 from slipstream.models.chat.template import QUESTION, PromptTemplate, TemplateFailed, TemplateRefused
 from slipstream.models.drafts.source import warn_if_changed
-from slipstream.models.files.checkpoint import read_json, report_of, tokenizer_hash
+from slipstream.models.files.checkpoint import read_json, tokenizer_hash
+from slipstream.models.files.prepared import read_report
 from slipstream.models.files.text import read_text_file
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
@@ -71,7 +72,7 @@ class TargetText:
         tokenizer("")  # its first call may change its settings, which fails while another thread uses it
         warn_if_changed(config.source, path, tokenizer)
         if config.learn.data is not None:
-            report_of("learn.data", config.learn.data, tokenizer_hash(tokenizer))
+            read_report(Path(config.learn.data), "learn.data", tokenizer_hash(tokenizer))
         plain_text = PlainTextTokenizer(tokenizer) if config.control_tokens_as_text else None
         template: PromptTemplate | None = None
         if tokenizer.chat_template and plain_text is not None:

@@ -93,10 +93,11 @@ def test_logits_and_features_equal_transformers(family: str, make_target: MakeTa
     with torch.no_grad():
         hidden, aux_states = target(tokens, attention, layers)
         expected = reference(tokens[None], output_hidden_states=True)
-    torch.testing.assert_close(target.logits(hidden), expected.logits[0], atol=1e-4, rtol=1e-4)
+    tolerance = 1e-4 if config.recurrent else 2e-5  # their sums differ by CPU
+    torch.testing.assert_close(target.logits(hidden), expected.logits[0], atol=tolerance, rtol=1e-4)
     final = expected.hidden_states[-1] / config.logit_divisor  # the final norm's weight holds it here
     states = [expected.hidden_states[layer + 1] for layer in layers[:-1]] + [final]
-    torch.testing.assert_close(aux_states, torch.cat(states, -1)[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(aux_states, torch.cat(states, -1)[0], atol=tolerance, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layout", ["hub", "transformers", "modules"])

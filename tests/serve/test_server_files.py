@@ -136,7 +136,8 @@ def test_what_the_target_cannot_do_is_refused_before_its_weights_come(
 
 
 def test_texts_of_another_tokenizer_are_not_learnt_from(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text('{"tokenizer_hash": "0"}')
+    for name in ("report.json", "dataset_dict.json"):
+        (tmp_path / name).write_text('{"tokenizer_hash": "0"}')
     with pytest.raises(ValueError, match="^learn.data .* was prepared with another tokenizer"):
         check_files(ServeConfig(target=str(TINY), learn=LearnOptions(device="cpu", data=str(tmp_path))))
 
