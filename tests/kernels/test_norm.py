@@ -138,7 +138,7 @@ def test_grow_and_norm(
     expected = normed(*first) + (0 if second is None else normed(*second))
     expected = residual.double() + (expected if outer is None else normed(expected, *outer))
     expected = expected if factor is None else expected * factor.double()
-    tolerance = 6 * TOLERANCES[dtype]  # rounded several times
+    tolerance = 8 * TOLERANCES[dtype]  # rounded several times, and large numbers may cancel
     torch.testing.assert_close(summed.double(), expected, atol=tolerance, rtol=tolerance)
     assert summed.dtype == dtype
     assert len(results) == count
