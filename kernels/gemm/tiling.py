@@ -21,7 +21,6 @@ INT4_PART = 1024  # inputs of these that are not shared out
 SMALL_ROWS = 8  # of tiles of 4-bit weights that two warps multiply by `mma.sync`, which adds as `wgmma` does
 RING = 192 << 10  # bytes of the rings of wide_int4.py
 WIDE_TILES = 80  # of 128 outputs; fewer leave too many multiprocessors without a program
-NARROW_TILES = PROGRAMS // 2  # gates and ups of 64 outputs, for so few of which half of the GPU would idle
 FEW_TILES = 16  # of 64 outputs, of whose inputs a program has a quarter at most
 FEW_INPUTS = 1024  # that are not shared out
 MAX_OUTPUTS = 64 * PROGRAMS  # for more, the library is as fast (docs/log/2026-11-21.md)
@@ -60,8 +59,6 @@ def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_ro
         if num_rows > 64:
             outputs, stages = (64, 6) if triton.cdiv(num_outputs, 64) <= PROGRAMS else (128, 4)
             return Tiling(outputs=outputs, depth=64, split=1, stages=stages, warps=8)
-        if triton.cdiv(num_outputs, 64) <= NARROW_TILES and num_inputs % 128 == 0:
-            return Tiling(outputs=16, depth=128, split=1, stages=6)
         stages = 4 if num_rows <= 32 else 3
         if triton.cdiv(num_outputs, 64) > 3 * PROGRAMS:
             stages = 5 if num_rows <= 16 else 4
