@@ -322,6 +322,11 @@ class EngineClient:
         try:
             await self._wait_for_exit(seconds)
         finally:
+            if seconds and self._process.is_alive():
+                message = (
+                    "the engine's process did not end within %g s and is killed; what its drafter was saving is lost"
+                )
+                logger.warning(message, seconds)
             self._process.kill()
         await self._wait_for_exit(STOP_SECONDS)
 

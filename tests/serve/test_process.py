@@ -162,6 +162,16 @@ def test_stopping_while_the_engine_loads() -> None:
     with_client(run, never_start)
 
 
+def test_an_engine_that_does_not_end_is_killed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def run(client: EngineClient) -> None:
+        await client.start(CONFIG)
+        psutil.Process(client.pid).suspend()
+        await client.stop(0.2)
+        assert "the engine's process did not end within 0.2 s and is killed" in caplog.text
+
+    with_client(run)
+
+
 SERVER = """
 import asyncio
 from slipstream.serve.http.engine_client import EngineClient
