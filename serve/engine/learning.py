@@ -1,6 +1,6 @@
 """`serve --learn`: a process beside the engine trains the draft on what it serves (train/learn.py).
 
-The engine sends the tokens of each answer that is whole, with the target's states that it computed. It keeps none of
+The engine sends the tokens of each answer that has ended, with the states that the target computed. It keeps none of
 them: a text for which the trainer has no time is dropped. Texts of requests with a `cache_salt` are never sent. At the
 start the trainer asks for states of texts that the draft was trained on, which the engine computes between two steps.
 What the trainer offers is a checkpoint, which comes in as any other weights do, on trial (draft_swaps.py).
