@@ -95,7 +95,8 @@ def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transforme
     engine.step()
     engine.abort("cut")
     answers = run_checked(engine, oracle, [make_request("next", prompt, max_tokens=4)])
-    assert answers["next"].counts.cached_tokens == 0, "the first page of the prompt lacks its end"
+    cached = 16 if count == 1 else 0  # later modules lack the end of the first page
+    assert answers["next"].counts.cached_tokens == cached
     engine = build_engine(target.folder, "mtp", width=4, kv_cache_tokens=80, prefill_budget=16)
     requests = [make_request(str(seed), random_prompt(15, seed), seed=seed) for seed in range(3)]
     run_checked(engine, oracle, requests)
