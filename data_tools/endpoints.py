@@ -21,7 +21,7 @@ from tqdm import tqdm
 from slipstream.data_tools.answers import Answers
 from slipstream.data_tools.dialogue import Answer, Dialogue, Prompt, Result
 from slipstream.data_tools.target_tokenizer import RowDropped
-from slipstream.models.chat.messages import REASONING_FIELDS, Message
+from slipstream.models.chat.messages import REASONING_FIELDS, Message, joined_pairs
 from slipstream.models.files.checkpoint import Values
 from slipstream.serve.request import SamplingParams
 
@@ -292,6 +292,9 @@ async def read_reply(url: str, response: aiohttp.ClientResponse) -> Reply:
                 add_event(url, reply, line[5:].decode(errors="replace"))
     if reply.finish_reason is None:
         raise TryAgainError(f"{url} broke off an answer")
+    reply.content = joined_pairs(reply.content)
+    reply.reasoning = joined_pairs(reply.reasoning)
+    reply.calls = {index: joined_pairs(call) for index, call in reply.calls.items()}
     return reply
 
 
@@ -349,4 +352,4 @@ def bearer(api_key: str | None) -> dict[str, str]:
 def _retry_after(response: aiohttp.ClientResponse) -> float:
     """Seconds that the endpoint asks to wait; 0 if it does not say, or names a date."""
     value = response.headers.get("Retry-After", "")
-    return min(float(value), LONGEST_PAUSE_S) if value.isdigit() else 0.0
+    return min(float(value), LONGEST_PAUSE_S) if value.isdecimal() else 0.0

@@ -265,7 +265,7 @@ class AnswerTokenizer(RowTokenizer):
         if (ids := self._served_ids(row, columns)) is not None:
             return [ids]
         if isinstance(columns.get("response"), str):
-            return [self._text((columns["response"],), columns.get("finish_reason") == "length")]
+            return [self._choice(row, {"text": columns["response"], "finish_reason": columns.get("finish_reason")})]
         if columns.get("error") is not None:
             return []
         return self._example(row, columns)

@@ -70,7 +70,10 @@ def examine_live(url: str, api_key: str | None = None) -> LiveReport:
 
     async def read() -> tuple[str, str]:
         async with Client(url, connections=1, api_key=api_key) as client:
-            return client.model or "", await client.read("/metrics") or ""
+            text = await client.read("/metrics")
+            if text is None:
+                raise ValueError(f"{client.root}/metrics gives nothing; ask the server itself, not a proxy before it")
+            return client.model or "", text
 
     try:
         model, text = asyncio.run(read())
@@ -81,12 +84,30 @@ def examine_live(url: str, api_key: str | None = None) -> LiveReport:
 
 def report_of(url: str, model: str, text: str) -> LiveReport:
     """Reads a text of /metrics. Raises ValueError if it is not that of a server with an acceptance alarm."""
+    try:
+        facts, new_prompts, categories = read_alarm(text)
+    except (LookupError, ValueError) as error:
+        raise ValueError(
+            f"live is {url}, whose /metrics have no acceptance alarm, or that of another version; name a server of "
+            "Slipstream"
+        ) from error
+    return LiveReport(
+        url=url,
+        model=model,
+        facts=facts,
+        new_prompts=new_prompts,
+        categories=categories,
+        causes=tuple(find_causes(facts, new_prompts, categories)),
+    )
+
+
+def read_alarm(text: str) -> tuple[Facts, float, tuple[Category, ...]]:
+    """Returns the facts of draft and target, the share of new prompts and the categories in a text of /metrics. Raises
+    LookupError or ValueError for one that lacks any."""
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
     for match in map(SAMPLE.fullmatch, text.splitlines()):
         if match is not None and match[1].startswith(("accept_", "draft_info")):
             samples.setdefault(match[1], []).append((dict(LABEL.findall(match[2] or "")), float(match[3])))
-    if "accept_new_prompts" not in samples:
-        raise ValueError(f"live is {url}, whose /metrics have no acceptance alarm; name a server of Slipstream")
 
     def values(name: str) -> dict[tuple[str, str], float]:
         return {(labels["category"], labels["record"]): value for labels, value in samples.get(f"accept_{name}", ())}
@@ -113,15 +134,7 @@ def report_of(url: str, model: str, text: str) -> LiveReport:
         for chart, evidence in values("evidence").items()
     )
     facts = next((labels for labels, _ in samples.get("draft_info", ())), {})
-    new_prompts = samples["accept_new_prompts"][0][1]
-    return LiveReport(
-        url=url,
-        model=model,
-        facts=facts,
-        new_prompts=new_prompts,
-        categories=categories,
-        causes=tuple(find_causes(facts, new_prompts, categories)),
-    )
+    return facts, samples["accept_new_prompts"][0][1], categories
 
 
 def find_causes(facts: Facts, new_prompts: float, categories: Sequence[Category]) -> list[Cause]:

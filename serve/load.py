@@ -15,10 +15,14 @@ from typing import Any, Self
 import aiohttp
 from tqdm import tqdm
 
+from slipstream.models.chat.messages import joined_pairs
+
 Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or messages
 # Connection errors, malformed streams, bodies that are not JSON.
 FAILURES = (aiohttp.ClientError, aiohttp.http.HttpProcessingError, TimeoutError, ValueError)
 MAX_EVENT = 2**20  # bytes of a streamed event; aiohttp limits a line to twice its buffer
+SILENCE_S = 30.0  # after which a server is not there, unless it writes an answer
+WHOLE = ("application/json", "text/html")  # types of answers that come in one piece, also where a stream was asked for
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,15 +47,19 @@ class Answer:
         """Tokens as the server counts them, or streamed pieces where it does not."""
         return self.completion_tokens or len(self.arrivals_s)
 
-    def add(self, event: Any) -> None:
-        """Adds a response body or one streamed event, of either endpoint."""
-        error = event.get("error") if isinstance(event, dict) else None
-        if error is not None:
-            self.error = str(error.get("message") if isinstance(error, dict) else error)
-            return
-        if not isinstance(event, dict) or not isinstance(event.get("choices"), list):
-            self.error = f"the answer has no choices: {json.dumps(event)[:200]}"
-            return
+    def add(self, text: str) -> None:
+        """Adds a response body or one streamed event, of either endpoint. One that is no completion is an error."""
+        try:
+            event = json.loads(text)
+            error = event.get("error")
+            if error is None:
+                self._add_choices(event)
+            else:
+                self.error = str(error.get("message") if isinstance(error, dict) else error)
+        except (ValueError, AttributeError, LookupError, TypeError):
+            self.error = f"the answer is no completion in JSON: {text[:200]}"
+
+    def _add_choices(self, event: Any) -> None:
         usage = event.get("usage") or {}
         self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
         self.completion_tokens = usage.get("completion_tokens", self.completion_tokens)
@@ -171,19 +179,22 @@ class Client:
 
     async def _first_model(self) -> str:
         try:
-            async with self._session.get(f"{self.root}/v1/models", raise_for_status=True) as response:
-                return str((await response.json(content_type=None))["data"][0]["id"])
+            return str(json.loads(await self._get("/v1/models"))["data"][0]["id"])
         except (*FAILURES, LookupError, TypeError) as error:
             raise ValueError(
                 f"{self.root} is not an OpenAI-compatible server ({type(error).__name__}: {error}); "
                 "give one like http://127.0.0.1:8000"
             ) from error
 
+    async def _get(self, path: str) -> str:
+        timeout = aiohttp.ClientTimeout(sock_connect=SILENCE_S, sock_read=SILENCE_S)
+        async with self._session.get(self.root + path, raise_for_status=True, timeout=timeout) as response:
+            return await response.text()
+
     async def read(self, path: str) -> str | None:
         """Returns the text at `path`; None if the server has none there."""
         try:
-            async with self._session.get(self.root + path, raise_for_status=True) as response:
-                return await response.text()
+            return await self._get(path)
         except FAILURES:
             return None
 
@@ -199,16 +210,20 @@ class Client:
         start = time.perf_counter()
         try:
             async with self._session.post(self.root + path, json=body, allow_redirects=False) as response:
-                if response.status == 200 and body.get("stream"):
+                if response.status == 200 and body.get("stream") and response.content_type not in WHOLE:
                     await read_stream(response, answer)
                 else:
-                    answer.add(json.loads(await response.read()))
+                    answer.add((await response.read()).decode(errors="replace"))
+                if response.status != 200 and answer.error is not None:
+                    answer.error = f"status {response.status}: {answer.error}"
         except FAILURES as error:
             answer.error = f"{type(error).__name__}: {error}"
         answer.latency_s = time.perf_counter() - start
         answer.arrivals_s = [arrival - start for arrival in answer.arrivals_s]
         if answer.error is None and answer.finish_reason is None:
             answer.error = "the answer broke off"
+        answer.text = joined_pairs(answer.text)
+        answer.reasoning = joined_pairs(answer.reasoning)
         return answer
 
 
@@ -244,7 +259,7 @@ def run_load(
 def read_levels(concurrency: str) -> list[int]:
     """Reads the option "1,8,32" of load programs. Raises ValueError for anything but positive numbers."""
     levels = concurrency.split(",")
-    if not all(level.strip().isdigit() and int(level) > 0 for level in levels):
+    if not all(level.strip().isdecimal() and int(level) > 0 for level in levels):
         raise ValueError(f"concurrency is {concurrency!r}; give positive numbers separated by commas")
     return [int(level) for level in levels]
 
@@ -273,6 +288,6 @@ async def read_stream(response: aiohttp.ClientResponse, answer: Answer) -> None:
         if not line.startswith(b"data:") or line.rstrip().endswith(b"[DONE]"):
             continue
         length = len(answer.text) + len(answer.reasoning)
-        answer.add(json.loads(line[5:]))
+        answer.add(line[5:].decode(errors="replace"))
         if len(answer.text) + len(answer.reasoning) > length:
             answer.arrivals_s.append(time.perf_counter())

@@ -4,6 +4,7 @@ Invariant: serving and data tools pass a message to the chat template with the s
 """
 
 import datetime
+import json
 from typing import Any
 
 from slipstream.models.chat.quotes import json_type, quote
@@ -127,6 +128,12 @@ def check_text(field: str, value: Any) -> None:
     elif isinstance(value, list):
         for inner in value:
             check_text(field, inner)
+
+
+def joined_pairs(value: Any) -> Any:
+    """A JSON value in which a surrogate pair that came in two pieces is one character, and half of one U+FFFD."""
+    text = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+    return json.loads(text.decode("utf-16", "replace"))
 
 
 def check_date(date: str) -> None:

@@ -14,7 +14,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from slipstream.models.chat.messages import Message, MessageError, check_text, date_of
+from slipstream.models.chat.messages import Message, MessageError, check_text, date_of, joined_pairs
 
 QUESTION: Message = {"role": "user", "content": "What is 2 + 2?"}
 ARGUMENTS = {"first": "two"}  # of a call that tells in which form a template takes them
@@ -157,8 +157,7 @@ def as_object(arguments: Any) -> Any:
     try:
         parsed = json.loads(arguments)
         if "\\u" in arguments:
-            text = json.dumps(parsed, ensure_ascii=False).encode("utf-16", "surrogatepass")
-            parsed = json.loads(text.decode("utf-16", "replace"))
+            parsed = joined_pairs(parsed)
     except (TypeError, ValueError, RecursionError):  # already an object, or invalid JSON
         return arguments
     return parsed if isinstance(parsed, dict) else arguments

@@ -30,9 +30,13 @@ async def server_identities(urls: Sequence[str], *, model: str | None, api_key: 
 
 
 def read_identity(models: str | None, metrics: str | None, name: str | None) -> Identity | None:
-    """Reads the texts of /v1/models and /metrics of a server that serves the model `name`."""
-    entries = json.loads(models)["data"] if models else []
-    entry: dict[str, Any] = next((entry for entry in entries if entry.get("id") == name), {})
+    """Reads the texts of /v1/models and /metrics of a server that serves the model `name`. Gateways may list nothing,
+    or answer with a page."""
+    try:
+        entries = {entry["id"]: entry for entry in json.loads(models or "")["data"]}
+    except (ValueError, LookupError, TypeError):
+        entries = {}
+    entry = entries.get(name, {})
     if "draft_fingerprint" in entry:
         fingerprints = {key: entry[key] for key in ("system_fingerprint", "draft_fingerprint")}
         return {"model": name, **fingerprints}

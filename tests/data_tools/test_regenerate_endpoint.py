@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from slipstream.data_tools import prepare, regenerate
 from slipstream.data_tools.dialogue import row_seed
+from slipstream.tests.data_tools import fake_answers
 from slipstream.tests.data_tools.chats import CHATML, build_tokenizer, chat, write_jsonl
 from slipstream.tests.data_tools.fake_answers import EXPECTED, ROWS, FakeEndpoint, answered, error, lines, report, run
 from slipstream.tests.data_tools.test_template_zoo import QWEN_3
@@ -98,6 +99,14 @@ def test_every_end_of_an_answer(tmp_path: Path, streams: bool, capsys: pytest.Ca
         error(capsys, tmp_path, *options, rows=rows)  # tries the failed rows again, and only those
         again = {"broken": 10, "odd": 2, "aborted": 2}
         assert Counter(endpoint.questions) == expected | again
+
+
+def test_halves_of_surrogate_pairs_do_not_end_a_run(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_answers, "reply", lambda *_: "a\ud83d\ude00\ud800")  # in two pieces: a\ud83d, \ude00\ud800
+    [row] = run(tmp_path, "--endpoint", endpoint.url, rows=ROWS[:1])
+    assert row["messages"][-1]["content"] == "a\U0001f600\ufffd"
 
 
 def test_rows_that_always_fail_do_not_hold_up_the_others(tmp_path: Path, capsys: Any) -> None:

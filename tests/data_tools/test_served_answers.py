@@ -77,6 +77,7 @@ def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> 
 
 
 @each_case(
+    ({"response": "a\ud83d"}, "message holds \\\\ud83d at character 1, half of a surrogate pair"),
     ({"choices": [choice("a\ud83d")]}, "message holds \\\\ud83d at character 1, half of a surrogate pair"),
 )
 def test_other_rows_are_named_with_their_place(columns: dict[str, Any], message: str, loaded: TargetTokenizer) -> None:

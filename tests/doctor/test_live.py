@@ -35,10 +35,12 @@ def test_causes(rates: Rates | None, facts: dict[str, Any], causes: list[str]) -
     assert len(text.splitlines()) < 60
 
 
-def test_a_page_without_requests_and_another_server() -> None:
+def test_a_page_without_requests_and_other_servers() -> None:
     assert "No request has a record yet" in live_text(report(AcceptanceView()))
-    with pytest.raises(ValueError, match="live is http://there, whose /metrics have no acceptance alarm"):
-        report_of("http://there", "model", "vllm:num_requests_running 1.0\n")
+    part = 'slipstream_accept_new_prompts 0.0\nslipstream_accept_evidence{category="all",record="day"} 1.0\n'
+    for text in ("vllm:num_requests_running 1.0\n", part):
+        with pytest.raises(ValueError, match="live is http://there, whose /metrics have no acceptance alarm"):
+            report_of("http://there", "model", text)
 
 
 @pytest.mark.parametrize(("make_engine", "status"), [(FallenEngine, 1), (SoundEngine, 0)])

@@ -257,6 +257,11 @@ def test_identities(models: dict[str, Any] | None, metrics: str | None, expected
     assert read_identity(models and json.dumps({"data": [models]}), metrics, "m") == expected
 
 
+@pytest.mark.parametrize("page", ["<html>", '{"object": "list"}', '{"data": ["m"]}', '{"data": null}', "[]"])
+def test_a_page_in_place_of_models_tells_no_identity(page: str) -> None:
+    assert read_identity(page, None, "m") is None
+
+
 @pytest.fixture
 def byte_draft(tmp_path: Path) -> str:
     """An EAGLE3 draft of a random target that reads and writes bytes."""

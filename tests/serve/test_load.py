@@ -1,6 +1,7 @@
 """The load client against the real server over a fake engine, and its figures against plain arithmetic."""
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.serve import load
 from slipstream.serve.http.launch import Server
 from slipstream.serve.load import Answer, LoadResult, percentile, run_load
 from slipstream.tests.serve.fake_engine import ROUND
@@ -49,10 +51,16 @@ class Foreign(BaseHTTPRequestHandler):
 
     status = 200
     content = ""
+    kind = "application/octet-stream"
+    go_on = threading.Event()
+
+    def do_GET(self) -> None:
+        self.go_on.wait(60)
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(self.status)
+        self.send_header("Content-Type", self.kind)
         self.send_header("Content-Length", str(len(self.content.encode())))
         self.end_headers()
         self.wfile.write(self.content.encode())
@@ -72,6 +80,11 @@ def foreign() -> Iterator[str]:
 # the first end lines for some readers
 SEPARATORS = "a\u2028b\u2029c\x85d"
 LONG = "a" * 300_000
+ODD = ('{"choices": ["a"]}', '{"choices": [{"text": ["a"]}]}', '{"choices": [], "usage": [7]}')
+# of surrogate pairs
+HALVES = r"""data: {"choices": [{"text": "a\ud83d"}]}
+data: {"choices": [{"text": "\ude00\ud800", "finish_reason": "stop"}]}
+"""
 
 
 def event(text: str, **fields: object) -> str:
@@ -92,6 +105,9 @@ def event(text: str, **fields: object) -> str:
         *((stream, '{"detail": "overloaded"}', "", "overloaded") for stream in (False, True)),
         *((stream, '["overloaded"]', "", "overloaded") for stream in (False, True)),
         *((stream, '{"choices": null, "why": "overloaded"}', "", "overloaded") for stream in (False, True)),
+        *((stream, "<html>overloaded", "", "overloaded") for stream in (False, True)),
+        *((True, f"data: {odd}", "", odd) for odd in ODD),
+        (True, HALVES, "a\U0001f600\ufffd", None),
     ],
 )
 def test_answers_of_other_servers(
@@ -102,6 +118,20 @@ def test_answers_of_other_servers(
     [answer] = run_load(foreign, ["x"], model="m", stream=stream).answers
     assert answer.text == text
     assert error in answer.error if error else answer.error is None
+    assert ("status 503" in str(answer.error)) == (error == "overloaded")
+
+
+def test_a_page_in_place_of_a_stream_is_quoted(foreign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Foreign, "content", "<html>log in")
+    monkeypatch.setattr(Foreign, "kind", "text/html")
+    assert "<html>log in" in run_load(foreign, ["x"], model="m", stream=True).errors[0]
+
+
+def test_a_silent_server_is_given_up(foreign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "SILENCE_S", 0.1)
+    with pytest.raises(ValueError, match="is not an OpenAI-compatible server .*Timeout"):
+        run_load(foreign, ["x"])
+    Foreign.go_on.set()
 
 
 def test_a_server_that_is_not_there() -> None:
