@@ -8,8 +8,7 @@ the whole vocabulary has no d2t and t2d.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slipstream.models.chat.quotes import json_type
-from slipstream.models.drafts.layouts import LAYOUTS
+from slipstream.models.drafts.layouts import LAYOUTS, check_types
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,8 +127,8 @@ def _eagle3_fields(values: Values) -> tuple[int, dict[str, Any]]:
 def speculators_kind(values: Values) -> str | None:
     """The kind of draft in a config.json of this layout; None for another layout. Raises ValueError for other kinds."""
     kind = values.get("speculators_model_type")
-    if kind is not None and kind not in KINDS:
-        label = f" ({OTHER_KINDS[kind]})" if kind in OTHER_KINDS else ""
+    if kind is not None and str(kind) not in KINDS:
+        label = f" ({OTHER_KINDS[kind]})" if str(kind) in OTHER_KINDS else ""
         raise ValueError(f"speculators_model_type is {kind!r}{label}; supported: {', '.join(KINDS)}")
     return kind
 
@@ -140,8 +139,9 @@ def drafter_of_kind(kind: str) -> str:
 
 
 def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
-    """The inverse; a config of another layout stays as it is. Raises ValueError for another kind of draft or a config
-    that lacks what the public fields need."""
+    """The inverse; a config of another layout stays as it is. Raises ValueError for another kind of draft, for a field
+    of the wrong type and for a config that lacks what the public fields need."""
+    check_types(values)
     kind = speculators_kind(values)
     if kind is None:
         return values
@@ -155,8 +155,6 @@ def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
             "as the draft was trained"
         )
     inside = values["transformer_layer_config"]
-    if not isinstance(inside, dict):
-        raise ValueError(f"transformer_layer_config is {json_type(inside)}; it must be an object")
     drafter = drafter_of_kind(kind)
     public = {**inside, **values, "architectures": [KINDS[kind]["public"]], "drafter": drafter}
     if kind in BLOCK_HEADS:
@@ -174,7 +172,7 @@ def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
     verifier = (values.get("speculators_config") or {}).get("verifier") or {}
     public.setdefault("target", verifier.get("name_or_path") or "")
     if public.get("draft_vocab_size") == inside.get("vocab_size"):
-        del public["draft_vocab_size"]
+        public.pop("draft_vocab_size", None)
     moved = ("transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id")
     return {name: value for name, value in public.items() if name not in moved and "speculators" not in name}
 

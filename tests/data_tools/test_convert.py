@@ -152,8 +152,8 @@ def test_an_existing_output_is_kept(runs: Runs, tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"hidden_size": None}, "draft config lacks hidden_size"),
-        ({"hidden_size": "64"}, "hidden_size is '64'; it must be a number"),
-        ({"vocab_size": [120]}, "vocab_size is [120]; it must be a number"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; it must be an integer"),
+        ({"vocab_size": [120]}, "vocab_size is [120]; it must be an integer"),
     ],
 )
 def test_a_broken_config_is_refused_by_field(fields: dict[str, Any], message: str, runs: Runs) -> None:

@@ -1,6 +1,7 @@
 """Tensors of a draft that are copies of the target's, and weights that no draft can have."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.models.drafts import base
-from slipstream.models.drafts.base import DraftNetwork, drop_copy, is_copy, load_draft
+from slipstream.models.drafts.base import (
+    UNCHOSEN,
+    DraftFiles,
+    DraftNetwork,
+    drop_copy,
+    is_copy,
+    load_draft,
+    settle_files,
+)
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.source import drafter_of
+from slipstream.models.files.checkpoint import read_draft_tensors, read_json
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.tests.random_targets import MakeTarget
+from slipstream.tests.sources import ROOT, TINY
 
 CPU = torch.device("cpu")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,6 +82,33 @@ def saved_draft(kind: str, make_target: MakeTarget, folder: Path) -> tuple[Path,
     DRAFTS[kind][0](target, draft)
     file = draft / "model.safetensors"
     return target, file, load_file(file)
+
+
+@pytest.mark.parametrize("source", ["eagle3-flags", "eagle-whole-vocabulary", "dflash-window", "dspark-gated"])
+def test_a_field_of_the_wrong_type_is_no_programming_error(source: str) -> None:
+    """Each field of config.json, in each section, with values of other types: refused in a sentence, or without effect;
+    also in the layout of speculators."""
+    folder = ROOT / "tests" / "assets" / source
+    target = load_config(TINY)
+    ours = read_json(folder / "config.json")
+    kind = drafter_of(ours, source)
+    network = DRAFTS[kind][1]
+    tensors = read_draft_tensors(folder)
+    kind_there = "eagle3" if kind == "eagle3" else "dspark"
+    theirs = {"speculators_model_type": kind_there, "transformer_layer_config": ours, "norm_before_residual": True}
+    faults = 0
+    for values in (ours, {**theirs, "aux_hidden_state_layer_ids": [4]}):
+        sections = {name: value for name, value in values.items() if isinstance(value, dict)}
+        for section, fields in (("", values), *sections.items()):
+            for field, wrong in product(fields, ("x", 1.5, [], {}, ["x"], {"x": 1}, 10**30)):
+                changed = {**fields, field: wrong}
+                files = DraftFiles({**values, section: changed} if section else changed, tensors)
+                try:
+                    drafter_of(files.values, source)
+                    settle_files(network, files, folder, target, UNCHOSEN)
+                except ValueError:
+                    faults += 1
+    assert faults > 100
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
