@@ -218,6 +218,8 @@ class Replay:
         self.path = path
         self.batches = list(batches)
         self.depth = depth
+        form = MTP_FORMS.get(target.config.architecture)
+        self._hidden = None if form is None else form.hidden  # the state that an MTP head reads; None: not tried yet
         self.longest = max(int(batch.positions.max()) + 1 for batch in batches)
 
     def build(self, subject: Subject) -> DraftNetwork:
@@ -226,7 +228,9 @@ class Replay:
         network: Any
         if subject.in_target:
             network = load_mtp(model)
-            choose_hidden(network, model, subject.hidden or MTP_FORMS[model.config.architecture].hidden)
+            choose_hidden(network, model, subject.hidden or self._hidden)
+            if subject.hidden is None:
+                self._hidden = network.config.hidden  # a trial takes longer than a reading
         else:
             network = build_draft(
                 FAMILIES[subject.family].training.Network,

@@ -34,7 +34,7 @@ def test_healthy_drafts(draft: str) -> None:
 
 @pytest.mark.parametrize("draft", QUICK)
 def test_healthy_drafts_on_a_few_short_answers(draft: str) -> None:
-    check(draft, limit=8, max_tokens=32)
+    check(draft, limit=4, max_tokens=24)
 
 
 @pytest.mark.parametrize(

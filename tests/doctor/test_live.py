@@ -1,25 +1,47 @@
 """`slipstream doctor --live`: figures and causes read from texts of /metrics, and a server that is asked."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from slipstream.doctor.cli import main
 from slipstream.doctor.live import LiveReport, live_text, report_of
 from slipstream.doctor.options import DoctorConfig
-from slipstream.serve.engine.counts import AcceptanceView, EngineCounts
+from slipstream.serve.engine.counts import AcceptanceView, CategoryState, EngineCounts, RecentAcceptance
 from slipstream.serve.http.metrics import EngineView, Metrics
-from slipstream.serve.options import ServeConfig
-from slipstream.tests.doctor.told_acceptance import FELL, FallenEngine, Rates, SoundEngine, view
-from slipstream.tests.serve.fake_server import serving, write_target
+from slipstream.tests.serve.paced_server import PacedServer, paced
 from slipstream.tests.tables import each_case
+
+FACTS = {
+    **{"draft": "d1", "target": "t1", "trained_target": "same", "trained_length": "4096"},
+    **{"quantization": "none", "kv_cache": "auto", "changed": ""},
+}
+Rates = dict[str, float]  # of late, by category; 0.7 by the record
+
+
+def view(rates: Rates, clients: str = "several", new_prompts: float = 0.0, **facts: str) -> AcceptanceView:
+    """Categories below 0.6 are alarmed."""
+    states = []
+    for name, rate in rates.items():
+        recent = RecentAcceptance(segments=100, rate=rate, length=1 + 2 * rate, record_rate=0.7, record_length=2.4)
+        is_alarmed = rate < 0.6
+        states.append(CategoryState(name, "day", clients if is_alarmed else "", 1.0 if is_alarmed else 0.1, recent))
+    return AcceptanceView(tuple(states), new_prompts, FACTS | facts)
+
+
+SOUND: Rates = {"all": 0.7, "chat": 0.7, "greedy": 0.7, "sampled": 0.69, "context <1k": 0.7, "context 1-4k": 0.7}
+FELL: Rates = dict.fromkeys(SOUND, 0.1)
+
+
+def metrics_of(acceptance: AcceptanceView) -> str:
+    engine = EngineView({}, EngineCounts(acceptance=acceptance), num_open=0, is_up=True, is_ready=True)
+    return Metrics().render(engine)[0].decode()
 
 
 def report(acceptance: AcceptanceView) -> LiveReport:
-    engine = EngineView({}, EngineCounts(acceptance=acceptance), num_open=0, is_up=True, is_ready=True)
-    return report_of("http://there", "model", Metrics().render(engine)[0].decode())
+    return report_of("http://there", "model", metrics_of(acceptance))
 
 
 @each_case()
@@ -43,12 +65,15 @@ def test_a_page_without_requests_and_other_servers() -> None:
             report_of("http://there", "model", text)
 
 
-@pytest.mark.parametrize(("make_engine", "status"), [(FallenEngine, 1), (SoundEngine, 0)])
+@pytest.mark.parametrize(("rates", "status"), [(FELL, 1), (SOUND, 0)])
 def test_a_server_is_asked(
-    make_engine: Callable[[ServeConfig], Any], status: int, capsys: pytest.CaptureFixture[str], tmp_path: Any
+    rates: Rates, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ServeConfig(target=str(write_target(tmp_path)), draft="none", port=0)
-    with serving(config, make_engine) as server, pytest.raises(SystemExit) as ending:
+    async def metrics(*_: object) -> web.Response:
+        return web.Response(text=metrics_of(view(rates)))
+
+    monkeypatch.setattr(PacedServer, "metrics", metrics)
+    with paced("plain") as server, pytest.raises(SystemExit) as ending:
         main(["--live", server.url])
     assert ending.value.code == status
     assert ("ALARM" in capsys.readouterr().out) == bool(status)

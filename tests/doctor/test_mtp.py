@@ -10,13 +10,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.data_tools import convert
-from slipstream.doctor.cli import DoctorConfig, check_shared, examine
+from slipstream.doctor.cli import LONGEST, DoctorConfig, check_shared, examine, load
 from slipstream.doctor.diagnosis import diagnose, first_cause
 from slipstream.doctor.examination import Examination
 from slipstream.doctor.mtp import facts, head_readings, keep_first
 from slipstream.doctor.readings import Case
 from slipstream.doctor.replay import Replay, Subject
 from slipstream.doctor.report import as_json, page
+from slipstream.doctor.texts import batches_of
 from slipstream.models.drafts.base import DraftFiles
 from slipstream.models.drafts.mtp import MTP, load_mtp
 from slipstream.models.targets.decoder import load_config, load_target
@@ -41,17 +42,26 @@ def check_healthy(report: Examination) -> dict[str, str]:
     return dict(report.facts)
 
 
-def test_the_bundled_head_is_healthy() -> None:
-    report = examine(DoctorConfig(draft="mtp", target=str(HYBRID), **QUICK))  # type: ignore[arg-type]
-    head_facts = check_healthy(report)
+@pytest.fixture(scope="module")
+def bundled_config() -> DoctorConfig:
+    return DoctorConfig(draft="mtp", target=str(HYBRID), **QUICK)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def bundled(bundled_config: DoctorConfig) -> Examination:
+    return examine(bundled_config)
+
+
+def test_the_bundled_head_is_healthy(bundled: Examination) -> None:
+    head_facts = check_healthy(bundled)
     assert head_facts["where"] == "the target's files"
     assert head_facts["form"] == "that of Qwen3_5ForCausalLM"
     assert head_facts["modules"] == "1, for all tokens"
     assert head_facts["reads"] == "the state after the final norm (a trial chose)"
     after, before = (int(part.split(" %")[0]) for part in head_facts["agrees with the target"].split(", "))
     assert after >= before > 40
-    assert as_json(report)["facts"] == head_facts
-    assert head_facts["reads"] in page(report)
+    assert as_json(bundled)["facts"] == head_facts
+    assert head_facts["reads"] in page(bundled)
 
 
 @pytest.mark.slow
@@ -62,18 +72,21 @@ def test_a_head_as_a_draft_is_healthy(tmp_path: Path) -> None:
     assert check_healthy(report)["where"] == "a draft checkpoint"
 
 
-def test_columns_in_the_other_order_are_named(tmp_path: Path) -> None:
+def test_columns_in_the_other_order_are_named(
+    bundled_config: DoctorConfig, bundled: Examination, tmp_path: Path
+) -> None:
     folder = tmp_path / "target"
     shutil.copytree(HYBRID, folder)
     weight = load_file(folder / "model.safetensors")["mtp.fc.weight"]
     add_tensors(folder, {"mtp.fc.weight": weight.roll(weight.shape[1] // 2, 1)})
-    report = examine(DoctorConfig(draft="mtp", target=str(folder), **QUICK))  # type: ignore[arg-type]
-    cause = first_cause(report.findings)
+    replay = Replay(load(bundled_config, folder), folder, batches_of(bundled.answered, LONGEST), bundled_config.depth)
+    diagnosis = diagnose(HEAD, replay, folder)
+    cause = first_cause(diagnosis.findings)
     assert cause is not None
     assert (cause.stage, cause.name) == ("fc and norms", "eh_proj of [state ; embedding]")
     assert cause.remedy == "swap the two halves of the columns of mtp.fc.weight"
-    assert report.diagnosis.mended is not None
-    assert report.diagnosis.mended.accept_length > 2
+    assert diagnosis.mended is not None
+    assert diagnosis.mended.accept_length > 2
 
 
 def swapped_norms(tensors: Tensors) -> Tensors:
