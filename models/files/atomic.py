@@ -163,7 +163,8 @@ class LineFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with full_disk_errors(self.path):  # what a failed write left is written again
+            self._file.close()
 
     def write(self, line: Mapping[str, Any]) -> None:
         with full_disk_errors(self.path):
@@ -200,9 +201,10 @@ class FolderLock:
             self._file = open_locked(self.path)
         except InUseError as error:
             raise self._in_use() from error
-        self._file.truncate(0)
-        self._file.write(json.dumps(self.holder).encode() + b"\n")
-        self._file.flush()
+        with full_disk_errors(self.path):
+            self._file.truncate(0)
+            self._file.write(json.dumps(self.holder).encode() + b"\n")
+            self._file.flush()
         return self
 
     def __exit__(self, *_exception: object) -> None:

@@ -58,7 +58,9 @@ class Journal(LineFile):
         lines = self._file.read().splitlines(keepends=True)
         complete_lines = [line for line in lines if line.endswith(b"\n")]
         try:
-            head, *self.results = [json.loads(line) for line in complete_lines] or [{"program": program, OPTIONS: None}]
+            head, *self.results = [dict(json.loads(line)) for line in complete_lines] or [
+                {"program": program, OPTIONS: None}
+            ]
             if head["program"] != program:
                 raise ValueError
             head[OPTIONS]

@@ -18,6 +18,7 @@ from slipstream.models.files.atomic import (
     FOLDER_LOCK,
     FolderLock,
     InUseError,
+    LineFile,
     atomic_file,
     atomic_folder,
     open_locked,
@@ -281,3 +282,9 @@ def test_a_full_disk_is_told_with_the_name_of_what_is_written(
         raise OSError(code, "fault", file)
     assert caught.value.filename == (str(tmp_path / "new") if named_file == "new" else named_file)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_told_with_the_name_of_a_file_of_lines() -> None:
+    with pytest.raises(OSError, match="No space") as caught, LineFile(Path("/dev/full")) as lines:
+        lines.write({})
+    assert caught.value.filename == "/dev/full"

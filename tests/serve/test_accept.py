@@ -21,6 +21,7 @@ from slipstream.serve.measure.accept import AcceptConfig, accept, main
 from slipstream.serve.measure.conversations import Conversation
 from slipstream.serve.measure.identity import read_identity
 from slipstream.serve.measure.in_process import check_thinking
+from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import read_questions
 from slipstream.serve.measure.server_counts import RoundCounts, read_counts
 from slipstream.serve.request import SamplingParams
@@ -238,6 +239,15 @@ def test_a_finished_run_of_a_server_that_may_be_another_is_refused(questions: st
         accept(AcceptConfig(**options))  # an interrupted one continues
         with pytest.raises(ValueError, match="answers.jsonl is finished, but nothing tells whether"):
             accept(AcceptConfig(**options, fail_below=1.0))
+
+
+@pytest.mark.parametrize("content", ['{"x": 1}', "null", '{"program": "p", "options": {}}\n5'])
+def test_other_files_are_no_journal(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(content + "\n")
+    with pytest.raises(ValueError, match="is not a file of p; name another output"):
+        Journal(path, "p", {}, None)
+    assert path.read_text() == content + "\n"
 
 
 def test_a_server_without_usage_has_no_accept_length(
