@@ -235,6 +235,13 @@ def heads_of(values: Values) -> set[str]:
     return {part for part, field in fields.items() if values.get(field)}
 
 
+def check_whole_vocabulary(draft: Draft, maker: str) -> None:
+    if draft.values.get("draft_vocab_size"):
+        raise ValueError(
+            f"this draft has a vocabulary of its own (draft_vocab_size); {maker}'s drafts have the target's"
+        )
+
+
 def block_to_deepspec(draft: Draft, target: Source) -> Draft:
     """DeepSpec's files: all fields at the top, and copies of the target's embedding and head."""
     fields = dict(draft.values["dflash_config"])
@@ -243,10 +250,7 @@ def block_to_deepspec(draft: Draft, target: Source) -> Draft:
         raise ValueError(f"DeepSpec has no draft with {', '.join(sorted(heads))}: use another layout")
     if not draft.values["sample_from_anchor"]:
         raise ValueError("this draft does not predict at the anchor (sample_from_anchor); DeepSpec's drafts all do")
-    if draft.values.get("draft_vocab_size"):
-        raise ValueError(
-            "this draft has a vocabulary of its own (draft_vocab_size); DeepSpec's drafts have the target's"
-        )
+    check_whole_vocabulary(draft, "DeepSpec")
     flat = {
         "markov_rank": 0,
         "markov_head_type": "vanilla",
@@ -268,10 +272,7 @@ def block_to_modelopt(draft: Draft, _target: Source) -> Draft:
     heads = heads_of(fields)
     if heads - {"markov_rank", "confidence_head"}:
         raise ValueError(f"ModelOpt's files of {', '.join(sorted(heads))} are those of layout sglang: use it")
-    if draft.values.get("draft_vocab_size"):
-        raise ValueError(
-            "this draft has a vocabulary of its own (draft_vocab_size); ModelOpt's drafts have the target's"
-        )
+    check_whole_vocabulary(draft, "ModelOpt")
     nested = {name: value for name, value in fields.items() if name != "enable_confidence_head"}
     nested |= {
         "projector_type": "dspark" if heads else "dflash",

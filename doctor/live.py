@@ -19,6 +19,10 @@ SOUND = 0.93  # share from which on it is not
 LEAST_SEGMENTS = 32
 NEW_PROMPTS = 0.3  # share of chats with new beginnings or ends that speaks for a new template
 CONTEXT = "context "
+FIGURES = {  # of a category -> their metrics
+    **{"evidence": "evidence", "segments": "segments", "rate": "first_rate", "record_rate": "record_first_rate"},
+    **{"length": "recent_length", "record_length": "record_length"},
+}
 
 Facts = Mapping[str, str]
 
@@ -31,7 +35,7 @@ class Category:
     record: str
     clients: str
     evidence: float
-    segments: int
+    segments: float
     rate: float
     record_rate: float
     length: float
@@ -117,21 +121,15 @@ def read_alarm(text: str) -> tuple[Facts, float, tuple[Category, ...]]:
         for labels, value in samples.get("accept_alarm", ())
         if value
     }
-    names = ("segments", "first_rate", "record_first_rate", "recent_length", "record_length")
-    segments, rates, record_rates, lengths, record_lengths = map(values, names)
+    columns = {field: values(name) for field, name in FIGURES.items()}
     categories = tuple(
         Category(
             name=chart[0],
             record=chart[1],
             clients=alarms.get(chart, ""),
-            evidence=evidence,
-            segments=int(segments[chart]),
-            rate=rates[chart],
-            record_rate=record_rates[chart],
-            length=lengths[chart],
-            record_length=record_lengths[chart],
+            **{field: column[chart] for field, column in columns.items()},
         )
-        for chart, evidence in values("evidence").items()
+        for chart in columns["evidence"]
     )
     facts = next((labels for labels, _ in samples.get("draft_info", ())), {})
     return facts, samples["accept_new_prompts"][0][1], categories

@@ -73,25 +73,21 @@ def figures_of(results: Sequence[Row], settings: Sequence[Setting]) -> list[Figu
         rows = [row for row in results if fields.items() <= row.items()]
         answers = [row for row in rows if "question" in row]
         drafted = [row for row in answers if row["drafted"]]
-        without = [row for row in answers if not row["drafted"]]
         if not drafted:
             continue
-        parts = []
-        for category in sorted({row["category"] for row in drafted}):
-            drafted_part, plain_part = (
-                [row for row in group if row["category"] == category] for group in (drafted, without)
-            )
-            parts.append(figures(setting, category, drafted_part, plain_part))
-        contexts = []
-        for context in CLASSES:
-            drafted_part, plain_part = (
-                [row for row in group if context_of(row) == context] for group in (drafted, without)
-            )
-            if drafted_part:
-                contexts.append(figures(setting, ALL, drafted_part, plain_part, context=context))
+        parts = [
+            figures(setting, name, [row for row in answers if row["category"] == name])
+            for name in sorted({row["category"] for row in drafted})
+        ]
+        present = set(map(context_of, drafted))
+        contexts = [
+            figures(setting, ALL, [row for row in answers if context_of(row) == name], context=name)
+            for name in CLASSES
+            if name in present
+        ]
         lengths = [part.by_answers for part in parts if part.by_answers is not None]
         totals = {"by_answers": mean(lengths) if lengths else None, "by_counters": counted(rows, len(drafted))}
-        entries += [*parts, *contexts, figures(setting, ALL, drafted, without, **totals)]
+        entries += [*parts, *contexts, figures(setting, ALL, answers, **totals)]
     return entries
 
 
@@ -102,9 +98,10 @@ def context_of(row: Row) -> str | None:
     return context_class(prompt_tokens + row["completion_tokens"] // 2) if prompt_tokens else None
 
 
-def figures(setting: Setting, category: str, drafted: Sequence[Row], without: Sequence[Row], **totals: Any) -> Figures:
-    """Returns the figures of one category. `totals`: fields that differ if the rows are of all categories. A speed-up
-    compares the questions that were asked both with the draft and without."""
+def figures(setting: Setting, category: str, answers: Sequence[Row], **totals: Any) -> Figures:
+    """Returns the figures of one category, of its answers with the draft and without. `totals`: fields that differ if
+    the rows are of all categories. A speed-up compares the questions that were asked both ways."""
+    drafted, without = ([row for row in answers if row["drafted"] == kind] for kind in (True, False))
     with_rounds = [row for row in drafted if row["rounds"]]
     rounds, drafted_tokens = (sum(row[name] for row in with_rounds) for name in ("rounds", "drafted_tokens"))
     lengths = [row["decoded_tokens"] / row["rounds"] for row in with_rounds]

@@ -95,9 +95,9 @@ def test_a_field_of_the_wrong_type_is_no_programming_error(source: str) -> None:
     network = DRAFTS[kind][1]
     tensors = read_draft_tensors(folder)
     kind_there = "eagle3" if kind == "eagle3" else "dspark"
-    theirs = {"speculators_model_type": kind_there, "transformer_layer_config": ours, "norm_before_residual": True}
+    inside = {"speculators_model_type": kind_there, "transformer_layer_config": ours, "norm_before_residual": True}
     faults = 0
-    for values in (ours, {**theirs, "aux_hidden_state_layer_ids": [4]}):
+    for values in (ours, {**inside, "aux_hidden_state_layer_ids": [4]}):
         sections = {name: value for name, value in values.items() if isinstance(value, dict)}
         for section, fields in (("", values), *sections.items()):
             for field, wrong in product(fields, ("x", 1.5, [], {}, ["x"], {"x": 1}, 10**30)):

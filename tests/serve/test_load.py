@@ -80,7 +80,11 @@ def foreign() -> Iterator[str]:
 # the first end lines for some readers
 SEPARATORS = "a\u2028b\u2029c\x85d"
 LONG = "a" * 300_000
-ODD = ('{"choices": ["a"]}', '{"choices": [{"text": ["a"]}]}', '{"choices": [], "usage": [7]}')
+OVERLOADED = (
+    *('{"detail": "overloaded"}', '["overloaded"]', '{"choices": null, "why": "overloaded"}', "<html>overloaded"),
+    *('{"choices": ["overloaded"]}', '{"choices": [{"text": ["overloaded"]}]}'),
+    '{"choices": [], "usage": ["overloaded"]}',
+)
 # of surrogate pairs
 HALVES = r"""data: {"choices": [{"text": "a\ud83d"}]}
 data: {"choices": [{"text": "\ude00\ud800", "finish_reason": "stop"}]}
@@ -102,11 +106,7 @@ def event(text: str, **fields: object) -> str:
         (True, f"{event(8 * LONG)}\n\n", "", "bytes"),
         (True, 'data: {"choices": [{"text": "a"}]}\n\n', "a", "the answer broke off"),
         (False, "no JSON", "", "JSON"),
-        *((stream, '{"detail": "overloaded"}', "", "overloaded") for stream in (False, True)),
-        *((stream, '["overloaded"]', "", "overloaded") for stream in (False, True)),
-        *((stream, '{"choices": null, "why": "overloaded"}', "", "overloaded") for stream in (False, True)),
-        *((stream, "<html>overloaded", "", "overloaded") for stream in (False, True)),
-        *((True, f"data: {odd}", "", odd) for odd in ODD),
+        *((stream, odd, "", "overloaded") for stream in (False, True) for odd in OVERLOADED),
         (True, HALVES, "a\U0001f600\ufffd", None),
     ],
 )
