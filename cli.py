@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from slipstream.config import nearest, run
+from slipstream.config import errors_reported, nearest, run
 
 
 class Verb(NamedTuple):
@@ -120,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     group = arguments[:1] if is_group else []
     rest = arguments[len(group) :]
     if not rest or rest[0] in ("-h", "--help"):
-        print(overview(*group))
+        with errors_reported(None, "slipstream"):
+            print(overview(*group))
         return
     name = " ".join((*group, rest[0]))
     if name not in VERBS:

@@ -19,6 +19,7 @@ import errno
 import json
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from difflib import get_close_matches
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
@@ -142,16 +143,30 @@ def read(config_class: type[ConfigT], argv: Sequence[str] | None, prog: str) -> 
 
 @contextmanager
 def errors_reported(config: object, prog: str) -> Iterator[None]:
-    """Turns a ValueError or OSError into one sentence on stderr and exit status 1, an interrupt into status 130."""
+    """Turns a ValueError or OSError into one sentence on stderr and exit status 1, an interrupt into status 130. Where
+    the reader of stdout has enough, as head may, the program ends silently with status 141, as other commands do."""
     try:
         yield
+        sys.stdout.flush()
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):
+            raise SystemExit(141) from None
         message = file_fault(config, error) if isinstance(error, OSError) else error
         print(f"{prog}: error: {message}", file=sys.stderr)
         raise SystemExit(1) from error
     except KeyboardInterrupt as interrupt:
         print("; ".join((f"{prog}: interrupted", *interrupt.args)), file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def has_no_reader(output: TextIO) -> bool:
+    """Whether `output` is a pipe that nobody reads any more; the rest of it is then dropped."""
+    pipe = select.poll()
+    pipe.register(output.fileno(), 0)  # errors alone
+    if not pipe.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+    return True
 
 
 def file_fault(config: object, error: OSError) -> str:

@@ -2,13 +2,14 @@
 
 import errno
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from slipstream.config import complete, option_defaults, parse, run
+from slipstream.config import complete, errors_reported, option_defaults, parse, run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,3 +166,16 @@ def test_errors_of_files_name_option_file_and_remedy(
     with pytest.raises(SystemExit) as ended:
         run(program, Files, "test", ["--data", "/y/a", "/y/b", "--output", "/x/out"])
     assert (ended.value.code, capsys.readouterr().err) == (1, f"test: error: {sentence}\n")
+
+
+def test_a_program_whose_reader_has_enough_ends_silently(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(SystemExit) as ending, errors_reported(None, "program"):
+            print("text")
+    assert ending.value.code == 141
+    assert not capsys.readouterr().err
