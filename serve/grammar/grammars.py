@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from slipstream import runtime
 from slipstream.models.chat.quotes import PLACE_CHARS, quote, shorten
 from slipstream.serve.grammar.json_schema import rewrite
+from slipstream.serve.grammar.regexes import read_ebnf, read_regex, with_long_escapes
 from slipstream.serve.grammar.spelling import Spelling
-from slipstream.serve.grammar.strings import Strings, with_long_escapes
+from slipstream.serve.grammar.strings import Strings
 from slipstream.serve.grammar.work import Unsupported, Work
 from slipstream.serve.request import Grammar, GrammarKind
 
@@ -91,9 +92,9 @@ def parse(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
             tag = {"type": "structural_tag", "format": as_element(grammar)}
             return xgrammar.Grammar.from_structural_tag(json.dumps(tag))
         if kind == "regex":
-            return xgrammar.Grammar.from_regex(with_long_escapes(text))
+            return xgrammar.Grammar.from_regex(read_regex(text))
         if kind == "ebnf":
-            return xgrammar.Grammar.from_ebnf(with_long_escapes(text))
+            return xgrammar.Grammar.from_ebnf(read_ebnf(text))
     except Unsupported:
         raise
     except (RuntimeError, ValueError) as error:
@@ -125,6 +126,8 @@ def _with_schemas(of_schema: Callable[[Any], Any], json_whitespace: int, tag: An
     def rewritten(part: Any) -> Any:
         if isinstance(part, list):
             return [*map(rewritten, part)]
+        if isinstance(part, str) and "\0" in part:  # the library ends a text there
+            raise ValueError("a text has a null character; leave it out")
         if not isinstance(part, dict):
             return part
         kind = part.get("type")
@@ -133,7 +136,8 @@ def _with_schemas(of_schema: Callable[[Any], Any], json_whitespace: int, tag: An
                 raise Unsupported("", f"{shorten(name)} of a json_schema in a structural tag")
             return {"type": "grammar", "grammar": text_of(of_schema(rewrite(part.get("json_schema"), work)))}
         if kind in ("regex", "grammar"):
-            return {name: with_long_escapes(text) if isinstance(text, str) else text for name, text in part.items()}
+            name, read = {"regex": ("pattern", read_regex), "grammar": ("grammar", read_ebnf)}[kind]
+            return {**part, name: read(part[name])} if isinstance(part.get(name), str) else part
         if kind in ("json_schema", "qwen_xml_parameter"):
             rewrite(part.get("json_schema"), work)
             styled = {"style": "qwen_xml", **part, "type": "json_schema"}

@@ -9,10 +9,12 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from itertools import accumulate, pairwise
 from typing import Any
 
 from slipstream.models.chat.quotes import quote
-from slipstream.serve.grammar.strings import FORMATS, syntax, with_long_escapes
+from slipstream.serve.grammar.regexes import fault_of, parts_of, with_long_escapes
+from slipstream.serve.grammar.strings import FORMATS
 from slipstream.serve.grammar.work import Unsupported, Work
 
 Keywords = Mapping[str, Any]
@@ -37,7 +39,7 @@ APPLICATORS = (  # keywords that apply other schemas, on whose results `unevalua
     *("anyOf", "oneOf", "allOf", "$ref", "$dynamicRef", "if", "then", "else", "not"),
     *("contains", "patternProperties", "dependentSchemas"),
 )
-ANYTHING = r"(.|\n)*"  # as a pattern
+ANYTHING = r"[\s\S]*"  # as a pattern
 MOST_DEPTH = 64
 MOST_VARIANTS = 64  # of the intersection of two schemas
 MOST_FACTOR = 1_000
@@ -700,23 +702,19 @@ def whole(pattern: Any, place: str = "") -> str:
         raise Unsupported(place, "pattern", "must be a text")
     pattern = with_long_escapes(pattern)
     check_text(pattern, place, "pattern")
-    starts = False
-    ends = False
-    depth = 0
-    has_bar = False
-    for index, part in syntax(pattern):
-        starts |= part == "^" and index == 0
-        ends |= part == "$" and index == len(pattern) - 1
-        is_inside = (part == "^" and index > 0) or (part == "$" and index < len(pattern) - 1)
-        is_lookaround = pattern[index : index + 2] == "(?" and pattern[index + 2 : index + 3] != ":"
-        if is_inside or is_lookaround:
-            raise Unsupported(place, "pattern", "with anchors inside, or with lookaround, is not supported")
-        depth += (part == "(") - (part == ")")
-        has_bar |= part == "|" and depth <= 0
-    if (starts or ends) and has_bar:
+    parts = parts_of(pattern)
+    fault = fault_of(parts)
+    if fault:
+        raise Unsupported(place, "pattern", f"has {fault}")
+    starts = parts[:1] == ["^"]
+    ends = parts[-1:] == ["$"]
+    body = parts[starts : len(parts) - ends]
+    if not {"^", "$"}.isdisjoint(body) or ("(", "?") in pairwise(body):
+        raise Unsupported(place, "pattern", "with anchors inside, or with lookaround, is not supported")
+    depths = accumulate((part[0] == "(") - (part == ")") for part in body)
+    if (starts or ends) and ("|", 0) in zip(body, depths, strict=True):
         raise Unsupported(place, "pattern", "with an anchor in one alternative is not supported; put all into brackets")
-    body = pattern[starts : len(pattern) - ends]
-    return ("" if starts else ANYTHING) + f"({body})" + ("" if ends else ANYTHING)
+    return ("" if starts else ANYTHING) + f"({''.join(body)})" + ("" if ends else ANYTHING)
 
 
 def _counts(keywords: Keywords, place: str, kind: str) -> Schema:

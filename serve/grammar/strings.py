@@ -6,9 +6,10 @@ schema are replaced by marks before it converts the schema, and the marks by the
 
 import json
 import re
-from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
+
+from slipstream.serve.grammar.regexes import for_automaton
 
 LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 ATOM = "[A-Za-z0-9!#$%&'*+/=?^_{|}~-]{1,64}"
@@ -44,8 +45,6 @@ FORMATS = {
 HEX = "[0-9A-Fa-f]"
 # One character. Escapes of half a surrogate pair are left out, since they are no character.
 CHARACTER = rf"""([^\x00-\x1f"\\]|\\["\\/bfnrt]|\\u([0-9A-Ca-cE-Fe-f]{HEX}|[Dd][0-7]){HEX}{HEX})"""
-# In a regular expression or EBNF: two hex digits, half of a surrogate pair, or another escape.
-ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u\{?0*([Dd][89A-Fa-f][0-9A-Fa-f]{2})\}?|.)", re.DOTALL)
 # The most characters that the library counts in an automaton, where a mask takes microseconds. Longer counts go by
 # groups of so many; a mask near a group's end takes far longer, since each token is tried that would go beyond it.
 GROUP_SIZE = 128
@@ -122,45 +121,9 @@ class Strings:
         return f"{self._mark}_group{{{min_count},{max_count}}}" if max_count else ""
 
 
-def with_long_escapes(text: str) -> str:
-    """Returns a regular expression or EBNF with four hex digits in place of two, since the library takes all that
-    follow, though it writes two itself: größe as gr\\xf6\\xdfe, which ends in U+0DFE. Escapes of surrogate pairs become
-    characters, since the library would write each half."""
-
-    def long(match: re.Match[str]) -> str:
-        if match[1]:
-            return f"\\u00{match[1]}"
-        return chr(int(match[2], 16)) if match[2] else match[0]
-
-    return ESCAPE.sub(long, text).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-
-
-def syntax(pattern: str) -> Iterator[tuple[int, str]]:
-    """Yields the places and characters of a pattern that are neither escaped nor in a class."""
-    is_escaped = in_class = False
-    for index, character in enumerate(pattern):
-        if is_escaped:
-            is_escaped = False
-        elif character == "\\":
-            is_escaped = True
-        elif in_class:
-            in_class = character != "]"
-        elif character == "[":
-            in_class = True
-        else:
-            yield index, character
-
-
 def _regex(pattern: str) -> str:
-    """Returns EBNF for what a pattern matches in the text of a JSON string. The library's automata skip the beginning
-    of an optional group that ends in a loop: (ab*)? takes b. With {0,1} they do not."""
-    parts = list(pattern)
-    last = ""
-    for index, part in syntax(pattern):
-        if part == "?" and last == ")" and pattern[index - 1] == ")":
-            parts[index] = "{0,1}"
-        last = part
-    return f"Regex({json.dumps(''.join(parts), ensure_ascii=False)}, json_string=true)"
+    """Returns EBNF for what a pattern matches in the text of a JSON string."""
+    return f"Regex({json.dumps(for_automaton(pattern), ensure_ascii=False)}, json_string=true)"
 
 
 def _characters(min_count: int, max_count: int | None) -> str:

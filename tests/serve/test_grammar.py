@@ -418,13 +418,23 @@ def test_patterns_match_anywhere_but_where_they_are_anchored(pattern: str) -> No
 
 
 @each_case()
-def test_optional_groups_are_taken_whole(pattern: str) -> None:
+def test_patterns_take_whole_strings_as_re_does(pattern: str) -> None:
     compiler = Bytes()
     compiled = compiler.compile({"type": "string", "pattern": pattern})
     for size in range(5):
         for characters in itertools.product("abx", repeat=size):
             text = "".join(characters)
             assert compiler.takes(compiled, f'"{text}"') == (re.fullmatch(pattern, text) is not None), text
+
+
+def test_anchors_at_the_edges_of_a_regex_and_classes_with_a_null_are_taken() -> None:
+    compiler = Bytes()
+    for regex in ("^a$", "^(?:^a|b$)$", "(^|,)a|(b$)", r"\$[$^]", "a$|^b", r"[\x00-\x1f]", r"\\0", "[^\\0]"):
+        compiled = compile_with(compiler.compiler, Grammar("regex", regex))
+        for text in ("a", "b", ",a", "$^", "\0", "\\0", "ab", ""):
+            assert compiler.takes(compiled, text) == (re.fullmatch(regex, text) is not None), (regex, text)
+    compiled = compile_with(compiler.compiler, Grammar("ebnf", 'root ::= [\\0-\\x1f] "\\\\0" # "\\0'))
+    assert compiler.takes(compiled, "\0\\0")
 
 
 @pytest.mark.parametrize("word", ["größe", "Entrée", "👍a", "漢b", "\x01f", "\x7fa", "\xa00"])
