@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import math
+import re
 import resource
 import sys
 import time
@@ -41,6 +42,7 @@ MAX_UNREAD_BYTES = 64 * 2**20  # of the body of a refused request, that are read
 UNREAD_SECONDS = 10.0
 STALL_SECONDS = 120.0  # without a byte of an answer taken
 REPORT_SECONDS = 60.0  # between equal lines in the log
+ABSOLUTE = re.compile(rb"https?://[^/?]*/?(.*)", re.IGNORECASE)  # a target with a host (RFC 9112, section 3.2.2)
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,8 @@ def connection_limit(max_open: int) -> int:
 
 
 class Parser(h11.Connection):
-    """h11's parser, which also refuses bodies with too many chunks or with two statements of their length.
+    """h11's parser, which also takes targets with a host, and refuses bodies with too many chunks or with two
+    statements of their length.
 
     A proxy that goes by Content-Length would see another end of such a request than a server that goes by its chunks,
     and so take a part of one client's body for the next client's request (RFC 9112, section 6.1).
@@ -78,6 +81,11 @@ class Parser(h11.Connection):
             self._num_chunks = 0
             if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
                 raise h11.RemoteProtocolError("send either Content-Length or Transfer-Encoding, not both")
+            if absolute := ABSOLUTE.fullmatch(event.target):  # of a client that takes this server for a proxy
+                target = b"/" + absolute[1]
+                event = h11.Request(
+                    method=event.method, target=target, headers=event.headers, http_version=event.http_version
+                )
         elif isinstance(event, h11.Data) and event.chunk_end:
             self._num_chunks += 1
             if self._num_chunks > MAX_CHUNKS:
