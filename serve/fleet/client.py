@@ -228,8 +228,12 @@ class FleetClient:
             if is_first and ticket.is_aborted and not ticket.is_behind:
                 self._forward_abort(ticket)  # it was aborted before it had a replica
             is_first = False
-            for output in reply:
-                is_open = is_open and self._deliver(ticket, output)
+            try:
+                for output in reply:
+                    is_open = is_open and self._deliver(ticket, output)
+            except BaseException:  # of its receiver, or since it answers otherwise; the replica knows nothing of it
+                self._forward_abort(ticket)
+                raise
         if is_open:
             raise ReplicaLost(f"the replica {ticket.call.replica or 'of this request'} ended")
 

@@ -140,6 +140,7 @@ def test_other_ends_are_errors(scripts: list[list[Reply]], kind: type[Exception]
     assert type(waiter.error) is kind or isinstance(waiter.error, kind)
     assert words in str(waiter.error)
     assert len(fleet.calls) == len(scripts)
+    assert fleet.aborts == ([Abort("call-0", "replica 1")] if "answers otherwise" in words else [])
 
 
 def test_an_abort_reaches_the_replica_that_has_the_request() -> None:
@@ -181,8 +182,10 @@ def test_a_receiver_that_raises_ends_its_request_alone() -> None:
         def receive(self, output: Output) -> None:
             raise LookupError("a bug")
 
+    fleet = ScriptedFleet([outputs_of(TEXT, [3], is_whole=True), outputs_of(TEXT, [], is_whole=True)])
+
     async def run() -> tuple[Waiter, Waiter]:
-        client = FleetClient([ScriptedFleet([outputs_of(TEXT, [], is_whole=True)] * 2)])
+        client = FleetClient([fleet])
         waiters = (Broken(), Waiter())
         client.submit(request_of("call-0"), waiters[0])
         client.submit(request_of("call-1"), waiters[1])
@@ -192,6 +195,7 @@ def test_a_receiver_that_raises_ends_its_request_alone() -> None:
 
     broken, healthy = asyncio.run(run())
     assert "failed to handle the answer to call-0" in str(broken.error)
+    assert fleet.aborts == [Abort("call-0", "replica 0")]
     assert healthy.tokens == TEXT
 
 
