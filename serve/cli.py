@@ -16,7 +16,7 @@ from typing import Any
 from slipstream.config import parse, read_options
 from slipstream.models.drafts.source import source_of
 from slipstream.serve.http.engine_client import EngineClient, EngineError
-from slipstream.serve.http.listener import bind
+from slipstream.serve.listener import bind
 from slipstream.serve.logs import configure, release_streams, report
 from slipstream.serve.options import NoOptions, ServeConfig
 

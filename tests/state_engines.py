@@ -14,7 +14,7 @@ from slipstream.models.states.address import Address
 from slipstream.models.states.shared import Slot
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.serve.engine.state_passes import StatePasses
-from slipstream.serve.engine.state_service import StateService, facts_of
+from slipstream.serve.engine.state_service import StateService, bind, facts_of
 from slipstream.tests.serve.fake_server import wait_until
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ class StateEngine:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         passes = StatePasses(load_target(target, load_config(target), torch.float32, CPU))
         self.service = StateService(
-            address, keys, facts_of(passes, weights_fingerprint(target)), passes, self._work.put
+            bind(address), keys, facts_of(passes, weights_fingerprint(target)), passes, self._work.put
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

@@ -6,6 +6,7 @@ work of the host on the one before: then it waits, planned or launched up to whe
 serve/engine/build.py makes engines.
 """
 
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -350,12 +351,14 @@ class Engine:
         if self.team is not None:
             self.team.watch(report)
 
-    def open_states(self, config: EngineConfig, post: Callable[[Callable[[], None]], None]) -> None:
-        """Gives trainers states at the address in `config`, between steps: `post` calls in the thread of `step`."""
+    def open_states(
+        self, config: EngineConfig, post: Callable[[Callable[[], None]], None], listener: socket.socket
+    ) -> None:
+        """Gives trainers states at a bound socket, between steps: `post` calls in the thread of `step`."""
         from slipstream.serve.engine.state_service import open_service  # here, since few servers need it
 
         assert isinstance(config, ServeConfig)
-        open_service(config, self.engine_plan.path, self.state_passes(), post)
+        open_service(config, self.engine_plan.path, self.state_passes(), post, listener)
 
     def state_passes(self) -> StatePasses:
         """Returns passes of the target for states alone, for the thread of `step`."""

@@ -23,6 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slipstream import runtime
+from slipstream.models.states.address import Address
 from slipstream.serve import logs
 from slipstream.serve.engine import members
 from slipstream.serve.engine.counts import DraftState, EngineCounts
@@ -194,10 +195,11 @@ def start_engine(
 ) -> "tuple[Engine, Learner | None]":
     try:
         with ExitStack() as failure:
+            listener = bind_states(config)
             learner = failure.enter_context(closing(start_learner(config))) if learns(config) else None
             engine = make_engine(config if learner is None else learner.config)
-            if getattr(config, "states", None) is not None:
-                engine.open_states(config, inbox.put)
+            if listener is not None:
+                engine.open_states(config, inbox.put, listener)
             failure.pop_all()
     except (ValueError, OSError) as error:  # the user's to fix; the message suffices
         pipe.send(Failed(one_line(error)))
@@ -210,6 +212,15 @@ def start_engine(
     pipe.send(Step([], engine.metrics(), engine.counts()))
     engine.watch(partial(end_at_once, pipe))
     return engine, learner
+
+
+def bind_states(config: EngineConfig) -> socket.socket | None:
+    """Takes the address of states, if the engine gives any."""
+    if not isinstance(config, ServeConfig) or config.states is None:
+        return None
+    from slipstream.serve.engine.state_service import bind  # here, since few servers need it
+
+    return bind(Address.parse("states", config.states))
 
 
 def end_at_once(pipe: Pipe, reason: str) -> NoReturn:

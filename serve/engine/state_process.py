@@ -21,7 +21,7 @@ from slipstream.serve import logs
 from slipstream.serve.engine.build import load_networks
 from slipstream.serve.engine.engine_plan import read_plan
 from slipstream.serve.engine.state_passes import StatePasses
-from slipstream.serve.engine.state_service import StateService, facts_of
+from slipstream.serve.engine.state_service import StateService, bind, facts_of
 from slipstream.serve.engine.team import Team
 from slipstream.serve.options import EngineConfig
 
@@ -38,8 +38,8 @@ def main() -> None:
             raise ValueError(f"states.engine has no option {', '.join(sorted(unknown))}; see `serve --help`")
         passes, fingerprint = load(EngineConfig(**order["engine"]))
         work: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        address = Address("", path=order["path"])
-        StateService(address, (), facts_of(passes, fingerprint), passes, work.put)
+        listener = bind(Address("", path=order["path"]))
+        StateService(listener, (), facts_of(passes, fingerprint), passes, work.put)
         while True:
             work.get()()
     except (ValueError, OSError) as error:

@@ -30,6 +30,7 @@ from slipstream.models.states.wire import NAMES_OF, BrokenError, Connection, Fra
 from slipstream.models.targets.config import check_aux_layers
 from slipstream.serve.engine.state_passes import PackedText, StatePasses
 from slipstream.serve.keys import check_states, read_keys
+from slipstream.serve.listener import take
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.runner.model_runner import is_out_of_memory, to_host
 
@@ -93,17 +94,16 @@ class StateJob:
 
 
 class StateService:
-    """Listens at an address. `post` has the engine's thread call something between two steps."""
+    """Listens with a socket that is bound. `post` has the engine's thread call something between two steps."""
 
     def __init__(
         self,
-        address: Address,
+        listener: socket.socket,
         keys: Sequence[str],
         facts: StateFacts,
         passes: StatePasses,
         post: Post,
     ) -> None:
-        """Raises OSError if it cannot listen there."""
         self.keys = keys
         self.facts = facts
         self.passes = passes
@@ -113,7 +113,9 @@ class StateService:
         self.num_connections = 0
         self.is_closed = False
         self.lock = threading.Lock()
-        self.listener = listen(address)
+        self.listener = listener
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.listen()
         threading.Thread(target=self.accept, name="states", daemon=True).start()
 
     def accept(self) -> None:
@@ -316,23 +318,32 @@ class Client:
                 slot.close()
 
 
-def listen(address: Address) -> socket.socket:
-    """Binds a socket; that of a path only its owner may use. Raises OSError if that fails."""
+def bind(address: Address) -> socket.socket:
+    """Takes an address before the target is loaded; that of a path only its owner may use. Raises ValueError if others
+    have it."""
     listener = socket.socket(address.family, socket.SOCK_STREAM)
-    if address.path:
-        with suppress(FileNotFoundError):
-            if stat.S_ISSOCK(Path(address.path).stat().st_mode) and not is_used(address):
-                Path(address.path).unlink()
-        mask = os.umask(0o177)
-        try:
-            listener.bind(address.path)
-        finally:
-            os.umask(mask)
-    else:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address.place)
-    listener.listen()
+    try:
+        if address.path:
+            bind_path(listener, address)
+        else:
+            take(listener, address.place)
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"cannot listen at states {address} ({error.strerror}); choose another --states") from error
     return listener
+
+
+def bind_path(listener: socket.socket, address: Address) -> None:
+    """Raises OSError if the path cannot be used."""
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(Path(address.path).stat().st_mode) and not is_used(address):
+            Path(address.path).unlink()
+    mask = os.umask(0o177)
+    try:
+        listener.bind(address.path)
+    finally:
+        os.umask(mask)
+    listener.listen()  # at once: else another engine would take the path for that of one that has ended
 
 
 def is_used(address: Address) -> bool:
@@ -345,22 +356,15 @@ def is_used(address: Address) -> bool:
     return True
 
 
-def open_service(config: ServeConfig, engine_path: Path, passes: StatePasses, post: Post) -> StateService:
-    """Listens where `config` says. Raises ValueError if it cannot, and for an address that others can reach, without a
-    key."""
-    assert config.states is not None
-    address = Address.parse("states", config.states)
+def open_service(
+    config: ServeConfig, engine_path: Path, passes: StatePasses, post: Post, listener: socket.socket
+) -> StateService:
+    """Listens at an address that is bound. Raises ValueError for one that others can reach, without a key."""
     keys = read_keys(config)
     check_states(config, keys)
     facts = facts_of(passes, weights_fingerprint(engine_path))
-    try:
-        service = StateService(address, keys, facts, passes, post)
-    except OSError as error:
-        raise ValueError(
-            f"cannot listen at states {config.states} ({error.strerror}); choose another --states"
-        ) from error
-    logger.info("gives states at %s", address)
-    return service
+    logger.info("gives states at %s", config.states)
+    return StateService(listener, keys, facts, passes, post)
 
 
 def facts_of(passes: StatePasses, fingerprint: str) -> StateFacts:

@@ -26,7 +26,7 @@ from slipstream.serve.http.connections import (
 from slipstream.serve.http.engine_client import STOP_SECONDS, EngineClient
 from slipstream.serve.http.frontend import Frontend, TargetText
 from slipstream.serve.http.guard import Guard, warning
-from slipstream.serve.http.listener import address
+from slipstream.serve.listener import address
 from slipstream.serve.logs import say
 from slipstream.serve.options import ServeConfig
 
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
         self._tasks: list[asyncio.Task[None]] = []  # the event loop holds only weak references
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else its closed connections keep the port
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
         logging.getLogger("uvicorn.error").addFilter(self._rare_warnings)
         if self.warning is not None:

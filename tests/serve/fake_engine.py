@@ -4,6 +4,7 @@ Answers are the prompt's tokens again and again: one by the first step, then `RO
 accepted. A request's namespace makes it misbehave: see `FakeEngine`.
 """
 
+import socket
 import time
 from collections.abc import Callable
 from hashlib import blake2b
@@ -180,7 +181,9 @@ class FakeEngine:
     def counts(self) -> EngineCounts:
         return EngineCounts(kv_pages={("0", "used"): len(self.running), ("0", "free"): 64 - len(self.running)})
 
-    def open_states(self, config: EngineConfig, post: Callable[[Callable[[], None]], None]) -> None:
+    def open_states(
+        self, config: EngineConfig, post: Callable[[Callable[[], None]], None], listener: socket.socket
+    ) -> None:
         raise AssertionError("there are no states")
 
     def watch(self, report: Callable[[str], None]) -> None:

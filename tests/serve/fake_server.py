@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slipstream.serve.http.engine_client import EngineClient, EngineFactory
 from slipstream.serve.http.launch import Server, prepare
-from slipstream.serve.http.listener import bind
+from slipstream.serve.listener import bind
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine
 

@@ -16,7 +16,7 @@ from slipstream.serve.fleet.replica import Abort, Call, Failure, Replica, Replic
 from slipstream.serve.fleet.routing import PrefixTable, page_keys, rank_replicas
 from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.http.guard import Guard
-from slipstream.serve.http.listener import address, bind
+from slipstream.serve.listener import address, bind
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine
 

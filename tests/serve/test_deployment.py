@@ -19,7 +19,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from slipstream.serve.http.listener import bind
+from slipstream.serve.listener import bind
 from slipstream.serve.load import Answer, Client
 from slipstream.tests.serve.check_server import FOLDER, cases_of, faults_of
 from slipstream.tests.sources import ROOT

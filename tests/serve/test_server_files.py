@@ -17,7 +17,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import read_plan
 from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.http.launch import check_files, prepare
-from slipstream.serve.http.listener import bind
+from slipstream.serve.listener import bind
 from slipstream.serve.options import EngineConfig, LearnOptions, ServeConfig
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.serve.fake_server import serving

@@ -8,7 +8,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -22,8 +24,8 @@ from slipstream.models.states.wire import HEADER, MAGIC, BrokenError, Connection
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.serve.engine import state_service
-from slipstream.serve.engine.process import build_engine
-from slipstream.serve.engine.state_service import MOST_OPEN, SLOTS, open_service
+from slipstream.serve.engine.process import Failed, build_engine, start_engine
+from slipstream.serve.engine.state_service import MOST_OPEN, SLOTS, bind, open_service
 from slipstream.serve.http.guard import Guard
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
@@ -340,7 +342,7 @@ def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
     nothing: Any = None
     config = ServeConfig(target="x", states="0.0.0.0:8199")
-    for start in (Guard.of, partial(open_service, engine_path=Path(), passes=nothing, post=nothing)):
+    for start in (Guard.of, partial(open_service, engine_path=Path(), passes=nothing, post=nothing, listener=nothing)):
         with pytest.raises(ValueError, match="there is no API key; add --api-key-file"):
             start(config)
     Guard.of(replace(config, api_key="key"))
@@ -348,11 +350,24 @@ def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatc
         ServeConfig(target="x", states="8:x")
 
 
-def test_an_address_that_another_engine_has_is_refused_by_name(target: Path, engine: StateEngine) -> None:
+def test_an_address_that_another_engine_has_is_refused_by_name(engine: StateEngine) -> None:
+    """Before anything is loaded; also while that one loads, and though connections of the one before linger."""
     path = engine.address.path
-    with pytest.raises(ValueError, match=f"cannot listen at states {path} .Address already in use.; choose another"):
-        open_service(ServeConfig(target="x", states=path), target, engine.service.passes, print)
+    pipe: Any = Mock()
+    load = Mock()
+    with pytest.raises(SystemExit):
+        start_engine(load, ServeConfig(target="x", states=path), pipe, SimpleQueue())
+    reason = f"cannot listen at states {path} (Address already in use); choose another --states"
+    pipe.send.assert_called_once_with(Failed(reason))
+    assert not load.called
     StateClient("endpoint", [engine.address], "first key", 5.0).close()
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        first.accept()[0].close()
+    address = Address("127.0.0.1", port)
+    with client, bind(address), pytest.raises(ValueError, match=f"states {address} .Address already in use"):
+        bind(address)
 
 
 def wide_request(seed: int) -> StateRequest:
