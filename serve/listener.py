@@ -24,7 +24,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def take(listener: socket.socket, place: tuple[Any, ...]) -> None:
+def take(listener: socket.socket, place: tuple[Any, ...] | str) -> None:
     """Binds a socket; nobody can connect until it listens. Two sockets that may both reuse an address share it until
     one listens, so a port is only reused where connections of an earlier server linger, and this socket lets no other
     have it: SO_REUSEADDR is set again before it listens, else its closed connections keep the port. Raises OSError, and

@@ -102,7 +102,8 @@ def known_message(message: Any, path: str, ignore_unknown: bool) -> Any:
     for index, part in enumerate(content if isinstance(content, list) else []):
         if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
             place = f"{path}.content.{index}."
-            understood_fields(part, {"type", part["type"]}, {}, place, ignore_unknown=ignore_unknown)
+            neutral = NEUTRAL_BY_PLACE["part"]
+            understood_fields(part, {"type", part["type"]}, neutral, place, ignore_unknown=ignore_unknown)
     message = {name: entry for name, entry in message.items() if name in understood}
     if not isinstance(message.get("tool_call_id"), str | None):
         raise ApiError(400, f"{path}.tool_call_id must be a string", f"{path}.tool_call_id")
