@@ -134,7 +134,8 @@ class ParameterArguments:
         if type_ == "true":
             return json.dumps(text, ensure_ascii=False)
         types = self._types.get(self._parameter["key"], TEXT) if type_ is None else None
-        return written(typed(text, types))
+        value = typed(text, types)
+        return written(text if isinstance(value, str) else value)  # texts have no quotes: theirs are of the text
 
     def _cut(self) -> str:
         """Returns the beginning of a parameter that the end of the answer has cut off."""

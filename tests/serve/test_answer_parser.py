@@ -106,9 +106,14 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(PLAIN, inner, max_size=3),
     max_leaves=6,
 )
+JSON_IN_TEXT = st.sampled_from(['""', '"a b"', "null", "[1]", "5"])
 ARGUMENTS = st.fixed_dictionaries(
     {},
-    optional={"city": PLAIN, "n": st.integers(-99, 99), "deep": JSON.filter(lambda value: not isinstance(value, str))},
+    optional={
+        "city": PLAIN | JSON_IN_TEXT,
+        "n": st.integers(-99, 99),
+        "deep": JSON.filter(lambda value: not isinstance(value, str)),
+    },
 )
 
 
