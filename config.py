@@ -147,7 +147,8 @@ def errors_reported(config: object, prog: str) -> Iterator[None]:
     the reader of stdout has enough, as head may, the program ends silently with status 141, as other commands do."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed before the program began
+            sys.stdout.flush()
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):
             raise SystemExit(141) from None
@@ -159,8 +160,10 @@ def errors_reported(config: object, prog: str) -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-def has_no_reader(output: TextIO) -> bool:
+def has_no_reader(output: TextIO | None) -> bool:
     """Whether `output` is a pipe that nobody reads any more; the rest of it is then dropped."""
+    if output is None:
+        return False
     pipe = select.poll()
     pipe.register(output.fileno(), 0)  # errors alone
     if not pipe.poll(0):

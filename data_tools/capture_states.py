@@ -265,7 +265,7 @@ def estimate_time(job: Job, capturer: Capturer, num_processes: int) -> None:
 def confirm(config: CaptureConfig) -> None:
     if config.yes:
         return
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         raise ValueError("nothing was written: no terminal to ask for confirmation; add --yes")
     if input("Write them? [y/N] ").strip().lower() not in ("y", "yes"):
         raise ValueError("nothing was written")

@@ -94,7 +94,9 @@ def release_streams() -> None:
     """Flushes stdout and stderr for the last time, so that the interpreter does not fail where they cannot be
     written."""
     for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)  # None: it was closed before the server began
         try:
-            getattr(sys, name).flush()
+            if stream is not None:
+                stream.flush()
         except (OSError, ValueError):
             setattr(sys, name, None)

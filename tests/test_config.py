@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 
 from slipstream.config import complete, errors_reported, option_defaults, parse, run
+from slipstream.serve.logs import release_streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,3 +180,7 @@ def test_a_program_whose_reader_has_enough_ends_silently(
             print("text")
     assert ending.value.code == 141
     assert not capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdout", None)  # as where the caller has closed it
+    with errors_reported(None, "program"):
+        print("text")
+    release_streams()
