@@ -139,7 +139,7 @@ def multiply(
         scales = ()
         if FORMAT == "fp8":  # after the products they would be waited for
             scales = tl.load(scale_ptr + output), tl.load(x_scales)
-        for start in range(0, num_inputs, DEPTH):
+        for start in tl.range(0, num_inputs, DEPTH, num_stages=STAGES):
             k = start + tl.arange(0, DEPTH)[None, :]
             weight, x = _load_tiles(weights, rows, valid, k, num_inputs, EVEN)
             if FORMAT == "fp8":

@@ -66,6 +66,7 @@ def rotate_and_store(
     norms: HeadNorms | None = None,
     scales: Tensor | None = None,
     query_scales: Tensor | None = None,
+    is_old_position: bool = False,  # noqa: ARG001
 ) -> Tensor:
     """Norms q, k and v as `norms` say, rotates q and k by their positions, and stores k and v in their slots.
 
@@ -74,6 +75,7 @@ def rotate_and_store(
     one layer of the cache, contiguous, written in place. fp32 inside, rounded once, and once between norm and rotation.
     scales (2, G) fp32, of keys and of values: the cache then holds e4m3 codes, x / scale. query_scales (P,) fp32:
     factors of q by position. G = 0: stores nothing.
+    is_old_position: kernels that waited for that of the positions came after it, so these are read before waiting.
     Returns the rotated q (T, Q, D), contiguous.
     """
     is_last = norms is not None and norms.last
@@ -167,6 +169,7 @@ def rotate_and_store_triton(
     norms: HeadNorms | None = None,
     scales: Tensor | None = None,
     query_scales: Tensor | None = None,
+    is_old_position: bool = False,
 ) -> Tensor:
     (T, Q, D), G = q.shape, k.shape[1]
     assert all(x.stride(-1) == 1 for x in (q, k, v))
@@ -180,7 +183,7 @@ def rotate_and_store_triton(
         q, k, v, cos, sin, positions, slots, keys, values, out, q_norm, k_norm, v_norm, scales, query_scales, eps,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], Q, G,
         D=D, R=cos.shape[1], HALF=triton.next_power_of_2(D // 2), HEADS=HEADS_PER_PROGRAM, NORM_LAST=is_last,
-        num_warps=4, **pdl_options(q.device),
+        IS_OLD=is_old_position, num_warps=4, **pdl_options(q.device),
     )  # fmt: skip
     return out
 
@@ -191,7 +194,7 @@ def _rotate_and_store(
     q_norm_ptr, k_norm_ptr, v_norm_ptr, scales_ptr, query_scales_ptr, eps, q_token_stride, q_head_stride,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride, Q, G,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, NORM_LAST: tl.constexpr,
-    PDL: tl.constexpr,
+    IS_OLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token (axis 0) and HEADS of its query heads, or HEADS of its KV heads (the last programs of axis 1)."""
     dim = tl.arange(0, HALF)[None, :]
@@ -200,7 +203,8 @@ def _rotate_and_store(
         _prefetch_norm(k_norm_ptr, dim, D)
     if v_norm_ptr is not None:
         _prefetch_norm(v_norm_ptr, dim, D)
-    wait_for_inputs(PDL)
+    if not IS_OLD:
+        wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts = tl.cdiv(Q, HEADS)
@@ -211,6 +215,8 @@ def _rotate_and_store(
     angle = position * R + dim
     cos = tl.load(cos_ptr + angle, mask=dim < R // 2, other=1.0)
     sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0)
+    if IS_OLD:
+        wait_for_inputs(PDL)
     if has_queries:
         q = q_ptr + token * q_token_stride + head * q_head_stride
         if query_scales_ptr is not None:

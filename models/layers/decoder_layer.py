@@ -180,7 +180,7 @@ class ScaledLayer(SandwichLayer):
             return super()._feed_forward(residual, attended)
         norms = (self.pre_feedforward_layernorm, self.pre_feedforward_layernorm_2, self.router.norm)
         (normed, expert_inputs, router_inputs), residual = add_for_all(norms, residual, attended)
-        routing = self.router(router_inputs, self.experts.least_rows, self.experts.share)
+        routing = self.router(router_inputs, self.experts.least_rows(len(router_inputs)), self.experts.share)
         dense = self.mlp(normed)  # begins beside the router
         mixed = self.experts.added(expert_inputs, routing)
         return residual, Increment(

@@ -19,7 +19,7 @@ from slipstream.kernels.gemm.grouped import (
     Leaves,
     Shared,
     experts_product,
-    least_rows,
+    least_block_rows,
     mix_experts,
     plain_rows,
 )
@@ -138,7 +138,7 @@ class Experts(nn.Module):
         """Describes the products of rows in `dtype` for kernels/gemm/choose.py."""
         spec = self.spec
         num_pairs = num_rows * spec.top_k
-        block_rows = choose_block_rows(num_pairs, spec.num_experts, self.least_rows, is_part=spec.shares > 1)
+        block_rows = choose_block_rows(num_pairs, spec.num_experts, self.least_rows(num_rows), is_part=spec.shares > 1)
         x = torch.empty(num_rows, hidden_size, dtype=dtype, device="meta")
         return experts_product(x, block_rows, self.weights)
 
@@ -150,10 +150,9 @@ class Experts(nn.Module):
         """As of Linear."""
         return None
 
-    @property
-    def least_rows(self) -> int:
-        """Rows of the smallest blocks of pairs that the router lists."""
-        return least_rows(format_of(self.matrix("gate_up_proj")))
+    def least_rows(self, num_rows: int) -> int:
+        """Rows of the smallest blocks of pairs that the router lists for so many tokens."""
+        return least_block_rows(format_of(self.matrix("gate_up_proj")), num_rows)
 
     def parts(self, name: str) -> list[str]:
         """The pieces of parameter `name` in files that have the experts apart, such as "3.up_proj.weight". Empty where
@@ -220,7 +219,7 @@ class MixtureOfExperts(nn.Module):
                 output = output.total()
             if share is None or share.first == 0:
                 shared = Shared(output, None if gate is None else gate(rows))
-        return self.experts.added(x, self.gate(rows, self.experts.least_rows, share), shared)
+        return self.experts.added(x, self.gate(rows, self.experts.least_rows(len(rows)), share), shared)
 
     def join(self, ranks: Ranks) -> None:
         """Shares the experts with other ranks. The channels of the shared one are added with those of slices, and

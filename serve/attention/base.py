@@ -141,8 +141,9 @@ class Backend(Attention):
         to = self._rotation(layer)
         query_scales = self.ropes[layer.id].query_scales
         return rotate_and_store(
-            q, k, v, to.cos, to.sin, to.positions, to.slots, to.keys, to.values, layer.norms, to.scales, query_scales
-        )
+            q, k, v, to.cos, to.sin, to.positions, to.slots, to.keys, to.values, layer.norms, to.scales, query_scales,
+            is_old_position=True,  # the tokens' embedding came after it
+        )  # fmt: skip
 
     def rotation(self, layer: AttentionLayer) -> Rotation | None:
         has_norms = layer.norms is not None or layer.spec.projection_norm

@@ -18,6 +18,7 @@ from slipstream.kernels.gemm import grouped as grouped_gemm
 from slipstream.kernels.gemm.choose import EXPERT_ROWS, SUMMED_ROWS, choose, device_of
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, Format, FP8Weight, format_of
 from slipstream.kernels.gemm.grouped import (
+    FEW_ROWS,
     TILINGS,
     Clamped,
     ExpertWeights,
@@ -25,6 +26,7 @@ from slipstream.kernels.gemm.grouped import (
     Shared,
     Tiling,
     activate,
+    least_block_rows,
     least_rows,
     mix_experts,
     mix_experts_triton,
@@ -511,6 +513,20 @@ def test_no_rows() -> None:
         assert mix(x, run(x, router, None, 2, True), weights).shape == (0, 32)
 
 
+@each_device
+def test_an_expert_of_more_pairs_than_a_tile_of_few_reads_its_weights_once(device: str) -> None:
+    router, _, weights = random_layer((64, 24, 3, 2), torch.float16, device)
+    x = random_rows(30, 64, torch.float16, device)
+    routing = route_triton(x, router, None, 2, True, least_block_rows("plain", len(x)))
+    assert routing.blocks is not None
+    assert int(routing.blocks.num_blocks) == 3
+    assert int(routing.blocks.sizes[:3].max()) > FEW_ROWS
+    small = route_triton(x, router, None, 2, True, block_rows=FEW_ROWS)
+    tiling = Tiling(32, 32, 1)
+    mixed = mix_experts_triton(x, routing, weights, tiling=tiling)
+    assert torch.equal(mixed, mix_experts_triton(x, small, weights, tiling=tiling))
+
+
 def test_blocks_grow_with_the_pairs_of_an_expert() -> None:
     assert [choose_block_rows(8 * rows, 128) for rows in (1, 2, 3, 128, 256, 1024, 8192)] == [1, 1, 16, 16, 32, 64, 128]
 
@@ -556,7 +572,7 @@ def test_a_row_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype)
 
     def run(start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         rows = x[start:end]
-        routing = route_triton(rows, router, bias, top_k, name != "qwen2")
+        routing = route_triton(rows, router, bias, top_k, name != "qwen2", least_block_rows("plain", len(rows)))
         part_shared = None if shared is None else Shared(*(part[start:end].contiguous() for part in shared))
         return mix_experts_triton(rows, routing, weights, part_shared), routing.experts, routing.weights
 

@@ -103,9 +103,8 @@ class ExpertSum(Sum):
     def added(self, *inputs: Any) -> Tensor:
         return self(*inputs)
 
-    @property
-    def least_rows(self) -> int:
-        return cast(Experts, self.ranks[0]).least_rows
+    def least_rows(self, num_rows: int) -> int:
+        return cast(Experts, self.ranks[0]).least_rows(num_rows)
 
 
 class AttentionSum(Sum):
