@@ -7,11 +7,11 @@ kernels/gemm/grouped_fp8.py). Rows are gathered where they are read. A row's bit
 product adds its inputs in their order in every tile (kernels/gemm/expert_weights.py), outputs are rounded once and
 added in fp32, the best expert's first, or in leaves. Few tokens read only the experts that they hit; grids have room
 for the most blocks of pairs that there can be, and programs beyond the last block end at once. Up to 32 tokens a block
-of 16-bit weights has all pairs of its expert, since what two blocks read costs nearly as much from the cache. FP8
-experts take two launches more, which quantise the inputs of each product. (In the product each program would do it
-again, which takes three times as long.) Programs of MXFP4 wait for one another's steps more than for memory: the down
-projection of few tokens has twice the programs, each with half of the inputs, and blocks of few pairs have tiles of 8
-rows.
+of weights in 16 bits or FP8 has all pairs of its expert, since what two blocks read costs nearly as much from the
+cache. FP8 experts take two launches more, which quantise the inputs of each product. (In the product each program would
+do it again, which takes three times as long.) Programs of MXFP4 wait for one another's steps more than for memory: the
+down projection of few tokens has twice the programs, each with half of the inputs, and blocks of few pairs have tiles
+of 8 rows.
 Letters: T tokens, H hidden, E experts, k experts of a token, I intermediate, P = T * k pairs of a token and an expert.
 """
 
@@ -56,6 +56,7 @@ from slipstream.kernels.tiles import load_fp32
 SUM_ROWS = 4  # tokens of a program that sums them for more
 ALL_ROWS = 32  # of a block that has all pairs of an expert, where tokens are as few: no weight is read twice
 FEW_ROWS = 16  # of its tile, if it has as few pairs: most blocks have, and more stages of such a tile fit
+WHOLE_FORMATS: set[Format] = {"plain", "fp8", "fp8 blocks"}  # whose experts have such blocks
 FEW_INPUTS = 768  # of which whole tiles have more programs of fewer stages
 SPLIT_INPUTS = 2048  # of the down projection in MXFP4, from which two parts of them are added for any number of rows
 
@@ -218,13 +219,13 @@ def mix_experts_triton(
     most_blocks = num_pairs if blocks is None else len(blocks.first)
     pairs, first, sizes, num_blocks = (None,) * 4 if blocks is None else blocks[1:]
     is_fused = num_rows <= SUMMED_ROWS
-    few = FEW_ROWS if is_fused and tile_rows == ALL_ROWS and format_of(weights.down) == "plain" else 0
+    formats = {format_of(matrix) for matrix in weights[:2]}
+    few = FEW_ROWS if is_fused and tile_rows == ALL_ROWS and formats <= WHOLE_FORMATS else 0
     options = {"TOP_K": top_k, "ROWS": tile_rows, "FEW": few, "PRECISION": "ieee", **pdl_options(x.device)}
     gated, plain = (tiling or choose_tiling(block_rows, matrix, x) for matrix in weights[:2])
     few_gated, few_plain = (tiling or choose_tiling(FEW_ROWS, matrix, x) for matrix in weights[:2])
     clamped = weights.activation if isinstance(weights.activation, Clamped) else None
     limits = clamped or Clamped(0.0, 0.0)
-    is_early = blocks is None and num_pairs * triton.cdiv(size, plain.outputs) <= 2 * PROGRAMS
     in_blocks = kernel == "experts, large tiles"
     num_hidden = most_blocks * block_rows if in_blocks else num_pairs
     hidden = torch.empty(num_hidden, intermediate, dtype=x.dtype, device=x.device)
@@ -232,7 +233,7 @@ def mix_experts_triton(
         *_inputs(inputs, weights.gate_up), *pointers(weights.gate_up), weights.gate_up_bias, hidden,
         routing.experts, pairs, first, sizes, num_blocks, num_rows, size, intermediate,
         CLAMPED=clamped is not None, ALPHA=limits.alpha, LIMIT=limits.limit, IN_BLOCKS=in_blocks,
-        GELU=weights.activation == "gelu_tanh", FEW_STAGES=few_gated.stages, EARLY=is_early,
+        GELU=weights.activation == "gelu_tanh", FEW_STAGES=few_gated.stages,
         **gated.options(), **options, **constants(weights.gate_up, x, gated.depth),
     )  # fmt: skip
     outputs = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
@@ -246,7 +247,7 @@ def mix_experts_triton(
             *_inputs(hidden, weights.down), *pointers(weights.down), weights.down_bias, outputs, partial,
             routing.experts, pairs, first, sizes, num_blocks, routing.weights, *(shared or (None, None)), out,
             done_counters(x.device), num_rows, intermediate, size, FUSED=is_fused, SPLIT=split, PARTS=parts,
-            FEW_STAGES=few_plain.stages, EARLY=is_early, **leaf_constants(leaves), **plain.options(), **options,
+            FEW_STAGES=few_plain.stages, **leaf_constants(leaves), **plain.options(), **options,
             **constants(weights.down, x, plain.depth),
         )  # fmt: skip
     if not is_fused:
@@ -291,7 +292,7 @@ def least_rows(format: Format) -> int:
 
 def least_block_rows(format: Format, num_rows: int) -> int:
     """Rows of the smallest blocks of pairs of so many tokens."""
-    return ALL_ROWS if format == "plain" and FEW_ROWS < num_rows <= SUMMED_ROWS else least_rows(format)
+    return ALL_ROWS if format in WHOLE_FORMATS and FEW_ROWS < num_rows <= SUMMED_ROWS else least_rows(format)
 
 
 def _inputs(x: Tensor | QuantizedRows, matrix: ExpertMatrix) -> tuple[Tensor, int, Tensor | None, int, int]:
@@ -353,18 +354,16 @@ def gated_experts_kernel(
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, FEW_STAGES: tl.constexpr,
     CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GELU: tl.constexpr, FORMAT: tl.constexpr,
     DEPTH: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block's rows of x times OUTPUTS rows of its expert's weights: half of them gates, half the ups beside them.
     IN_BLOCKS: what it stores lies block by block, not pair by pair. FEW: rows of the tile of a block that has as few
-    pairs. EARLY: the down projection starts beside this one."""
+    pairs."""
     tiles = tl.cdiv(size, OUTPUTS // 2)
     block = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
     first, count = _load_block(block, first_ptr, sizes_ptr)
     if num_blocks_ptr is not None:  # noqa: SIM102
         if block >= tl.load(num_blocks_ptr):
@@ -432,16 +431,15 @@ def down_experts_kernel(
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, FEW_STAGES: tl.constexpr,
     FUSED: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr, LEAF: tl.constexpr, LEVELS: tl.constexpr,
     FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block's rows of x (P, I) times OUTPUTS features of its expert; FUSED: the last block's program sums them.
 
-    EARLY: what the router chose is known before the inputs are: the kernel before has waited for it.
     The inputs are cut into SPLIT parts: PARTS are added by programs side by side (axis 1), or one after another."""
     tiles = tl.cdiv(size, OUTPUTS)
     block = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     first, count = _load_block(block, first_ptr, sizes_ptr)
     num_blocks = num_rows * TOP_K
@@ -457,13 +455,13 @@ def down_experts_kernel(
         _down_tile(
             x_ptr, x_stride, x_scale_ptr, block_stride, row_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr,
             outputs_ptr, partial_ptr, experts_ptr, pairs_ptr, block, tile, first, count, num_rows, num_inputs, size,
-            TOP_K, OUTPUTS, FEW, SPLIT, PARTS, FORMAT, DEPTH, FEW_STAGES, UNIT, PACKED, EVEN, EARLY, PDL, PRECISION,
+            TOP_K, OUTPUTS, FEW, SPLIT, PARTS, FORMAT, DEPTH, FEW_STAGES, UNIT, PACKED, EVEN, PDL, PRECISION,
         )  # fmt: skip
     else:
         _down_tile(
             x_ptr, x_stride, x_scale_ptr, block_stride, row_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr,
             outputs_ptr, partial_ptr, experts_ptr, pairs_ptr, block, tile, first, count, num_rows, num_inputs, size,
-            TOP_K, OUTPUTS, ROWS, SPLIT, PARTS, FORMAT, DEPTH, STAGES, UNIT, PACKED, EVEN, EARLY, PDL, PRECISION,
+            TOP_K, OUTPUTS, ROWS, SPLIT, PARTS, FORMAT, DEPTH, STAGES, UNIT, PACKED, EVEN, PDL, PRECISION,
         )  # fmt: skip
     if FUSED:  # noqa: SIM102
         if is_last_done(counters_ptr + tile, num_blocks * PARTS):
@@ -481,11 +479,9 @@ def _down_tile(
     outputs_ptr, partial_ptr, experts_ptr, pairs_ptr, block, tile, first, count, num_rows, num_inputs, size,
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
     FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     expert, pair, valid = _block(block, first, count, experts_ptr, pairs_ptr, num_rows, ROWS)
-    if PDL and EARLY:
-        tl.extra.cuda.gdc_wait()
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     feature = tl.minimum(output, size - 1)
     if bias_ptr is not None:
@@ -573,7 +569,7 @@ def _block(block, first, count, experts_ptr, pairs_ptr, num_rows, ROWS: tl.const
     """The expert of a block, its pairs (ROWS,) and which of these there are."""
     place = tl.arange(0, ROWS)
     if pairs_ptr is None:
-        expert = tl.load(experts_ptr + block, cache_modifier=".cg")  # maybe before the kernel waits
+        expert = tl.load(experts_ptr + block)
         pair = block + 0 * place
         valid = place == 0
     else:

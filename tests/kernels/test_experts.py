@@ -368,7 +368,7 @@ QUANTIZED = [  # format, (T, H, I, E, k), rows of a block
     ("mxfp4", (2, 96, 64, 4, 2), 1),
     ("mxfp4", (9, 96, 64, 4, 2), 8),
     ("mxfp4", (34, 160, 32, 3, 2), 16),
-    ("fp8", (3, 64, 48, 3, 2), 16),
+    ("fp8", (30, 64, 48, 3, 2), 32),
     ("fp8 static", (33, 80, 32, 3, 1), 16),
     ("fp8 blocks", (2, 256, 128, 3, 2), 1),
     ("fp8 blocks", (33, 128, 128, 2, 1), 16),
@@ -542,10 +542,10 @@ def test_a_row_of_quantised_experts_has_the_same_bits_among_any_others(kind: str
     router, bias, _ = random_layer((size, 8, min(experts, 16), top_k), torch.bfloat16, "cuda")
     weights = ExpertWeights(*(w.bfloat16() if isinstance(w, Tensor) else w for w in weights[:4]), weights.activation)
     x = random_rows(ROWS[-1], size, torch.bfloat16, "cuda")
-    min_rows = least_rows(format_of(weights.gate_up))
+    format = format_of(weights.gate_up)
 
     def run(start: int, end: int) -> Tensor:
-        routing = route_triton(x[start:end], router, bias, top_k, True, min_rows)
+        routing = route_triton(x[start:end], router, bias, top_k, True, least_block_rows(format, end - start))
         return mix_experts_triton(x[start:end], routing, weights)
 
     expected = run(0, len(x))
