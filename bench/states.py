@@ -29,7 +29,7 @@ from torch import Tensor
 
 from slipstream.bench.lines import Lines, origin
 from slipstream.bench.random_targets import published_target
-from slipstream.bench.training import WARM_UP, StepConfig, build, clock, make_batch
+from slipstream.bench.training import OPTIM, WARM_UP, StepConfig, build, clock, make_batch
 from slipstream.config import parse
 from slipstream.models.states.address import Address
 from slipstream.models.states.client import StateClient
@@ -40,7 +40,7 @@ from slipstream.train.batches import Batch
 from slipstream.train.engine_states import EngineStates
 from slipstream.train.loop import start
 from slipstream.train.optim import CLIP, build_optimizers
-from slipstream.train.options import DataOptions, OptimOptions, RunOptions
+from slipstream.train.options import DataOptions, RunOptions
 from slipstream.train.training import DraftTraining
 
 SECONDS = 120.0  # in which an engine answers
@@ -154,7 +154,7 @@ def read(batch: Batch, device: torch.device) -> int:
 
 def train(config: StatesConfig, training: DraftTraining, accelerator: Accelerator, rows: Iterator[Batch]) -> float:
     """Tokens a second."""
-    model, *optimizers = accelerator.prepare(training.train(), *build_optimizers(training, OptimOptions(name="adamw")))
+    model, *optimizers = accelerator.prepare(training.train(), *build_optimizers(training, OPTIM))
 
     def step(batch: Batch) -> None:
         accelerator.backward(model(batch)[0] / batch.num_supervised)

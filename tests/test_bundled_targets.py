@@ -12,6 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.tests.sources import ROOT
+from slipstream.tests.tables import each_case
 
 ASSETS = ROOT / "assets"
 NAMES = ("tiny-target", "tiny-moe-target", "tiny-hybrid-target")
@@ -84,20 +85,13 @@ def test_mt_bench() -> None:
     assert set(Counter(row["category"] for row in rows).values()) == {10}
 
 
-@pytest.mark.parametrize(
-    ("name", "architecture", "sizes", "size"),
-    [
-        ("tiny-target", "Qwen3ForCausalLM", (4096, 256, 6), 14e6),
-        ("tiny-moe-target", "Qwen3MoeForCausalLM", (2048, 192, 4), 7e6),
-        ("tiny-hybrid-target", "Qwen3_5ForCausalLM", (4096, 192, 8), 6e6),
-    ],
-)
-def test_model_files(name: str, architecture: str, sizes: tuple[int, int, int], size: float) -> None:
+@each_case()
+def test_model_files(name: str, architecture: str, sizes: list[int], size: float) -> None:
     folder = ASSETS / name
     assert sum(path.stat().st_size for path in folder.iterdir()) <= size
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [architecture]
-    assert (config["vocab_size"], config["hidden_size"], config["num_hidden_layers"]) == sizes
+    assert [config[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")] == sizes
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118

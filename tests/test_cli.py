@@ -14,7 +14,7 @@ from slipstream import cli
 from slipstream.config import build_parser, option_names
 from slipstream.serve.cli import options_class
 from slipstream.tests.sources import ROOT
-from slipstream.tests.tables import table_of
+from slipstream.tests.tables import each_case, table_of
 
 HEAVY = ("torch", "transformers", "datasets", "pyarrow", "matplotlib")
 # Verb -> options with which it would run, an option with a wrong value, and a line that names an input that is missing.
@@ -125,15 +125,7 @@ def test_missing_inputs_are_refused_at_once(verb: str, reply: Reply) -> None:
     assert f"error: {option.replace('-', '_')} {value} does not exist; name " in words
 
 
-@pytest.mark.parametrize(
-    ("word", "remedy"),
-    [
-        ("prepar", "did you mean prepare?"),
-        ("trian", "did you mean train?"),
-        ("x", "valid verbs: prepare, re"),
-        ("serve", "the server is the command `serve`"),
-    ],
-)
+@each_case()
 def test_an_unknown_verb_is_answered_with_the_nearest(word: str, remedy: str, exits: Any) -> None:
     with exits(f"unknown verb {word!r}; {remedy}", 2):
         cli.main([word])

@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.config import complete, errors_reported, option_defaults, parse, run
 from slipstream.serve.logs import release_streams
+from slipstream.tests.tables import each_case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +57,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err.strip()
 
 
-@pytest.mark.parametrize(
-    ("flag", "sentence"),
-    [
-        ("--size=7.5", "size is '7.5'; give a whole number"),
-        ("--limit=few", "limit is 'few'; give a whole number"),
-        ("--layers=all", "layers is 'all'; give a list such as [1, 2]"),
-        ("--quick=maybe", "quick is 'maybe'; give true or false"),
-        ("--part.rate=abc", "part.rate is 'abc'; give a number"),
-        ("--part.rate=.nan", "part.rate is nan; give a number"),
-        ("--part.kind=slow", "part.kind is 'slow'; give fast or exact or none"),
-    ],
-)
+@each_case()
 def test_a_value_of_the_wrong_type(
     flag: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -11,20 +11,13 @@ import pytest
 
 from slipstream import runtime
 from slipstream.tests.sources import ROOT, python_files
+from slipstream.tests.tables import each_case
 
 NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 OPENMP_USERS = ("torch", "accelerate", "transformers")  # importing one imports torch
 
 
-@pytest.mark.parametrize(
-    ("variables", "torch_came_first", "is_in_time"),
-    [
-        ({}, False, True),
-        ({}, True, False),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, True, True),
-        ({"GOMP_SPINCOUNT": "7"}, False, True),
-    ],
-)
+@each_case()
 def test_the_policy_is_set_unless_the_user_has_set_one(
     variables: dict[str, str], torch_came_first: bool, is_in_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,14 +57,7 @@ def test_features_move_with_their_layers() -> None:
     assert draft.big_config(SHAPES["qwen3-8b"]).aux_layers == (6, 30, 36)
 
 
-@pytest.mark.parametrize(
-    ("small", "big"),
-    [
-        ((1, 3, 5), {5: 0, 16: 1, 26: 2}),
-        ((6, 0), {0: 1, 32: 0}),
-        ((0, 1, 2, 4, 5), {0: 0, 5: 1, 10: 2, 21: 3, 26: 4}),
-    ],
-)
+@each_case()
 def test_a_block_draft_reads_five_states_of_which_some_are_its_own(small: tuple[int, ...], big: dict[int, int]) -> None:
     draft = small_dflash(aux_layers=small)
     states = draft.states(SHAPES["llama31-8b"])

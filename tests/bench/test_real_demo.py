@@ -14,6 +14,7 @@ from slipstream.bench.demo import ROOT
 from slipstream.bench.real_demo import RealDemoConfig, identical_answers, main, prompts, write_report
 from slipstream.serve.measure.questions import read_questions
 from slipstream.tests.sources import TINY
+from slipstream.tests.tables import each_case
 
 NO_GPU = "TARGET=smollm2 needs an NVIDIA GPU"
 
@@ -43,14 +44,7 @@ def test_make_installs_nothing_without_a_gpu(tmp_path: Path) -> None:
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"drafter": "ngram"}, "drafter is 'ngram'; recipes exist for dflash, dflash2, dspark, eagle, eagle3, mtp"),
-        ({"samples": -1}, "samples is -1; give at least 0"),
-        ({"measured_questions": 0}, "measured_questions is 0; give at least 1"),
-    ],
-)
+@each_case()
 def test_options_that_cannot_work(options: dict[str, str | int], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         RealDemoConfig(**options)  # type: ignore[arg-type]

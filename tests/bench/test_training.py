@@ -15,6 +15,7 @@ from slipstream.bench.training import HEADS, StepConfig, build, main, make_batch
 from slipstream.bench.training_flops import step_flops
 from slipstream.models.drafts.heads.selector import SelectorConfig
 from slipstream.tests.pairwise import gate_of
+from slipstream.tests.tables import each_case
 from slipstream.train.batches import Batch
 from slipstream.train.dflash import DFlashTraining
 
@@ -68,13 +69,7 @@ def test_taps_count_a_multiplication_and_an_addition() -> None:
     assert step_flops(training, batch)["convolutions' taps"] == 3 * 2 * terms * blocks * hidden * convolutions
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"heads": "medusa"}, "heads is 'medusa'; choose of none, dflash2"),
-        ({"heads": "dspark", "drafter": "eagle3"}, "heads is 'dspark'; drafter eagle3 has no such heads"),
-    ],
-)
+@each_case()
 def test_unknown_heads_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StepConfig(**fields)

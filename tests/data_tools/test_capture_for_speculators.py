@@ -20,6 +20,7 @@ from slipstream.data_tools.state_folders import trainer_flags
 from slipstream.models.files.atomic import staging_path
 from slipstream.models.files.state_store import ShardRange, StateStore, save_tensors
 from slipstream.tests.data_tools.conftest import MAX_LENGTH, Flags
+from slipstream.tests.tables import each_case
 
 LAYOUT = "--layout=speculators"
 STATES = (LAYOUT, "--layers", "1", "2", "3")
@@ -175,14 +176,7 @@ def test_damage_is_named_and_repaired(
     assert read_states(output) == read_states(folder)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--layers", "1", "4"), "do not read state 4, after the final norm: name outputs of layers, 0..3"),
-        (("--dtype", "fp8"), "holds the states of one draft in bf16 or fp32"),
-        (("--drafters", "eagle3", "dflash"), "name one of --drafters"),
-    ],
-)
+@each_case()
 def test_what_the_layout_cannot_hold_is_refused(
     words: list[str], message: str, tmp_path: Path, flags: Flags, exits: Any
 ) -> None:

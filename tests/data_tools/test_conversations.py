@@ -349,15 +349,7 @@ def test_unreadable_data_gets_one_sentence(tmp_path: Path, make: Callable[[Path]
         list(read_rows(ConversationOptions(data=(str(path),) if (path := make(tmp_path)) else (), split="dev")))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"where": ("split",)}, "column=value"),
-        ({"limit": 0}, "limit is 0"),
-        ({"date": "26 July"}, "year-month-day"),
-        ({"seed": -1}, "seed is -1; give at least 0"),
-    ],
-)
+@each_case()
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PrepareConfig(**options)

@@ -148,14 +148,7 @@ def test_an_existing_output_is_kept(runs: Runs, tmp_path: Path) -> None:
         assert message in runs.capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"hidden_size": None}, "draft config lacks hidden_size"),
-        ({"hidden_size": "64"}, "hidden_size is '64'; it must be an integer"),
-        ({"vocab_size": [120]}, "vocab_size is [120]; it must be an integer"),
-    ],
-)
+@each_case()
 def test_a_broken_config_is_refused_by_field(fields: dict[str, Any], message: str, runs: Runs) -> None:
     draft = save(runs)
     values = json.loads((draft / "config.json").read_text())
@@ -313,13 +306,7 @@ def test_a_checkpoint_as_safeailab_publishes_it(llama: Runs) -> None:
     assert values_of(folder)["eagle_config"][AUX_LAYERS] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("layers", "fields", "message"),
-    [
-        ((0, 1, 4), {}, "reads state 4, after the target's final norm"),
-        ((0, 1, 2), {"attention_bias": True}, "speculators has one for o, too"),
-    ],
-)
+@each_case()
 def test_what_the_layout_of_speculators_cannot_hold_is_refused(
     layers: tuple[int, ...], fields: dict[str, Any], message: str, llama: Runs
 ) -> None:

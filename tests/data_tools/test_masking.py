@@ -22,6 +22,7 @@ from slipstream.tests.data_tools.chats import (
     join,
 )
 from slipstream.tests.pairwise import grouped
+from slipstream.tests.tables import each_case
 
 CONVERSATION = [{"role": "system", "content": "You are fine."}, *chat("Hello there", "How are you?", "What?", "four. ")]
 CHATML_PIECES = [
@@ -216,14 +217,7 @@ def test_a_cut_answer_has_no_end_token(template: str, turns: Any) -> None:
     assert mask(template, CONVERSATION, turns=turns, is_cut=True) == (ids[:-1], supervised[:-1])
 
 
-@pytest.mark.parametrize(
-    ("message", "answer"),
-    [
-        ({"content": "fine", "reasoning_content": "hm"}, "<think>hm</think>fine"),
-        ({"content": "", "reasoning_content": "hm"}, "<think>hm"),
-        ({"content": " fine ", "reasoning_content": "hm"}, "<think>hm</think> fine "),
-    ],
-)
+@each_case()
 def test_a_cut_answer_ends_where_it_was_cut(message: dict[str, str], answer: str) -> None:
     """A template closes the thinking that max_tokens ended."""
     thinking = CHATML.replace("m['content']", "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content "

@@ -12,6 +12,7 @@ from slipstream.doctor.examination import Examination
 from slipstream.doctor.replay import Round, Score
 from slipstream.doctor.report import print_report, verdict
 from slipstream.tests.sources import HYBRID, ROOT
+from slipstream.tests.tables import each_case
 
 DRAFTS = sorted(path.parent.name for path in (ROOT / "tests" / "assets").glob("*/config.json"))
 
@@ -35,13 +36,7 @@ def test_a_healthy_draft_on_a_few_short_answers() -> None:
     check("eagle3", limit=4, max_tokens=24)
 
 
-@pytest.mark.parametrize(
-    ("run", "cause"),
-    [
-        ({"step": 8, "tokens": 2300, "best_accept_length": 1.1}, "after 8 steps on 2,300 supervised tokens"),
-        ({}, "trained too briefly"),
-    ],
-)
+@each_case()
 def test_a_draft_that_was_hardly_trained_is_not_called_sound(run: dict[str, float], cause: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(run))
 

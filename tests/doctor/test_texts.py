@@ -164,16 +164,7 @@ def test_where_a_servers_gap_is(changes: dict[str, float], kind: str | None, sta
         assert findings[0].remedy == RISK.remedy
 
 
-@pytest.mark.parametrize(
-    ("served", "refusal", "name"),
-    [
-        (2.0, "", None),
-        (2.05, "", None),
-        (2.1, "", "trainer and server here differ"),
-        (None, "lacks aux_layers", "not served here"),
-        (None, "", None),
-    ],
-)
+@each_case()
 def test_whether_the_engine_here_accepts_as_much(served: float | None, refusal: str, name: str | None) -> None:
     diagnosis = Diagnosis(findings=(), tried=(), as_read=SCORE, mended=SCORE)
     assert SCORE.accept_length == 2.0

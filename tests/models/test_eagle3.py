@@ -482,18 +482,12 @@ def test_ids_that_every_reader_takes_by_itself_are_left_out(
     assert Eagle3Config.from_json(values, target) == config
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "expected"),
-    [
-        ([1, 2, 3, 4], None, (0, 1, 2)),  # speculators appends the last layer for the teacher; fc does not read it
-        (None, [0, 1, 3], (0, 1, 3)),
-    ],
-)
+@each_case()
 def test_layer_ids_stand_in_either_place(
-    inputs: list[int] | None, outputs: list[int] | None, expected: tuple[int, ...], draft: SavedDraft
+    inputs: list[int] | None, outputs: list[int] | None, expected: list[int], draft: SavedDraft
 ) -> None:
     draft.change(values={"eagle_config": outputs and {AUX_LAYERS: outputs}, AUX_LAYERS: inputs})
-    assert draft.load().config.aux_layers == expected
+    assert draft.load().config.aux_layers == tuple(expected)
 
 
 def test_a_pickle_of_tensors_loads_and_other_objects_do_not(draft: SavedDraft) -> None:

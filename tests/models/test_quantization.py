@@ -136,17 +136,7 @@ def test_modules_that_a_config_lists_stay_in_16_bits(family: str, name: str, tmp
 
 
 @pytest.mark.skipif("muse-glimmer" not in ADAPTED, reason="this transformers does not know it")
-@pytest.mark.parametrize(
-    ("name", "ignored", "is_joined"),
-    [
-        ("fp8-blocks", [], True),
-        ("on-the-fly", [], True),
-        ("packed", [], True),
-        ("fp8-static", [], False),
-        ("gptq-order", [], False),
-        ("fp8-blocks", [r".*self_attn\.gate_proj"], False),
-    ],
-)
+@each_case()
 @torch.no_grad()
 def test_a_gate_is_projected_with_queries_where_their_format_allows_it(
     name: str, ignored: list[str], is_joined: bool, tmp_path: Path

@@ -51,6 +51,7 @@ from slipstream.tests.random_targets import (
     save_random_target,
 )
 from slipstream.tests.recurrent_layers import AverageSpec
+from slipstream.tests.tables import each_case
 
 WIDE = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}, head_dim=128)
 WIDE_MOE = Qwen3MoeConfig(
@@ -451,18 +452,7 @@ def test_a_rank_has_local_sizes(make_target: MakeTarget) -> None:
     assert (experts.num_experts, experts.intermediate_size, experts.shared_size) == (6, 6, 10)
 
 
-@pytest.mark.parametrize(
-    ("family", "rank", "world", "fields", "message"),
-    [
-        ("llama", 0, 3, {}, "num_attention_heads is 4, and 3 ranks do not divide it"),
-        ("llama", 0, 4, {"num_heads": 12, "num_kv_heads": 6}, "num_key_value_heads is 6, and 4 ranks"),
-        ("llama", 0, 2, {"vocab_size": 121}, "vocab_size is 121, and 2 ranks"),
-        ("llama", 0, 2, {"intermediate_size": 47}, "intermediate_size is 47, and 2 ranks"),
-        ("llama", 2, 2, {}, "rank is 2 of 2 ranks; it must be at least 0 and below 2"),
-        ("llama", 0, 0, {}, "rank is 0 of 0 ranks"),
-        ("olmo2", 0, 2, {}, r"over all heads of a token \(projection_norm\), .*; use 1 rank in place of 2"),
-    ],
-)
+@each_case()
 def test_sizes_that_ranks_do_not_divide_are_refused(
     family: str, rank: int, world: int, fields: dict[str, int], message: str, make_target: MakeTarget
 ) -> None:

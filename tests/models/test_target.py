@@ -403,17 +403,7 @@ def test_pages_list_what_is_not_served(page: str) -> None:
         assert name in text
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-8B"},
-            "holds a LoRA adapter for Qwen/Qwen3-8B .* merge it into Qwen/Qwen3-8B, e.g. with peft's merge_and_unload",
-        ),
-        ({}, "holds a LoRA adapter for its base model .* merge it into its base model"),
-        ({"peft_type": "IA3", "base_model_name_or_path": "a/b"}, r"holds an adapter \(IA3\) for a/b"),
-    ],
-)
+@each_case()
 def test_an_adapter_is_refused_with_its_base_model(
     values: dict[str, Any], message: str, make_target: MakeTarget, tmp_path: Path
 ) -> None:

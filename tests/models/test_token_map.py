@@ -16,6 +16,7 @@ from slipstream.models.drafts.token_map import (
     reported_sizes,
 )
 from slipstream.tests.pairwise import grouped
+from slipstream.tests.tables import each_case
 
 SPECIAL = [0, 1, 63]
 
@@ -132,14 +133,7 @@ def test_fr_spec_lists_keep_the_faults_of_their_first_script_out(tmp_path: Path)
     assert torch.load(tmp_path / "ids.pt", weights_only=True) == [0, 2, 5]
 
 
-@pytest.mark.parametrize(
-    ("size", "kept_ids", "message"),
-    [
-        (1, [0, 1], "size is 1; it must hold the 2 special"),
-        (6, [0], "at most the vocabulary of 5"),
-        (2, [5], "special token 5 lies outside the vocabulary of 5"),
-    ],
-)
+@each_case()
 def test_impossible_sizes_are_refused(size: int, kept_ids: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build([1, 1, 1, 1, 1], size, kept_ids)

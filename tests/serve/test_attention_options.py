@@ -204,12 +204,6 @@ def test_auto_warns_where_flashinfer_is_missing(caplog: pytest.LogCaptureFixture
     assert "pip install flashinfer-python" in warning
 
 
-@pytest.mark.parametrize(
-    ("backends", "is_captured"),
-    [
-        ({"prefill": "sdpa", "verify": "triton"}, True),
-        ({"prefill": "triton", "verify": "triton", "draft": "sdpa"}, False),
-    ],
-)
+@each_case()
 def test_backends_that_plan_on_the_host_are_not_captured(backends: dict[str, str], is_captured: bool) -> None:
     assert pick_modes(EngineConfig(), DeviceFacts("cuda"), backends) == (is_captured, is_captured)

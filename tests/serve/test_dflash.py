@@ -58,6 +58,7 @@ from slipstream.tests.serve.engine_runs import (
 from slipstream.tests.serve.played_graphs import build_played
 from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.serve.test_step_graphs import check_replay, record
+from slipstream.tests.tables import each_case
 
 requests_of = partial(sized_requests, temperature=0.7, max_tokens=22)
 OURS = "prefill=sdpa,verify=triton,draft=triton"  # on the CPU their kernels' references
@@ -209,15 +210,7 @@ def test_trees_equal_the_oracle(
     assert acceptance(answers) > 0.02 or variant == "lilicorr"
 
 
-@pytest.mark.parametrize(
-    ("variant", "options", "cut"),
-    [
-        ("gated", {"markov_candidates": 9}, False),
-        ("dspark", {"markov_candidates": 9}, True),
-        ("dflash 2", {}, True),
-        ("lilicorr", {}, True),
-    ],
-)
+@each_case()
 def test_candidates_may_be_few_or_of_a_token_map(
     variant: str,
     options: dict[str, Any],
@@ -244,13 +237,7 @@ def test_candidates_may_be_few_or_of_a_token_map(
     run_checked(engine, oracle, requests_of())
 
 
-@pytest.mark.parametrize(
-    ("options", "topk"),
-    [
-        ({}, 1),
-        ({"topk": 3, "nodes": 9, "markov_candidates": 8}, 3),
-    ],
-)
+@each_case()
 def test_nodes_may_be_admitted_by_candidates_or_position(
     options: dict[str, Any], topk: int, make_target: MakeTarget, make_draft: MakeDraft
 ) -> None:

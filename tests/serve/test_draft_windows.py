@@ -6,6 +6,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from slipstream.serve.engine.draft_windows import GRAIN, SHORTEST, WINDOW, DraftPass, DraftWindows
 from slipstream.tests.pairwise import some_of
+from slipstream.tests.tables import each_case
 
 DEPTH = 3
 Chances = tuple[ArrayLike, ArrayLike]
@@ -54,16 +55,7 @@ class Simulation:
         return float(np.mean(rates))
 
 
-@pytest.mark.parametrize(
-    ("length", "chances", "share"),
-    [
-        (100_000, (0.7, 0.7), 1.0),  # it saves time
-        (100_000, (0.7, 0.68), 1.0),  # and more than it loses
-        (32_000, (0.5, 0.7), 1.0),
-        (32_000, (0.7, 0.3), 0.0),
-        (8_000, (0.7, 0.6), 0.0),
-    ],
-)
+@each_case()
 @pytest.mark.parametrize("batch", some_of([1, 8], [8]))
 def test_it_comes_to_the_better_choice(batch: int, length: int, chances: Chances, share: float) -> None:
     simulation = Simulation([length] * batch, chances)

@@ -15,6 +15,7 @@ from slipstream.serve.exact_check import ExactCheckConfig, check, main
 from slipstream.serve.options import EngineConfig
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import build_engine
+from slipstream.tests.tables import each_case
 
 
 def test_what_is_not_exact_says_so_and_is_refused_where_it_is_asked_for(target: Path) -> None:
@@ -26,14 +27,7 @@ def test_what_is_not_exact_says_so_and_is_refused_where_it_is_asked_for(target: 
         build_engine(target, tp_exact=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"draft": "ngram"}, ""),
-        ({"draft": "none", "attention": "prefill=sdpa,verify=sdpa,draft=sdpa"}, "verify=sdpa"),
-        ({"draft": "DRAFT", "drafter": {"topk": 3}}, ""),
-    ],
-)
+@each_case()
 def test_reasons(
     options: dict[str, Any], reason: str, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,15 +201,7 @@ def test_a_corpus_is_known_from_the_start_to_all(kind: str, target: Path, tmp_pa
     assert accept_length(run(loaded, requests_of(client="yours"))) > 6
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"tokens": [1, 2', "texts.jsonl:1: not a JSON object with a list `tokens`"),
-        ('{"text": "a"}', "texts.jsonl:1: not a JSON object with a list `tokens`"),
-        ('{"tokens": [5, 120]}', r"texts.jsonl:1: not a list of token ids 0\.\.119; check the tokenizer"),
-        ('{"tokens": ["a"]}', "texts.jsonl:1: not a list of token ids"),
-    ],
-)
+@each_case()
 def test_a_broken_corpus_is_named(line: str, message: str, target: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=message):

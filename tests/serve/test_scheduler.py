@@ -10,6 +10,7 @@ from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.scheduler import Scheduler, Sequence
 from slipstream.serve.request import Output, Request, SamplingParams
 from slipstream.tests.serve.cache_invariants import check_scheduler
+from slipstream.tests.tables import each_case
 
 STOP_ID = 99
 RESERVE = 4
@@ -91,14 +92,7 @@ def count(start: int, length: int) -> list[int]:
 # Adding
 
 
-@pytest.mark.parametrize(
-    ("prompt_len", "max_tokens", "message"),
-    [
-        (0, 1, "prompt is empty; it must hold"),
-        (100, 101, "prompt has 100 tokens and max_tokens is 101, together 201: more than max_model_len 200; shorten"),
-        (40, 37, "together 77: with 4 kept for drafting this never fits the KV cache of 80 tokens; .*kv_cache_tokens"),
-    ],
-)
+@each_case()
 def test_what_can_never_run_is_refused(prompt_len: int, max_tokens: int, message: str) -> None:
     recorder = Recorder(num_pages=21)
     with pytest.raises(ValueError, match=message):

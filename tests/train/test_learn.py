@@ -27,6 +27,7 @@ from slipstream.serve.engine.learning import text_of
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.sources import ROOT, TINY
+from slipstream.tests.tables import each_case
 from slipstream.train import learn as learn_module
 from slipstream.train.batches import Batch, PackedRows
 from slipstream.train.continuation import MOST_PASSES
@@ -245,17 +246,7 @@ def test_clients_and_the_past_have_their_share_of_an_epoch(trainer: Trainer) -> 
     }
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "best", "is_offered"),
-    [
-        ((2.0, 0), (2.06, 0), (2.0, 0), True),
-        ((2.0, 0), (2.04, 0), (2.0, 0), False),
-        ((1.0, 0), (1.002, 0), (1.0, 0), False),
-        ((2.0, 2.5), (2.5, 2.46), (2.0, 2.5), True),
-        ((2.0, 2.5), (2.5, 2.44), (2.0, 2.5), False),
-        ((2.0, 2.4), (2.5, 2.4), (1.5, 2.5), False),  # small losses do not add up
-    ],
-)
+@each_case()
 def test_weights_are_offered_that_gain_and_do_not_forget(
     before: tuple[float, float], after: tuple[float, float], best: tuple[float, float], is_offered: bool
 ) -> None:

@@ -18,6 +18,7 @@ from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import named_target
 from slipstream.models.files.outputs import step_folders
+from slipstream.tests.tables import each_case
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import Arguments, assert_same_run, refusal
 from slipstream.train import checkpoints, dflash, eagle, eagle3
@@ -171,16 +172,7 @@ def test_a_folder_named_like_a_step_is_left_alone(run: Path, arguments: Argument
 OTHERS = {".notes.tmp": "notes", ".vimrc.old": "vimrc", ".cache.tmp/x": "cache", ".best.tmp/new/x": "half of a best"}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("step-5/mine.txt", "holds step-5, which is not a training checkpoint (it has no state/progress.json)"),
-        ("best/mine.txt", "best holds mine.txt beside a draft checkpoint and is not replaced"),
-        ("best", "best is a file, not a draft checkpoint, and is not replaced"),
-        ("metrics.jsonl", "holds a metrics.jsonl that no training run wrote; move it away or name another output"),
-        (".step-7.tmp/mine", ".step-7.tmp/mine is in the way of"),
-    ],
-)
+@each_case()
 def test_files_of_others_under_a_runs_names_are_refused_and_kept(
     name: str, message: str, tmp_path: Path, finished: Path, arguments: Arguments
 ) -> None:

@@ -9,6 +9,7 @@ from datasets import load_from_disk
 
 from slipstream.models.files.checkpoint import read_json
 from slipstream.tests.sources import ROOT
+from slipstream.tests.tables import each_case
 from slipstream.tests.train import recorded_run
 from slipstream.tests.train.runs import Arguments, assert_like_run, end_program, records, refusal, start_program
 from slipstream.train import checkpoints, dflash
@@ -101,14 +102,7 @@ def test_two_processes_calibrate_a_confidence_head_as_one_does(
     assert records(tmp_path / "22") == [pytest.approx(line, rel=1e-3) for line in records(tmp_path / "1")]
 
 
-@pytest.mark.parametrize(
-    ("saved", "launch"),
-    [
-        (("DeepSpeed ZeRO-2", 4), ("DeepSpeed ZeRO-2", 2)),
-        (("DeepSpeed ZeRO-2", 4), ("DeepSpeed ZeRO-3", 4)),
-        (("FSDP", 2), ("DDP or one process", 1)),
-    ],
-)
+@each_case()
 def test_a_state_that_does_not_fit_these_processes_is_refused(
     tmp_path: Path,
     arguments: Arguments,
