@@ -762,7 +762,7 @@ def experts_of(architecture: str, values: Values, activation: "MLPActivation") -
     is_gpt_oss = architecture == "GptOssForCausalLM"
     name = family.count or ("num_experts" if "num_experts" in values else "num_local_experts")
     if family.scores == "sigmoid":
-        families.check_unread(values, families.ROUTER_FIELDS)
+        families.check_unread(values, families.TABLES["router_fields"])
     counts = {name: values[name] for name in ("num_experts", "num_local_experts") if name in values}
     if len(set(counts.values())) > 1:
         raise ValueError(f"config.json says how many experts there are twice: {counts}; delete the wrong one")

@@ -28,33 +28,13 @@ UNSERVED: dict[str, str] = TABLES["unserved"]
 TEXT_PARTS: dict[str, str] = TABLES["text_parts"]
 # The same for text parts of another kind, which their `model_type` tells.
 TEXT_TYPES = {("Mistral3ForConditionalGeneration", "ministral3"): "Ministral3ForCausalLM"}
-# Fields that their code fixes, whatever the config says: Gemma's caps no logits, Qwen's normalises what it routes.
-FIXED: dict[str, dict[str, Any]] = {
-    "Gemma3ForConditionalGeneration": {"final_logit_softcapping": None},
-    "Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True},
-}
+FIXED: dict[str, dict[str, Any]] = TABLES["fixed"]
 UNGATED: dict[str, "MLPActivation"] = {"relu2": "relu2"}  # of MLPs without a gate
 ACTIVATIONS: dict[str, "MLPActivation"] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # `refusal` appends this to its reason; README's table and docs/families.md list the same.
 NOT_SERVED = (
     "Slipstream does not serve hybrid and recurrent targets but for gated delta nets (Mamba, RWKV), multi-head latent "
     "attention (MLA), encoder-decoders, image inputs, or LoRA adapters on targets"
-)
-# Fields of the code of Laguna's makers -> what they are in transformers' code, which has none of them.
-LAGUNA_FIELDS: dict[str, Any] = {
-    "swa_attention_sink_enabled": False,
-    "swa_rope_parameters": None,
-    "moe_router_use_sigmoid": True,
-    "moe_router_score_func": "sigmoid",
-    "rope_style": "rotate-half",
-}
-# The same of makers whose router is that of DeepSeek-V3.
-ROUTER_FIELDS: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "use_routing_bias": True}
-# Fields that only such models have.
-IMAGE_FIELDS = ("img_processor", "embd_layer", "vision_lora")  # Phi-3-vision and Phi-4-multimodal, with code of theirs
-MAMBA_FIELDS = (
-    *("mamba_d_state", "mamba_d_conv", "ssm_cfg", "ssm_state_size", "state_size", "linear_num_key_heads"),
-    "conv_L_cache",
 )
 DELTA_NETS = {"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}  # families that have them
 RECURRENT_KINDS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid"}
@@ -202,10 +182,7 @@ class MTPForm:
         return any(name.startswith("layers.") for name in self.names)
 
 
-LLAMA = Traits(windows="none", mlp_bias="mlp_bias")
-QWEN2 = Traits(attention={"qkv_bias": True}, window_switch=True, attention_bias=False)
-QWEN3 = Traits(attention={"qk_norm": True}, window_switch=True)
-OLMO2 = Traits(attention={"projection_norm": True}, norms="post", windows="none")
+PLAIN = {name: Traits(**fields) for name, fields in TABLES["traits"].items()}  # which depend on no config
 
 
 def mistral(values: Values) -> Traits:
@@ -217,7 +194,7 @@ def mistral(values: Values) -> Traits:
 
 
 def qwen2_moe(values: Values) -> Traits:
-    return replace(QWEN2, attention={"qkv_bias": bool(values.get("qkv_bias", True))})
+    return replace(PLAIN["Qwen2ForCausalLM"], attention={"qkv_bias": bool(values.get("qkv_bias", True))})
 
 
 def qwen3_next(values: Values) -> Traits:
@@ -368,7 +345,7 @@ def laguna(values: Values) -> Traits:
     """Numbers of query heads differ by layer. Raises ValueError for gates that its code takes for others, and for
     fields of its makers' code that transformers does not read."""
     check_rotations(values)
-    check_unread(values, LAGUNA_FIELDS)
+    check_unread(values, TABLES["laguna_fields"])
     gating = values.get("gating")
     if gating not in (True, "per-head", "per-element"):
         raise ValueError(f"config.json: gating is {gating!r}; it must be true, 'per-head' or 'per-element'")
@@ -406,7 +383,7 @@ def olmoe(values: Values) -> Traits:
         raise ValueError(
             f"config.json: clip_qkv is {values['clip_qkv']!r}, and clipped queries, keys and values are not supported"
         )
-    return replace(OLMO2, norms="pre")
+    return replace(PLAIN["Olmo2ForCausalLM"], norms="pre")
 
 
 def hunyuan(values: Values) -> Traits:
@@ -519,16 +496,11 @@ def variant(family: Callable[[Values], Traits], **fields: Any) -> Callable[[Valu
 
 
 # Traits, or the function that finds them in a config.
-FAMILIES: dict[str, Traits | Callable[[Values], Traits]] = {
-    "ArceeForCausalLM": replace(LLAMA, gated=False),
-    "CwmForCausalLM": Traits(attention_bias=False, mlp_bias="mlp_bias"),
-    "Dots1ForCausalLM": Traits(attention={"qk_norm": True}),
+FAMILIES: dict[str, Traits | Callable[[Values], Traits]] = PLAIN | {
     "Ernie4_5ForCausalLM": ernie,
     "Ernie4_5_MoeForCausalLM": ernie_moe,
     "Exaone4ForCausalLM": exaone4,
-    "ExaoneForCausalLM": LLAMA,
     "ExaoneMoeForCausalLM": variant(exaone4, norms="pre"),
-    "FlexOlmoForCausalLM": OLMO2,
     "FlintForCausalLM": flint,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
@@ -538,38 +510,21 @@ FAMILIES: dict[str, Traits | Callable[[Values], Traits]] = {
     "Glm4ForCausalLM": variant(glm, norms="sandwich"),
     "Glm4MoeForCausalLM": glm4_moe,
     "GlmForCausalLM": glm,
-    "GptOssForCausalLM": Traits(attention={"sinks": True}),
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite,
     "GraniteMoeSWAForCausalLM": granite_swa,
     "GraniteMoeSharedForCausalLM": granite,
     "GraniteSWAForCausalLM": granite_swa,
-    "HYV3ForCausalLM": replace(LLAMA, attention={"qk_norm": True}),
     "HeliumForCausalLM": variant(glm, partial_rotary=False, mlp_bias="mlp_bias"),
     "HunYuanDenseV1ForCausalLM": hunyuan,
     "HunYuanMoEV1ForCausalLM": hunyuan,
     "HyperCLOVAXForCausalLM": hyperclovax,
-    "IQuestCoderForCausalLM": LLAMA,
-    "InternLM3ForCausalLM": LLAMA,
     "LagunaForCausalLM": laguna,
-    "LlamaForCausalLM": LLAMA,
-    "MellumForCausalLM": Traits(attention={"qk_norm": True}),
-    "MiniMaxM2ForCausalLM": Traits(
-        attention={"projection_norm": True}, windows="none", attention_bias=False, partial_rotary=True
-    ),
-    "Ministral3ForCausalLM": Traits(windows="alike", attention_bias=False, query_growth=True),
-    "MinistralForCausalLM": Traits(attention_bias=False),
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mistral,
     "MuseGlimmerForCausalLM": muse_glimmer,
-    "Olmo2ForCausalLM": OLMO2,
-    "Olmo3ForCausalLM": replace(OLMO2, windows="by_layer"),
     "OlmoeForCausalLM": olmoe,
-    "Phi3ForCausalLM": Traits(windows="alike", attention_bias=False, partial_rotary=True),
-    "Qwen2ForCausalLM": QWEN2,
     "Qwen2MoeForCausalLM": qwen2_moe,
-    "Qwen3ForCausalLM": QWEN3,
-    "Qwen3MoeForCausalLM": replace(QWEN3, windows="alike"),
     "Qwen3NextForCausalLM": qwen3_next,
     "Qwen3_5ForCausalLM": qwen3_next,
     "Qwen3_5MoeForCausalLM": qwen3_next,
@@ -676,14 +631,14 @@ def _reason(values: Values) -> str:
         return "it has multi-head latent attention (MLA)"
     kinds = {kind for key in ("layer_types", "layers_block_type", "block_types") for kind in fields.get(key) or ()}
     has_delta_nets = architecture_of(values) in DELTA_NETS
-    if not has_delta_nets and (kinds & RECURRENT_KINDS or any(fields.get(key) for key in MAMBA_FIELDS)):
+    if not has_delta_nets and (kinds & RECURRENT_KINDS or any(fields.get(key) for key in TABLES["mamba_fields"])):
         return "it has recurrent layers (a hybrid, as with gated delta nets or Mamba)"
     if name.lower().startswith("rwkv"):  # its configs have no field that tells
         return "its layers are recurrent (RWKV)"
     text_type = _text_type(values)
     if name == "Mistral3ForConditionalGeneration" and text_type not in ("", "mistral", "ministral3"):
         return f"its text part is a {text_type}"
-    reads_images = "vision_config" in values or any(values.get(key) for key in IMAGE_FIELDS)
+    reads_images = "vision_config" in values or any(values.get(key) for key in TABLES["image_fields"])
     if reads_images and name not in TEXT_PARTS:
         return f"it reads images; of multimodal checkpoints the text part of {', '.join(TEXT_PARTS)} is served"
     if fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # the latter: only within an image
