@@ -1,19 +1,21 @@
 """Random bodies of requests for tests and for soaks of a real server, grown from the schemas of the API.
 
 Each field of a body's class gets values of its type, ends of its range among them, so a new field is covered as it is
-written. Fields whose types do not say what is right have examples here.
+written. Fields whose types do not say what is right have examples in fuzzed.yaml.
 """
 
 import json
 import random
 from collections.abc import Sequence
 from copy import deepcopy
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from slipstream.models.files.tables import read_tables
 from slipstream.serve.http.responses_body import ResponsesBody
 from slipstream.serve.http.schemas import ChatBody, CompletionBody
 
@@ -27,57 +29,9 @@ BODIES: dict[str, type[Body]] = {
     RESPONSES: ResponsesBody,
 }
 MODEL = "byte-model"
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA, "strict": True}}
-FLAT = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-MESSAGES: list[Any] = [
-    [{"role": "user", "content": "hello"}],
-    [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}],
-    [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    + [{"role": "tool", "tool_call_id": "c", "content": "7"}],
-]
-ITEMS: list[Any] = [
-    {"role": "user", "content": "hello"},
-    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
-    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "y", "annotations": []}]},
-    {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
-    {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
-    {"type": "function_call_output", "call_id": "c", "output": "7"},
-]
-EXAMPLES: dict[str, list[Any]] = {  # values that are right in some body
-    "model": [MODEL],
-    "max_tokens": [1, 3, 0],
-    "max_completion_tokens": [2],
-    "stop": ["x", ["a", "b"]],
-    "logit_bias": [{"5": 3}, {}],
-    "bad_words": [["x"], "and", []],
-    "logprobs": [True, 3, 0],
-    "response_format": [
-        {"type": "json_object"},
-        {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
-    ],
-    "structured_outputs": [{"regex": "[ab]+"}, {"choice": ["x", "y"]}, {"json": SCHEMA}, {"grammar": 'root ::= "a"'}],
-    "regex": ["a+"],
-    "ebnf": ['root ::= "x"'],
-    "json_schema": [json.dumps(SCHEMA)],
-    "tools": [[TOOL], [TOOL, TOOL], []],
-    "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}],
-    "reasoning_effort": ["low", None],
-    "chat_template_kwargs": [{"enable_thinking": False}],
-    "messages": MESSAGES,
-    "prompt": ["x", [5, 6], ["a", "b"], [[5], [6]]],
-}
-EXAMPLES_IN_RESPONSES: dict[str, list[Any]] = {
-    "input": ["x", *([item] for item in ITEMS), ITEMS],
-    "max_output_tokens": [1, 3],
-    "tools": [[FLAT], []],
-    "tool_choice": ["auto", "none", "required", {"type": "function", "name": "f"}]
-    + [{"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}],
-    "reasoning": [{"effort": None, "summary": "auto"}, {"effort": "low"}],
-    "text": [{"format": {"type": "json_object"}}, {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}],
-    "include": [["message.output_text.logprobs"], []],
-}
+TABLES = read_tables(Path(__file__).with_suffix(".yaml"))
+EXAMPLES: dict[str, list[Any]] = TABLES["examples"]  # values that are right in some body
+EXAMPLES_IN_RESPONSES = EXAMPLES | TABLES["in_responses"]
 NEEDS: dict[str, dict[str, Any]] = {  # fields that others are refused without
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
@@ -118,9 +72,7 @@ class Generator:
 
     def field(self, kind: type[Body], name: str) -> Any:
         """A value of a field: an example, where there are some, or any of its type."""
-        examples = EXAMPLES.get(name, [])
-        if issubclass(kind, ResponsesBody):
-            examples = EXAMPLES_IN_RESPONSES.get(name, examples)
+        examples = (EXAMPLES_IN_RESPONSES if issubclass(kind, ResponsesBody) else EXAMPLES).get(name, [])
         if examples and self.rng.random() < (0.95 if name == kind.prompt_field else 0.8):
             return deepcopy(self.rng.choice(examples))
         field = kind.model_fields[name]
