@@ -200,14 +200,7 @@ def values_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("layers", "draft_vocab_size", "fields"),
-    [
-        *(((1, 5, 8), 50, {}), ((0, 5, 9), 120, {}), ((2, 1), 120, {"intermediate_size": 80}), ((11, 4, 0), 50, {})),
-        ((1, 5, 8), 50, {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}),
-        ((4, 0), 120, {"fc_norm": True, "sliding_window": 64}),
-    ],
-)
+@each_case()
 def test_a_round_trip_is_bit_identical(
     layers: tuple[int, ...], draft_vocab_size: int, fields: dict[str, Any], deep_runs: Runs
 ) -> None:

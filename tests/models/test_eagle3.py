@@ -14,7 +14,7 @@ from slipstream.models.drafts.base import HEAD, OWN_FIELDS, load_draft, write_dr
 from slipstream.models.drafts.eagle3 import FLAGS, UNSUPPORTED_FLAGS, Eagle3, Eagle3Config
 from slipstream.models.drafts.speculators_layout import AUX_LAYERS
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.config import ORIGINAL, RopeConfig, TargetSpec, default_aux_layers
+from slipstream.models.targets.config import RopeConfig, TargetSpec, default_aux_layers
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedDraft, Tensors, Values, fused
 from slipstream.tests.naive_eagle3 import NaiveEagle3
@@ -108,17 +108,9 @@ def test_a_round_trip_is_exact(draft: SavedDraft) -> None:
     draft.check_round_trip()
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        RopeConfig(5e5),
-        RopeConfig(1e4, "linear", {"factor": 2.0}),
-        RopeConfig(1e4, "yarn", {"factor": 4.0, "beta_fast": 30, ORIGINAL: 64}),
-        RopeConfig(1e4, "llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 64}),
-    ],
-)
-def test_a_config_survives_json(rope: RopeConfig, draft: SavedDraft) -> None:
-    config = replace(draft.module.config, rope=rope, attention_bias=True)
+@each_case()
+def test_a_config_survives_json(rope: list[Any], draft: SavedDraft) -> None:
+    config = replace(draft.module.config, rope=RopeConfig(*rope), attention_bias=True)
     assert Eagle3Config.from_json(json.loads(json.dumps(config.to_json())), draft.target) == config
 
 
@@ -347,20 +339,10 @@ def test_layers_that_no_rule_makes_certain_have_to_be_named(
         draft.load(aux_layers=[0, 1])
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"rope_theta": 77.0, "rope_scaling": None}, RopeConfig(77.0)),
-        ({"rope_theta": None}, RopeConfig(10000.0)),
-        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}, RopeConfig(5.0)),
-        ({"rope_parameters": {"rope_theta": 5.0, "partial_rotary_factor": None}}, RopeConfig(5.0)),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(10000.0, "linear", {"factor": 2.0})),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, RopeConfig(10000.0, "linear", {"factor": 3.0})),
-    ],
-)
-def test_rope_fields_old_and_new(values: Values, expected: RopeConfig, draft: SavedDraft) -> None:
+@each_case()
+def test_rope_fields_old_and_new(values: Values, rope: list[Any], draft: SavedDraft) -> None:
     draft.change(values=values)
-    assert draft.load().config.rope == expected
+    assert draft.load().config.rope == RopeConfig(*rope)
 
 
 @pytest.mark.parametrize("flag", UNSUPPORTED_FLAGS)

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from slipstream.models.files.outputs import (
     check_output_folder,
     check_working_folder,
 )
+from slipstream.tests.tables import each_case
 
 KINDS = {
     CHECKPOINT: ("config.json", "run.json", "model.safetensors"),
@@ -70,52 +70,29 @@ def test_a_folder_of_ours_holds_what_our_programs_write_and_nothing_else(kind: F
         check_output_folder(str(folder), kind, {}, overwrite=True)
 
 
-def check_folder(output: Path, source: Path) -> None:
-    check_output_folder(str(output), DATASET, {"data": [None, "owner/name", str(source)]}, overwrite=True)
+def check(kind: str, output: Path, source: Path) -> None:
+    """Checks an output of this kind, of a program that reads `source`."""
+    inputs = {"data": [None, "owner/name", str(source)]}
+    if kind == "folder":
+        check_output_folder(str(output), DATASET, inputs, overwrite=True)
+    elif kind == "file":
+        check_output_file(str(output), lambda _: True, "a map", inputs, overwrite=True)
+    else:
+        check_working_folder(str(output), inputs)
 
 
-def check_file(output: Path, source: Path) -> None:
-    check_output_file(str(output), lambda _: True, "a map", {"data": [str(source)]}, overwrite=True)
-
-
-def check_working(output: Path, source: Path) -> None:
-    check_working_folder(str(output), {"data": [str(source)]})
-
-
-@pytest.mark.parametrize(
-    ("check", "output", "source", "relation"),
-    [
-        (check_folder, "folder", "folder", "is"),
-        (check_folder, "folder", "folder/sub/file", "holds"),
-        (check_folder, "link", "folder/sub/file", "holds"),
-        (check_folder, "folder", "link/sub/file", "holds"),
-        (check_folder, "folder/sub", "link", "lies in"),
-        (check_folder, "folder/new/deeper", "folder", "lies in"),
-        (check_folder, "folder/new", "folder/sub", None),
-        (check_folder, "new", "folder", None),
-        (check_folder, "other", "absent", None),
-        (check_file, "folder/sub/file", "folder/sub/file", "is"),
-        (check_file, "hard", "folder/sub/file", "is"),
-        (check_file, "folder/sub/new", "folder", "lies in"),
-        (check_file, "new", "folder/sub/file", None),
-        (check_working, "link", "folder", "is"),
-        (check_working, "folder/sub", "folder", "lies in"),
-        (check_working, "folder", "folder/sub", None),
-    ],
-)
-def test_an_output_is_no_input(
-    check: Callable[[Path, Path], None], output: str, source: str, relation: str | None, tmp_path: Path
-) -> None:
+@each_case()
+def test_an_output_is_no_input(kind: str, output: str, source: str, relation: str | None, tmp_path: Path) -> None:
     fill(tmp_path, "folder/sub/file")
     (tmp_path / "link").symlink_to("folder")
     (tmp_path / "other").mkdir()
     os.link(tmp_path / "folder/sub/file", tmp_path / "hard")
     if relation is None:
-        check(tmp_path / output, tmp_path / source)
+        check(kind, tmp_path / output, tmp_path / source)
         return
     message = f"^output {tmp_path / output} {relation} data {tmp_path / source}, which is read; name another output$"
     with pytest.raises(ValueError, match=message):
-        check(tmp_path / output, tmp_path / source)
+        check(kind, tmp_path / output, tmp_path / source)
     assert (tmp_path / "folder/sub/file").read_text() == "mine"
 
 
@@ -137,20 +114,20 @@ def test_a_file_is_replaced_if_it_was_asked_for_and_is_ours(tmp_path: Path) -> N
             check(overwrite=overwrite, is_ours=False)
 
 
-@pytest.mark.parametrize("check", [check_folder, check_file, check_working])
+@pytest.mark.parametrize("kind", ["folder", "file", "working"])
 def test_places_where_nothing_can_be_written_are_refused(
-    check: Callable[[Path, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(tmp_path, "file")
     (tmp_path / "folder").mkdir()
-    name, fault = ("folder", "a folder; name a file") if check is check_file else ("file", "a file; name a folder")
+    name, fault = ("folder", "a folder; name a file") if kind == "file" else ("file", "a file; name a folder")
     with pytest.raises(ValueError, match=f"output {tmp_path / name} is {fault}"):
-        check(tmp_path / name, tmp_path / "absent")
+        check(kind, tmp_path / name, tmp_path / "absent")
     with pytest.raises(ValueError, match=f"lies below {tmp_path}/file, which is a file; name another place"):
-        check(tmp_path / "file" / "new", tmp_path / "absent")
+        check(kind, tmp_path / "file" / "new", tmp_path / "absent")
     monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path / "folder")
     with pytest.raises(ValueError, match=f"cannot be written: you may not write to {tmp_path}/folder; name another"):
-        check(tmp_path / "folder" / "new" / "deeper", tmp_path / "absent")
+        check(kind, tmp_path / "folder" / "new" / "deeper", tmp_path / "absent")
 
 
 def test_what_a_killed_writer_left_is_put_back_before_the_check(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_clients_and_the_past_have_their_share_of_an_epoch(trainer: Trainer) -> 
 
 @each_case()
 def test_weights_are_offered_that_gain_and_do_not_forget(
-    before: tuple[float, float], after: tuple[float, float], best: tuple[float, float], is_offered: bool
+    before: list[float], after: list[float], best: list[float], is_offered: bool
 ) -> None:
     assert is_better(Lengths(*before, {}), Lengths(*after, {}), Lengths(*best, {})) == is_offered
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from slipstream.tests.tables import each_case
 from slipstream.train import optim
 from slipstream.train.checkpoints import Progress
 from slipstream.train.eagle3 import Eagle3Training
@@ -137,16 +138,7 @@ def test_adamw_has_everything(training: Eagle3Training) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "width", "tokens", "expected"),
-    [
-        ("muon", 576, 16_384, 0.02),
-        ("muon", 4 * 576, 16_384, 0.01),
-        ("muon", 576, 1_024, 0.01),
-        ("muon", 576, 10**9, 0.02),
-        ("adamw", 4 * 576, 1_024, 0.0005),
-    ],
-)
+@each_case()
 def test_default_rate_follows_width_and_tokens(name: str, width: int, tokens: float, expected: float) -> None:
     assert default_lr({"muon": 0.02, "adamw": 0.004}, name, width, tokens, 0.25) == pytest.approx(expected)
 
