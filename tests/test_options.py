@@ -11,11 +11,12 @@ import pytest
 from slipstream.serve.options import EngineConfig, ServeConfig, find_target
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 
 @each_case()
 def test_bad_engine_options_are_sentences(field: str, value: Any, remedy: str) -> None:
-    with pytest.raises(ValueError, match=f"^{field} is {value!r}; {remedy}$"):
+    with user_error(f"^{field} is {value!r}; {remedy}$"):
         EngineConfig(**{"target": "owner/model", field: value})
 
 
@@ -36,19 +37,19 @@ def test_captured_passes_take_no_more_of_a_prompt_than_any_other(
 
 
 def test_the_server_checks_the_engines_options_too() -> None:
-    with pytest.raises(ValueError, match="dtype is 'int8'"):
+    with user_error("dtype is 'int8'"):
         ServeConfig(dtype="int8")
 
 
 @each_case()
 def test_bad_sampling_parameters_are_sentences(field: str, value: Any, remedy: str) -> None:
-    with pytest.raises(ValueError, match=f"^{field} is {value}; it must be {remedy}$"):
+    with user_error(f"^{field} is {value}; it must be {remedy}$"):
         SamplingParams(**{"max_tokens": 5, field: value})
 
 
 @each_case()
 def test_a_bad_logit_bias_is_a_sentence(bias: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
+    with user_error(f"^{message}$"):
         SamplingParams(max_tokens=5, logit_bias=bias)
 
 
@@ -63,13 +64,13 @@ def test_a_bad_logit_bias_is_a_sentence(bias: Any, message: str) -> None:
 )
 def test_what_is_no_token_id_is_a_sentence(field: str, holding: Callable[[Any], Any], token: Any) -> None:
     message = f"{field} has the token id {token!r}; it must be an integer from 0 up"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with user_error(f"^{re.escape(message)}$"):
         SamplingParams(max_tokens=5, **{field: holding(token)})
 
 
 def test_stop_token_ids_are_kept_as_a_tuple() -> None:
     assert SamplingParams(max_tokens=5, stop_token_ids=[7, 8]).stop_token_ids == (7, 8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="^stop_token_ids is 7; it must be a list of token ids$"):
+    with user_error("^stop_token_ids is 7; it must be a list of token ids$"):
         SamplingParams(max_tokens=5, stop_token_ids=7)  # type: ignore[arg-type]
 
 
@@ -90,7 +91,7 @@ def test_limits_themselves_are_allowed() -> None:
 def test_simulated_acceptance_is_a_length() -> None:
     EngineConfig(simulate_accept_length=2.5)
     for length in (0.5, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=f"simulate_accept_length is {length}; it must be a number of tokens, at"):
+        with user_error(f"simulate_accept_length is {length}; it must be a number of tokens, at"):
             EngineConfig(simulate_accept_length=length)
 
 
@@ -121,19 +122,19 @@ def test_the_drafts_target_is_sought_where_it_lay_in_training(tmp_path: Path, mo
     folder.rmdir()
     target.rmdir()
     message = f"target models/target is not a folder here, and {target}, its path in training, does not exist.*--target"
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         find_target(EngineConfig(draft=str(draft)))
 
 
 def test_the_drafts_target_has_to_be_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"target": "/nowhere/model"}))
-    with pytest.raises(ValueError, match="the target that draft .* names cannot be read .* add --target"):
+    with user_error("the target that draft .* names cannot be read .* add --target"):
         find_target(EngineConfig(draft=str(tmp_path)))
 
 
 def test_a_draft_without_a_target_needs_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=f"draft {tmp_path} names no target; add --target"):
+    with user_error(f"draft {tmp_path} names no target; add --target"):
         find_target(EngineConfig(draft=str(tmp_path)))
-    with pytest.raises(ValueError, match="target is empty and draft 'none' is not a checkpoint .* add --target"):
+    with user_error("target is empty and draft 'none' is not a checkpoint .* add --target"):
         find_target(EngineConfig())

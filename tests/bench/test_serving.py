@@ -30,6 +30,7 @@ from slipstream.tests.serve.fake_server import MODEL, write_target
 from slipstream.tests.serve.fake_server import serving as fake_serving
 from slipstream.tests.sources import TINY
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 SIZES = ["--output-len", "12", "--range-ratio", "0.5", "--concurrency", "1,3", "--requests", "4", "--prompts", "gsm8k"]
 
@@ -245,7 +246,7 @@ def test_over_http(server_url: str) -> None:
 
 
 def test_a_failed_request_ends_the_measurement(server_url: str) -> None:
-    with pytest.raises(ValueError, match="1 of 2 requests failed, the first with: .*300"):
+    with user_error("1 of 2 requests failed, the first with: .*300"):
         run_http(server_url, [Task([70], 4), Task([70] * 300, 4)], 1)
 
 
@@ -286,7 +287,7 @@ def test_questions_are_asked_again_in_other_namespaces(tokenizer: Any, tmp_path:
     assert task_namespace("at 8", tasks[1]) == "at 8"
     assert task_namespace("", again) == ""
     (empty := tmp_path / "questions.jsonl").write_text('{"question": "1+1?", "answer": "2", "split": "train"}\n')
-    with pytest.raises(ValueError, match="questions.jsonl has no questions"):
+    with user_error("questions.jsonl has no questions"):
         Workload(tokenizer=tokenizer, kind=str(empty), input_len=0, output_len=3).tasks(1, "a")
 
 
@@ -326,7 +327,7 @@ def test_questions_come_in_either_form_and_of_one_split(tokenizer: Any, tmp_path
         ('{"question": "a?", "answer": "who knows"}', ":2: its answer holds no number"),
     ):
         (tmp_path / "broken.jsonl").write_text('{"question": "a?", "answer": "1"}\n' + broken + "\n")
-        with pytest.raises(ValueError, match=f"broken.jsonl{message}"):
+        with user_error(f"broken.jsonl{message}"):
             read_questions(tmp_path / "broken.jsonl")
     (tmp_path / "one.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
     kind = str(tmp_path / "one.jsonl")
@@ -337,7 +338,7 @@ def test_questions_come_in_either_form_and_of_one_split(tokenizer: Any, tmp_path
     )
     assert task.prompt[: len(cut.prompt)] == cut.prompt != task.prompt, "the template has its variables"
     assert "2 + 2?" in tokenizer.decode(cut.prompt)
-    with pytest.raises(ValueError, match="input_len is 9; .* has no rows of split 'train' to use as examples: give 0"):
+    with user_error("input_len is 9; .* has no rows of split 'train' to use as examples: give 0"):
         Workload(tokenizer=tokenizer, kind=kind, input_len=9, output_len=3).tasks(1, "a")
 
 
@@ -375,7 +376,7 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
 
 @each_case()
 def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         ServingConfig(**options)
 
 
@@ -386,5 +387,5 @@ def test_the_table_shows_what_is_missing() -> None:
     assert row == "| draft/best, depth=3 | 8 | 100.0 | - | - | 4.00 | 5.50 | - | - | 5.80 | 6.00 | - | 5.5% | - |"
     assert label("none") == "none"
     assert ServingConfig(draft=["ngram"]).drafts == ["none", "ngram"]
-    with pytest.raises(ValueError, match="target is empty"):
+    with user_error("target is empty"):
         assert ServingConfig(draft=["ngram"]).target_name

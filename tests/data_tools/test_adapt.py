@@ -21,6 +21,7 @@ from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.serve.engine_runs import build_engine, run
 from slipstream.tests.sources import ROOT, TINY
+from slipstream.tests.user_errors import user_error
 from slipstream.train import continuation
 from slipstream.train.continuation import Continuation
 from slipstream.train.loop import Loop
@@ -106,7 +107,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     monkeypatch.setattr(Loop, "train_step", train_step)
     assert ended.value.code == 130
     assert [path.name for path in output.iterdir()] == ["step-3"]
-    with pytest.raises(ValueError, match="epochs is 5, but the run in .*step-3 has 2; pass the saved value"):
+    with user_error("epochs is 5, but the run in .*step-3 has 2; pass the saved value"):
         adapt(config(folder, output, epochs=5))
     monkeypatch.setattr(Continuation, "lengths", end_last)
     with pytest.raises(KeyboardInterrupt):
@@ -120,7 +121,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     capsys.readouterr()
     adapt(config(folder, output, epochs=2))
     assert "written before, by the same options" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="exists; name another folder or add --overwrite"):
+    with user_error("exists; name another folder or add --overwrite"):
         adapt(config(folder, output, epochs=5))
     assert not list(tmp_path.glob(".*"))
 
@@ -155,7 +156,7 @@ def test_nothing_is_written_where_old_text_is_forgotten(
 def test_a_log_of_one_row_is_refused(folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "short.jsonl"
     log.write_text((folder / "math.jsonl").read_text().partition("\n")[0] + "\n")
-    with pytest.raises(ValueError, match="from_log has one row of each category"):
+    with user_error("from_log has one row of each category"):
         adapt(replace(config(folder, tmp_path / "adapted"), from_log=(str(log),)))
 
 

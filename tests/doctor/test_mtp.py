@@ -26,6 +26,7 @@ from slipstream.tests.mtp_targets import MakeMTP, add_tensors, save_almost_copyi
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.sources import HYBRID, TINY
+from slipstream.tests.user_errors import user_error
 from slipstream.train.batches import collate
 
 QUICK = {"limit": 2, "max_tokens": 24}
@@ -127,9 +128,9 @@ def test_faults_of_norms_are_named(
 
 
 def test_a_target_without_a_head_is_refused() -> None:
-    with pytest.raises(ValueError, match="no MTP head of Qwen3ForCausalLM, the architecture of"):
+    with user_error("no MTP head of Qwen3ForCausalLM, the architecture of"):
         examine(DoctorConfig(draft="mtp", target=str(TINY), **QUICK))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="target is empty and draft 'mtp' is not a checkpoint that names one; add --t"):
+    with user_error("target is empty and draft 'mtp' is not a checkpoint that names one; add --t"):
         DoctorConfig(draft="mtp").check_inputs()
 
 
@@ -184,5 +185,5 @@ def test_a_head_with_an_output_head_of_its_own_is_refused(make_mtp: MakeMTP, tmp
     head = load_file(folder / "model.safetensors")["lm_head.weight"]
     add_tensors(folder, {"model.layers.4.shared_head.head.weight": 2 * head})
     target = load_target(folder, load_config(folder), torch.float32, torch.device("cpu"))
-    with pytest.raises(ValueError, match="this MTP head has an embedding or an output head of its own, which the doc"):
+    with user_error("this MTP head has an embedding or an output head of its own, which the doc"):
         check_shared(load_mtp(target))

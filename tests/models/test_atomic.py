@@ -34,6 +34,7 @@ from slipstream.tests.models.atomic_writers import (
     write_folder,
     write_folder_without_exchange,
 )
+from slipstream.tests.user_errors import user_error
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_what_lies_in_the_way_is_named_and_left_alone(
     foreign = staging / "mine" if is_folder else staging
     foreign.parent.mkdir(exist_ok=True)
     foreign.write_text("years")
-    with pytest.raises(ValueError, match=rf"{foreign}.* is in the way of .*name, .*; move it away"):
+    with user_error(rf"{foreign}.* is in the way of .*name, .*; move it away"):
         action(tmp_path / "name")
     assert foreign.read_text() == "years"
     assert list(tmp_path.rglob("*")) == ([staging, foreign] if is_folder else [staging])
@@ -184,11 +185,11 @@ def test_what_lies_in_the_way_is_named_and_left_alone(
 
 def test_names_of_the_other_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="file is a file; name a folder"):
+    with user_error("file is a file; name a folder"):
         write_folder(tmp_path / "file")
     os.mkfifo(tmp_path / "pipe")
     for path, kind in ((tmp_path, "a folder"), (tmp_path / "pipe", "not a file")):
-        with pytest.raises(ValueError, match=f"{path} is {kind}; name a file"):
+        with user_error(f"{path} is {kind}; name a file"):
             write_file(path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
 
@@ -202,12 +203,12 @@ def test_a_folder_that_became_somebody_elses_while_it_was_written_is_kept(tmp_pa
             (folder / "a").write_text("new")
             (path / "notes").write_text("mine")
 
-    with pytest.raises(ValueError, match="name holds notes beside a pair and is not replaced"):
+    with user_error("name holds notes beside a pair and is not replaced"):
         write()
     assert (path / "notes").read_text() == "mine"
     (tmp_path / "other").mkdir()
     write_folder(tmp_path / "other")
-    with pytest.raises(ValueError, match="other exists and is not empty"), atomic_folder(tmp_path / "other"):
+    with user_error("other exists and is not empty"), atomic_folder(tmp_path / "other"):
         pass
 
 
@@ -255,7 +256,7 @@ def test_what_is_in_the_way_of_a_lock_stays_and_no_folder_is_made(tmp_path: Path
     (tmp_path / ".b.lock").mkdir()
     for name in "ab":
         with (
-            pytest.raises(ValueError, match=rf"\.{name}\.lock is in the way of the lock .* move it away"),
+            user_error(rf"\.{name}\.lock is in the way of the lock .* move it away"),
             FolderLock(tmp_path / name, replaced=True),
         ):
             pass
@@ -264,7 +265,7 @@ def test_what_is_in_the_way_of_a_lock_stays_and_no_folder_is_made(tmp_path: Path
 
 def test_a_file_of_a_user_is_no_lock(tmp_path: Path) -> None:
     (tmp_path / FOLDER_LOCK).write_text("mine")
-    with pytest.raises(ValueError, match="in the way of the lock .* move it away"), FolderLock(tmp_path):
+    with user_error("in the way of the lock .* move it away"), FolderLock(tmp_path):
         pass
     assert (tmp_path / FOLDER_LOCK).read_text() == "mine"
 

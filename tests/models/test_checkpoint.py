@@ -29,6 +29,7 @@ from slipstream.models.files.checkpoint import (
     weights_fingerprint,
 )
 from slipstream.tests.pairwise import grouped
+from slipstream.tests.user_errors import user_error
 
 
 def test_a_name_with_a_slash_or_a_folder_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,26 +40,26 @@ def test_a_name_with_a_slash_or_a_folder_is_a_checkpoint(tmp_path: Path, monkeyp
 
 
 def test_json_faults_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config\.json is missing; is .* a complete checkpoint"):
+    with user_error(r"config\.json is missing; is .* a complete checkpoint"):
         read_json(tmp_path / "config.json")
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=rf"config\.json is missing; name {tmp_path}/best$"):
+    with user_error(rf"config\.json is missing; name {tmp_path}/best$"):
         read_json(tmp_path / "config.json")
     (tmp_path / "config.json").write_text('{"hidden_size": 3')
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+    with user_error(r"config\.json is not valid JSON"):
         read_json(tmp_path / "config.json")
 
 
 def test_a_drafts_config_with_fields_of_other_types_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"draft d: dflash_config in config\.json is a number, not an object"):
+    with user_error(r"draft d: dflash_config in config\.json is a number, not an object"):
         drafter_of({"drafter": "dflash", "dflash_config": 5}, "d")
-    with pytest.raises(ValueError, match=r"config\.json: architectures is 'Llama'; it must be a list"):
+    with user_error(r"config\.json: architectures is 'Llama'; it must be a list"):
         drafter_of({"architectures": "Llama"}, "d")
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no \*\.safetensors file; convert"):
+    with user_error(r"holds no \*\.safetensors file; convert"):
         read_tensors(tmp_path)
 
 
@@ -68,7 +69,7 @@ def test_damaged_files_are_named(keep: float, tmp_path: Path) -> None:
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[: int(keep * len(data)) if 0 < keep < 1 else int(keep)])
     for read in (read_tensors, weights_fingerprint, tensor_names):
-        with pytest.raises(ValueError, match=r"model\.safetensors is damaged or cut short .*fetch or train it again"):
+        with user_error(r"model\.safetensors is damaged or cut short .*fetch or train it again"):
             read(tmp_path)
 
 
@@ -142,7 +143,7 @@ def test_a_written_checkpoint_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["/no/such/folder", "./draft", "bare", "too/many/parts"])
 def test_missing_folders_are_not_sought_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
-    with pytest.raises(ValueError, match=f"checkpoint {name} does not exist; name a folder or a hub id"):
+    with user_error(f"checkpoint {name} does not exist; name a folder or a hub id"):
         resolve(name)
 
 
@@ -241,7 +242,7 @@ def test_incomplete_and_ambiguous_weights_are_refused(
     if index is not None:
         (tmp_path / INDEX).write_text(index)
     for read in (read_tensors, weights_fingerprint):
-        with pytest.raises(ValueError, match=message):
+        with user_error(message):
             read(tmp_path)
 
 
@@ -266,5 +267,5 @@ def test_the_hubs_errors_are_sentences(error: OSError, message: str, monkeypatch
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         resolve("owner/model")

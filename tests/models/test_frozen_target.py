@@ -46,6 +46,7 @@ from slipstream.tests.random_targets import (
     shared_weights,
     target_states,
 )
+from slipstream.tests.user_errors import user_error
 
 CPU = torch.device("cpu")
 ALL = torch.arange(SHAPE["vocab_size"])
@@ -108,7 +109,7 @@ def test_states_are_those_of_transformers(family: str, make_target: MakeTarget) 
     names = weights.keys() - {"norm.weight", HEAD}
     assert bool(names) == (family in (*PRE_NORM, "ministral3")), "a draft's layers have no gates, and other norms"
     if family == "hyperclovax":
-        with pytest.raises(ValueError, match="changes its head's logits, perhaps by logits_scaling"):
+        with user_error("changes its head's logits, perhaps by logits_scaling"):
             TransformersTarget(model, (2,))
         return
     shared = TransformersTarget(read_model(path, CPU, trust_remote_code=False), layers)
@@ -236,7 +237,7 @@ def test_gpt_oss_is_read() -> None:
 
 def test_a_head_that_does_more_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(GraniteConfig(**SHAPE, logits_scaling=8.0))
-    with pytest.raises(ValueError, match="changes its head.s logits, perhaps by logits_scaling, which"):
+    with user_error("changes its head.s logits, perhaps by logits_scaling, which"):
         TransformersTarget(model, (1,))
 
 
@@ -250,14 +251,14 @@ def test_a_head_that_does_more_is_refused() -> None:
 def test_a_head_of_another_kind_is_refused(head: torch.nn.Module | None, message: str) -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
     model.get_output_embeddings = lambda: head
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         TransformersTarget(model, (1,))
 
 
 def test_a_model_that_does_not_name_its_decoder_is_refused() -> None:
     sizes = {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "pad_token_id": None}
     model = AutoModelForCausalLM.from_config(Llama4TextConfig(**SHAPE | sizes))
-    with pytest.raises(ValueError, match="Llama4ForCausalLM names no decoder apart from its head"):
+    with user_error("Llama4ForCausalLM names no decoder apart from its head"):
         TransformersTarget(model, (1,))
 
 
@@ -267,7 +268,7 @@ def test_a_multiplier_of_an_unlisted_name_is_found() -> None:
     head = model.lm_head
     forward = model.lm_head.forward
     head.forward = lambda states: 1.1 * forward(states)
-    with pytest.raises(ValueError, match="changes its head.s logits, perhaps by its code"):
+    with user_error("changes its head.s logits, perhaps by its code"):
         TransformersTarget(model, (1,))
     del head.forward
     TransformersTarget(model, (1,))

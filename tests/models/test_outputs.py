@@ -16,6 +16,7 @@ from slipstream.models.files.outputs import (
     check_working_folder,
 )
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 KINDS = {
     CHECKPOINT: ("config.json", "run.json", "model.safetensors"),
@@ -53,7 +54,7 @@ def test_a_folder_of_ours_holds_what_our_programs_write_and_nothing_else(kind: F
     folder.mkdir()
     kind.check(folder)
     fill(folder, *KINDS[kind], f".{kind.markers[-1]}.tmp/new", f".{kind.markers[-1]}.tmp/lock")  # as a kill leaves them
-    with pytest.raises(ValueError, match="folder exists; name another folder or add --overwrite"):
+    with user_error("folder exists; name another folder or add --overwrite"):
         check_output_folder(str(folder), kind, {}, overwrite=False)
     check_output_folder(str(folder), kind, {}, overwrite=True)
     fill(folder, *FOREIGN)
@@ -61,12 +62,10 @@ def test_a_folder_of_ours_holds_what_our_programs_write_and_nothing_else(kind: F
     assert set(FOREIGN) - {"train/a/b.arrow"} < {*kind.foreign(folder)}
     assert "link" in kind.foreign(folder)
     for overwrite in (True, False):
-        with pytest.raises(
-            ValueError, match=rf"folder holds \.mine, .*, \.\.\. beside {kind.name} and is not replaced"
-        ):
+        with user_error(rf"folder holds \.mine, .*, \.\.\. beside {kind.name} and is not replaced"):
             check_output_folder(str(folder), kind, {}, overwrite=overwrite)
     (folder / kind.markers[0]).unlink()
-    with pytest.raises(ValueError, match=f"folder is not {kind.name} .*it has no {kind.markers[0]}.* name another"):
+    with user_error(f"folder is not {kind.name} .*it has no {kind.markers[0]}.* name another"):
         check_output_folder(str(folder), kind, {}, overwrite=True)
 
 
@@ -91,7 +90,7 @@ def test_an_output_is_no_input(kind: str, output: str, source: str, relation: st
         check(kind, tmp_path / output, tmp_path / source)
         return
     message = f"^output {tmp_path / output} {relation} data {tmp_path / source}, which is read; name another output$"
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         check(kind, tmp_path / output, tmp_path / source)
     assert (tmp_path / "folder/sub/file").read_text() == "mine"
 
@@ -107,10 +106,10 @@ def test_a_file_is_replaced_if_it_was_asked_for_and_is_ours(tmp_path: Path) -> N
     check(overwrite=False)
     path.write_text("mine")
     check(overwrite=True)
-    with pytest.raises(ValueError, match=f"^plot {path} exists; name another file or add --overwrite$"):
+    with user_error(f"^plot {path} exists; name another file or add --overwrite$"):
         check(overwrite=False)
     for overwrite in (True, False):
-        with pytest.raises(ValueError, match=f"^plot {path} is not a map and is not replaced; name another file$"):
+        with user_error(f"^plot {path} is not a map and is not replaced; name another file$"):
             check(overwrite=overwrite, is_ours=False)
 
 
@@ -121,12 +120,12 @@ def test_places_where_nothing_can_be_written_are_refused(
     fill(tmp_path, "file")
     (tmp_path / "folder").mkdir()
     name, fault = ("folder", "a folder; name a file") if kind == "file" else ("file", "a file; name a folder")
-    with pytest.raises(ValueError, match=f"output {tmp_path / name} is {fault}"):
+    with user_error(f"output {tmp_path / name} is {fault}"):
         check(kind, tmp_path / name, tmp_path / "absent")
-    with pytest.raises(ValueError, match=f"lies below {tmp_path}/file, which is a file; name another place"):
+    with user_error(f"lies below {tmp_path}/file, which is a file; name another place"):
         check(kind, tmp_path / "file" / "new", tmp_path / "absent")
     monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path / "folder")
-    with pytest.raises(ValueError, match=f"cannot be written: you may not write to {tmp_path}/folder; name another"):
+    with user_error(f"cannot be written: you may not write to {tmp_path}/folder; name another"):
         check(kind, tmp_path / "folder" / "new" / "deeper", tmp_path / "absent")
 
 
@@ -135,5 +134,5 @@ def test_what_a_killed_writer_left_is_put_back_before_the_check(tmp_path: Path) 
         fill(tmp_path / ".data.tmp" / name, *KINDS[DATASET])
     check_output_folder(str(tmp_path / "data"), DATASET, {}, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
-    with pytest.raises(ValueError, match=re.escape("add --overwrite")):
+    with user_error(re.escape("add --overwrite")):
         check_output_folder(str(tmp_path / "data"), DATASET, {}, overwrite=False)

@@ -43,6 +43,7 @@ from slipstream.tests.quantized_targets import (
 )
 from slipstream.tests.random_targets import SHAPE, MakeTarget, change_json, configs_of, logits, save_random_target
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 HEAD = "lm_head"
 TOKENS = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
@@ -100,11 +101,11 @@ def test_quantised_files_are_adapted_too(family: str, name: str, tmp_path: Path)
     """Where rows are packed across outputs they cannot be reordered, and the error says so."""
     plain, values = save_adapted(family, name, tmp_path)
     if family.startswith("ernie") and (name.startswith(("awq", "gptq")) or name == "packed-asymmetric"):
-        with pytest.raises(ValueError, match="rows of Ernie4_5ForCausalLM are reordered when they are loaded"):
+        with user_error("rows of Ernie4_5ForCausalLM are reordered when they are loaded"):
             load(tmp_path / name, name)
         return
     if isinstance(load_config(plain).layers[-1].mlp, MoESpec) and name == "gptq-order":
-        with pytest.raises(ValueError, match="experts has act order"):
+        with user_error("experts has act order"):
             load(tmp_path / name, name)
         return
     target = load(tmp_path / name, name)
@@ -179,7 +180,7 @@ def test_rows_of_inputs_are_not_taken_for_rows_of_heads(name: str, tmp_path: Pat
     """As many inputs as outputs: the shape alone does not tell."""
     save_random_target(copy.deepcopy(ADAPTED["ernie"]), tmp_path)
     key = f"layers.0.self_attn.q_proj.{name}"
-    with pytest.raises(ValueError, match=f"{key} is .*reordered when they are loaded"):
+    with user_error(f"{key} is .*reordered when they are loaded"):
         adapt_values({key: torch.zeros(256, 32)}, load_config(tmp_path))
 
 
@@ -287,15 +288,15 @@ def test_faults_of_files_are_named(
 ) -> None:
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
     change_tensors(tmp_path / name, "model.layers.0.mlp", change)
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         load(tmp_path / name)
 
 
 def test_parts_fill_blocks_and_words() -> None:
     with torch.device("meta"):
-        with pytest.raises(ValueError, match="begin within a block of 128 outputs.*k_proj"):
+        with user_error("begin within a block of 128 outputs.*k_proj"):
             FP8Linear(Linear(256, {"q_proj": 192, "k_proj": 64}), FP8Format("block"))
-        with pytest.raises(ValueError, match="weights of 12 x 256 do not fill words of 8"):
+        with user_error("weights of 12 x 256 do not fill words of 8"):
             Int4Linear(Linear(256, {"q_proj": 16, "k_proj": 12}), Int4Format("awq", 128), False)
 
 
@@ -317,29 +318,29 @@ def test_a_gated_product_has_one_order_for_any_number_of_rows(shape: tuple[int, 
 
 def test_quantised_weights_need_a_config(plain: Path, tmp_path: Path) -> None:
     save_quantized(LAYOUTS["fp8-tensor"], plain, tmp_path / "fp8")
-    with pytest.raises(ValueError, match=r"quantization is 'fp8', but .* is quantised already \(fp8 per tensor\)"):
+    with user_error(r"quantization is 'fp8', but .* is quantised already \(fp8 per tensor\)"):
         load(tmp_path / "fp8", "on-the-fly")
     change_json(tmp_path / "fp8" / "config.json", quantization_config=None)
-    with pytest.raises(ValueError, match="q_proj is quantised already; no file says how"):
+    with user_error("q_proj is quantised already; no file says how"):
         load(tmp_path / "fp8")
     tensors = load_file(plain / "model.safetensors")
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.float8_e4m3fn)
     save_file(tensors, tmp_path / "fp8" / "model.safetensors")
-    with pytest.raises(ValueError, match="embed_tokens.weight is float8_e4m3fn, not"):
+    with user_error("embed_tokens.weight is float8_e4m3fn, not"):
         load(tmp_path / "fp8")
 
 
 @each_case()
 def test_other_formats_are_refused_with_the_known_ones(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
-    with pytest.raises(ValueError, match=f"{message}.*; known formats: fp8 .*gptq"):
+    with user_error(f"{message}.*; known formats: fp8 .*gptq"):
         read_quantization(tmp_path)
 
 
 @each_case()
 def test_malformed_fields_are_named_with_their_value_and_the_remedy(values: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
-    with pytest.raises(ValueError, match=f"{tmp_path} cannot be read: {message}"):
+    with user_error(f"{tmp_path} cannot be read: {message}"):
         read_quantization(tmp_path)
 
 
@@ -383,7 +384,7 @@ def test_groups_name_layers(tmp_path: Path) -> None:
     assert quantization.format_of("layers.0.self_attn.q_proj") == Int4Format("packed", 128, symmetric=True)
     del values["config_groups"]["group_0"]
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
-    with pytest.raises(ValueError, match=re.escape("q_proj is quantised, but the quantisation config (compressed")):
+    with user_error(re.escape("q_proj is quantised, but the quantisation config (compressed")):
         read_quantization(tmp_path).format_of("layers.0.self_attn.q_proj")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
     assert not [format for targets, format in read_quantization(tmp_path).groups if targets]

@@ -31,6 +31,7 @@ from slipstream.tests.quantized_targets import (
 )
 from slipstream.tests.random_targets import MakeTarget, change_json, logits, save_random_target
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
+from slipstream.tests.user_errors import user_error
 
 TOKENS = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
 EXPERT = "model.layers.0.mlp.experts"
@@ -164,7 +165,7 @@ def test_faults_of_files_are_named(
 ) -> None:
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
     change_tensors(tmp_path / name, EXPERT, change)
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         load(tmp_path / name)
 
 
@@ -181,15 +182,15 @@ def test_mxfp4_scales_above_two_are_known(tmp_path: Path) -> None:
 
 def test_mxfp4_needs_a_config_and_powers_of_two(tmp_path: Path) -> None:
     save_gpt_oss(tmp_path, with_fields=False)
-    with pytest.raises(ValueError, match="experts is quantised already; no file says how"):
+    with user_error("experts is quantised already; no file says how"):
         load(tmp_path)
     change_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"})
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[f"{EXPERT}.down_proj_scales"][1, 2, 0] = 255
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="down_proj_scales has 255"):
+    with user_error("down_proj_scales has 255"):
         load(tmp_path)
     del tensors[f"{EXPERT}.down_proj_scales"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="missing layers.0.mlp.experts.down_proj_scales"):
+    with user_error("missing layers.0.mlp.experts.down_proj_scales"):
         load(tmp_path)

@@ -52,6 +52,7 @@ from slipstream.tests.random_targets import (
 )
 from slipstream.tests.recurrent_layers import AverageSpec
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 WIDE = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}, head_dim=128)
 WIDE_MOE = Qwen3MoeConfig(
@@ -262,12 +263,10 @@ def test_quantised_ranks_have_slices_of_the_weights(
     if name == "on-the-fly":
         values = load_file(wide_targets[kind] / "model.safetensors")
     if name == "gptq-order" and kind == "dense":
-        with pytest.raises(
-            ValueError, match=r"layers\.0\.self_attn\.o_proj has 512 inputs, which 2 ranks cut into 256"
-        ):
+        with user_error(r"layers\.0\.self_attn\.o_proj has 512 inputs, which 2 ranks cut into 256"):
             load(folder, 0, 2)
     elif name == "gptq-order":
-        with pytest.raises(ValueError, match="has act order"):
+        with user_error("has act order"):
             load(folder, 0, 2)
     else:
         check_weights(folder, values, name, 2)
@@ -392,7 +391,7 @@ def test_cut_blocks_and_groups_are_refused(name: str, tmp_path: Path) -> None:
     config = LlamaConfig(**WIDE.to_dict() | {"intermediate_size": 384})
     save_random_target(config, tmp_path / "plain")
     save_quantized(LAYOUTS[name], tmp_path / "plain", tmp_path / name)
-    with pytest.raises(ValueError, match=r"mlp\.\w+ has 384 \w+.*, which 2 ranks cut into 192; .* keeps 128 together"):
+    with user_error(r"mlp\.\w+ has 384 \w+.*, which 2 ranks cut into 192; .* keeps 128 together"):
         load(tmp_path / name, 0, 2)
 
 
@@ -403,7 +402,7 @@ def test_cut_blocks_of_experts_are_refused(wide_targets: dict[str, Path], tmp_pa
         ("fp8", 4, "256 channels in an expert, which 4 ranks cut into 64"),
         ("mxfp4", 2, "160 channels in an expert, which 2 ranks cut into 80"),
     ):
-        with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.experts has {sizes}.*: use --tp-exact, fewer"):
+        with user_error(rf"layers\.0\.mlp\.experts has {sizes}.*: use --tp-exact, fewer"):
             load(tmp_path / folder, 0, world)
 
 
@@ -457,7 +456,7 @@ def test_sizes_that_ranks_do_not_divide_are_refused(
     family: str, rank: int, world: int, fields: dict[str, int], message: str, make_target: MakeTarget
 ) -> None:
     spec = replace(load_config(make_target(family)), **fields)
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         spec.shard(rank, world)
 
 
@@ -470,9 +469,9 @@ def test_heads_of_delta_nets_that_ranks_do_not_divide_are_refused() -> None:
         (3, "linear_num_key_heads is 4, and 3 ranks"),
         (8, "linear_num_value_heads is 12, and 8 ranks"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with user_error(message):
             spec.shard(world)
-    with pytest.raises(ValueError, match="layers called average run on 1 rank, not on 2"):
+    with user_error("layers called average run on 1 rank, not on 2"):
         AverageSpec(size=4).shard(2)
 
 
@@ -481,10 +480,10 @@ def test_widths_of_experts_that_ranks_do_not_divide_are_refused(make_target: Mak
     experts = spec.layers[1].mlp
     assert isinstance(experts, MoESpec)
     for name, label in (("intermediate_size", "the experts' intermediate size"), ("shared_size", "shared_expert_")):
-        with pytest.raises(ValueError, match=f"{label}.* is 7, and 2 ranks do not divide it"):
+        with user_error(f"{label}.* is 7, and 2 ranks do not divide it"):
             replace(experts, **{name: 7}).shard(2)
     assert experts.shard(2, whole_experts=True) == replace(experts, shares=2, shared_size=experts.shared_size // 2)
-    with pytest.raises(ValueError, match="the number of experts is 6, and 4 ranks do not divide it"):
+    with user_error("the number of experts is 6, and 4 ranks do not divide it"):
         experts.shard(4, whole_experts=True)
 
 

@@ -30,6 +30,7 @@ from slipstream.models.files.state_store import (
     shard_path,
     write_shard,
 )
+from slipstream.tests.user_errors import user_error
 
 SHARDS = (ShardRange("train", 0, 3, 9, 3), ShardRange("train", 3, 2, 4, 2), ShardRange("heldout", 0, 2, 5, 1))
 LENGTHS = ((4, 0, 5), (3, 1), (0, 5))
@@ -213,7 +214,7 @@ def test_a_flipped_bit_is_found_in_its_document_alone(tmp_path: Path, form: Stat
     shard_path(tmp_path, 0).write_bytes(content)
     store = StateStore(tmp_path)
     store.read(0, 0)
-    with pytest.raises(ValueError, match=r"shard-00000.safetensors is damaged \(document 2 .*--shards 0 --yes"):
+    with user_error(r"shard-00000.safetensors is damaged \(document 2 .*--shards 0 --yes"):
         store.read(0, 2)
 
 
@@ -230,7 +231,7 @@ def test_no_tensor_may_change(tmp_path: Path, name: str) -> None:
     assert content.count(before) == 1
     shard_path(tmp_path, 0).write_bytes(content.replace(before, bytes(raw(changed.tensors[name]))))
     store = StateStore(tmp_path)
-    with pytest.raises(ValueError, match="shard-00000.safetensors is damaged"):
+    with user_error("shard-00000.safetensors is damaged"):
         [store.read(0, slot) for slot in range(SHARDS[0].count)]
     assert index.missing(tmp_path) == []
 
@@ -245,19 +246,19 @@ def test_files_that_are_no_shard_of_this_capture_are_named(tmp_path: Path) -> No
     store = StateStore(tmp_path)
     for number, fault in ((0, "is damaged"), (1, "belongs to another capture"), (2, "is missing")):
         message = rf"shard-0000{number}.safetensors {fault}.*; rebuild it: .* --shards {number} --yes"
-        with pytest.raises(ValueError, match=message):
+        with user_error(message):
             store.read(number, 0)
     assert store.index.missing(tmp_path) == [2]
     assert [store.is_complete(number) for number in range(3)] == [True, True, False]
     make_index(form, data_hash="d" * 64).write(tmp_path)
     write_shard(tmp_path, 1, fill(1, form), store.capture)
-    with pytest.raises(ValueError, match="shard-00001.safetensors belongs to another capture"):
+    with user_error("shard-00001.safetensors belongs to another capture"):
         StateStore(tmp_path).read(1, 0)
 
 
 def test_tensors_of_another_dtype_are_refused(tmp_path: Path) -> None:
     index = write_store(tmp_path, make_form(dtype="bf16"))
-    with pytest.raises(ValueError, match="shard-00000.safetensors is damaged .its tensors are not those"):
+    with user_error("shard-00000.safetensors is damaged .its tensors are not those"):
         open_shard(tmp_path, 0, SHARDS[0], make_form(dtype="fp32"), index.digest)
 
 
@@ -275,7 +276,7 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_full_disk_leaves_no_half_shard(tmp_path: Path) -> None:
     form = make_form()
     index = make_index(form)
-    with largest_file(700), pytest.raises(ValueError, match="could not be written .* make room and run the same"):
+    with largest_file(700), user_error("could not be written .* make room and run the same"):
         write_shard(tmp_path, 0, fill(0, form), index.digest)
     assert list(tmp_path.iterdir()) == []
     write_shard(tmp_path, 0, fill(0, form), index.digest)
@@ -287,7 +288,7 @@ def test_what_differs_from_the_run_is_named(tmp_path: Path, name: str) -> None:
     make_index(make_form()).write(tmp_path)
     store = StateStore(tmp_path)
     store.check(IDENTITY)
-    with pytest.raises(ValueError, match=rf"{name} is {IDENTITY[name][:12]}, the run's is dddddddddddd; "):
+    with user_error(rf"{name} is {IDENTITY[name][:12]}, the run's is dddddddddddd; "):
         store.check(IDENTITY | {name: "d" * 64})
 
 
@@ -295,17 +296,17 @@ def test_states_that_are_not_there_are_named(tmp_path: Path) -> None:
     make_index(make_form(last_hidden=False)).write(tmp_path)
     store = StateStore(tmp_path)
     store.check_states((3, 1), final_state=False)
-    with pytest.raises(ValueError, match=r"hold \[1, 3\], the draft reads \[1, 2\]"):
+    with user_error(r"hold \[1, 3\], the draft reads \[1, 2\]"):
         store.check_states((1, 2), final_state=False)
-    with pytest.raises(ValueError, match="lack the state after the final norm"):
+    with user_error("lack the state after the final norm"):
         store.check_states((1, 3), final_state=True)
     make_index(make_form(layers=(1, 6), last_hidden=False)).write(tmp_path)
     StateStore(tmp_path).check_states((1,), final_state=True)
 
 
 def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no captured states; make them with `slipstream capture-states`"):
+    with user_error("holds no captured states; make them with `slipstream capture-states`"):
         StateStore(tmp_path)
     (tmp_path / "index.json").write_text('{"version": 0}')
-    with pytest.raises(ValueError, match="has version 0, this program reads 1"):
+    with user_error("has version 0, this program reads 1"):
         StateStore(tmp_path)

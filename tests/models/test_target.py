@@ -64,6 +64,7 @@ from slipstream.tests.random_targets import (
 )
 from slipstream.tests.sources import ROOT
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 NEW_FIELDS = ("rope_parameters", "layer_types")  # of configs that older transformers did not write
 
@@ -170,14 +171,14 @@ def test_queries_and_their_gates_are_taken_apart_with_their_scales(name: str, un
     stored, q, gate = (part.reshape(-1, 1)[::unit].transpose(0, axis) for part in (rows, rows[:, 0], rows[:, 1]))
     key = f"layers.3.self_attn.q_proj.{name}"
     assert all(map(torch.equal, heads_apart(key, stored, 4, [256, 256]), (q, gate)))
-    with pytest.raises(ValueError, match="taken apart by heads .*; use a checkpoint in 16 bits or FP8"):
+    with user_error("taken apart by heads .*; use a checkpoint in 16 bits or FP8"):
         heads_apart(key, stored, 4, [260, 260])
 
 
 def test_clipped_projections_are_refused(make_target: MakeTarget, tmp_path: Path) -> None:
     values = json.loads((make_target("olmoe") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"clip_qkv": 8.0}))
-    with pytest.raises(ValueError, match=r"clip_qkv is 8\.0, and clipped queries, keys and values are not supported"):
+    with user_error(r"clip_qkv is 8\.0, and clipped queries, keys and values are not supported"):
         load_config(tmp_path)
 
 
@@ -187,7 +188,7 @@ def test_rotary_bases_by_layer_are_refused(make_target: MakeTarget, tmp_path: Pa
     values = json.loads((make_target("muse-glimmer") / "config.json").read_text())
     values["text_config"]["layer_rope_theta"] = [10000.0, 500.0, 10000.0, 0]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"layer_rope_theta is .* 500\.0.*; it must have 0 or rope_theta, 10000\.0"):
+    with user_error(r"layer_rope_theta is .* 500\.0.*; it must have 0 or rope_theta, 10000\.0"):
         load_config(tmp_path)
 
 
@@ -313,7 +314,7 @@ def test_configs_are_read_as_transformers_reads_them(name: str, removed: str | N
 
 def test_foreign_architecture_is_refused_with_the_list() -> None:
     """In one order, with all that are read."""
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel cannot be a target; supported: \w+(, \w+)*$") as error:
+    with user_error(r"GPT2LMHeadModel cannot be a target; supported: \w+(, \w+)*$") as error:
         TargetSpec.from_json(GPT2Config(architectures=["GPT2LMHeadModel"]).to_dict())
     architectures = str(error.value).partition("supported: ")[2].split(", ")
     assert architectures == sorted(architectures)
@@ -325,7 +326,7 @@ def test_what_is_not_served_by_design_is_refused_with_the_reason(
     config: str, fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     getattr(transformers, config)(**fields).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=reason) as error:
+    with user_error(reason) as error:
         load_config(tmp_path)
     is_family = "hidden_activation" not in reason
     assert (NOT_SERVED in str(error.value)) == is_family
@@ -337,7 +338,7 @@ def test_a_config_is_refused_before_transformers_or_its_code_reads_it(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
     for trust in (False, True):
-        with pytest.raises(ValueError, match=f"^architecture {values['architectures'][0]} cannot be a target{reason}"):
+        with user_error(f"^architecture {values['architectures'][0]} cannot be a target{reason}"):
             load_config(tmp_path, trust)
 
 
@@ -376,7 +377,7 @@ def test_an_adapter_is_refused_with_its_base_model(
     values: dict[str, Any], message: str, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=message) as error:
+    with user_error(message) as error:
         load_config(tmp_path)
     assert NOT_SERVED in str(error.value)
     (tmp_path / "config.json").write_text((make_target("qwen3") / "config.json").read_text())
@@ -388,5 +389,5 @@ def test_feature_layer_rule() -> None:
     for num_layers in range(3, 40):
         check_aux_layers(default_aux_layers(num_layers), num_layers)
     for wrong in ((1, 1, 2), (0, 7), ()):
-        with pytest.raises(ValueError, match="aux_layers"):
+        with user_error("aux_layers"):
             check_aux_layers(wrong, 6)

@@ -17,6 +17,7 @@ from slipstream.models.drafts.token_map import (
 )
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 SPECIAL = [0, 1, 63]
 
@@ -84,21 +85,21 @@ def test_ids_that_the_counts_would_not_choose_come_before_all_others() -> None:
 def test_a_cut_keeps_the_stop_ids_and_names_those_that_are_missing() -> None:
     token_map = build([9, 8, 7, 6, 5, 4, 0, 0], 6, [0])
     assert token_map.ids_by_frequency(3, stop_ids=[5]).tolist() == [0, 5, 1]
-    with pytest.raises(ValueError, match=r"lacks the stop tokens 6, 7, so a draft could not end an answer; add them"):
+    with user_error(r"lacks the stop tokens 6, 7, so a draft could not end an answer; add them"):
         token_map.ids_by_frequency(stop_ids=[7, 0, 6])
-    with pytest.raises(ValueError, match=r"^the token map lacks the stop token 7, "):
+    with user_error(r"^the token map lacks the stop token 7, "):
         token_map.ids_by_frequency(stop_ids=[7])
     for size in (0, 1, 9):
-        with pytest.raises(ValueError, match=f"size is {size}; this map can be cut to 2 .* up to 8"):
+        with user_error(f"size is {size}; this map can be cut to 2 .* up to 8"):
             token_map.ids_by_frequency(size, stop_ids=[5])
 
 
 def test_another_tokenizer_is_refused_with_what_to_do() -> None:
     token_map = build([1, 2], 1, [])
     check_tokenizer(token_map, "t")
-    with pytest.raises(ValueError, match=r"^draft.vocabulary m was counted with another tokenizer \(t; the target's"):
+    with user_error(r"^draft.vocabulary m was counted with another tokenizer \(t; the target's"):
         check_tokenizer(token_map, "other", "draft.vocabulary m")
-    with pytest.raises(ValueError, match="make a map for this target with slipstream frequency-map"):
+    with user_error("make a map for this target with slipstream frequency-map"):
         check_tokenizer(token_map, "other")
     check_tokenizer(TokenMap(token_map.ids, token_map.counts, {}), "any")  # a file that does not say
 
@@ -135,12 +136,12 @@ def test_fr_spec_lists_keep_the_faults_of_their_first_script_out(tmp_path: Path)
 
 @each_case()
 def test_impossible_sizes_are_refused(size: int, kept_ids: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         build([1, 1, 1, 1, 1], size, kept_ids)
 
 
 def test_nothing_counted_is_refused() -> None:
-    with pytest.raises(ValueError, match="no supervised token"):
+    with user_error("no supervised token"):
         build([0, 0, 0], 1, [])
 
 
@@ -150,16 +151,16 @@ def test_damaged_and_contradicting_files_are_refused(tmp_path: Path) -> None:
     tensors = load_file(path)
     content = path.read_bytes()
     path.write_bytes(content[:-5])
-    with pytest.raises(ValueError, match="damaged"):
+    with user_error("damaged"):
         TokenMap.read(path)
     save_file({"d2t": tensors["d2t"]}, path)
-    with pytest.raises(ValueError, match="lacks counts, t2d"):
+    with user_error("lacks counts, t2d"):
         TokenMap.read(path)
     save_file({**tensors, "t2d": ~tensors["t2d"]}, path, {"token_map": "{}"})
-    with pytest.raises(ValueError, match="name different tokens"):
+    with user_error("name different tokens"):
         TokenMap.read(path)
     save_file({**tensors, "d2t": tensors["d2t"] + 9}, path, {"token_map": "{}"})
-    with pytest.raises(ValueError, match="ids 10 to 12 leave the vocabulary of 5"):
+    with user_error("ids 10 to 12 leave the vocabulary of 5"):
         TokenMap.read(path)
 
 
@@ -181,9 +182,9 @@ def test_a_list_in_order_of_frequency_can_be_cut(tmp_path: Path, content: object
     assert token_map.vocab_size == VOCAB_SIZE
     assert [token_map.ids_by_frequency(size).tolist() for size in (1, 3, None)] == [LISTED[:1], LISTED[:3], LISTED]
     assert token_map.ids_by_frequency(3, stop_ids=[0]).tolist() == [0, 7, 2]
-    with pytest.raises(ValueError, match="size is 5; this map can be cut to 1 .* up to 4"):
+    with user_error("size is 5; this map can be cut to 1 .* up to 4"):
         token_map.ids_by_frequency(5)
-    with pytest.raises(ValueError, match="lacks the stop token 3,"):
+    with user_error("lacks the stop token 3,"):
         token_map.ids_by_frequency(stop_ids=[3])
     check_tokenizer(token_map, "any")
 
@@ -199,7 +200,7 @@ def test_ascending_ids_have_no_order_to_cut_by(tmp_path: Path) -> None:
     for path in [*paths, tmp_path / "model.safetensors", tmp_path / "d2t.safetensors"]:
         token_map = read_token_map(path, VOCAB_SIZE)
         assert token_map.ids.tolist() == token_map.ids_by_frequency().tolist() == sorted(LISTED)
-        with pytest.raises(ValueError, match="holds its 4 ids without an order of frequency; leave the size out"):
+        with user_error("holds its 4 ids without an order of frequency; leave the size out"):
             token_map.ids_by_frequency(3)
 
 
@@ -217,7 +218,7 @@ def test_every_file_that_we_write_is_public_and_read_again(tmp_path: Path) -> No
     assert again.ids_by_frequency(5).tolist() == [1, 3, 2, 0, 4]
     assert read_token_map(tmp_path / "fr_spec.pt", 5).ids_by_frequency(2).tolist() == [1, 3]
     assert read_token_map(tmp_path / "sglang.pt", 5).ids.tolist() == [1, 2, 3]
-    with pytest.raises(ValueError, match="was counted over 5 tokens, the target has 6; make a map"):
+    with user_error("was counted over 5 tokens, the target has 6; make a map"):
         read_token_map(tmp_path / "map.safetensors", 6)
 
 
@@ -240,7 +241,7 @@ def test_every_file_that_we_write_is_public_and_read_again(tmp_path: Path) -> No
     ],
 )
 def test_faults_are_named(tmp_path: Path, content: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         read_token_map(saved(tmp_path, content), VOCAB_SIZE)
 
 
@@ -256,7 +257,7 @@ class Evil:
 
 def test_nothing_but_data_is_unpickled(tmp_path: Path) -> None:
     path = saved(tmp_path, Evil(tmp_path / "ran"))
-    with pytest.raises(ValueError, match="holds more than token ids"):
+    with user_error("holds more than token ids"):
         read_token_map(path, VOCAB_SIZE)
     assert not (tmp_path / "ran").exists()
 
@@ -265,5 +266,5 @@ def test_nothing_but_data_is_unpickled(tmp_path: Path) -> None:
 def test_unreadable_files_are_named(tmp_path: Path, name: str) -> None:
     if name.startswith("text"):
         (tmp_path / name).write_text("no tensors")
-    with pytest.raises(ValueError, match=f"{name} is missing, damaged or"):
+    with user_error(f"{name} is missing, damaged or"):
         read_token_map(tmp_path / name, VOCAB_SIZE)

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.tests.train.conftest import SaveData, random_dataset
+from slipstream.tests.user_errors import user_error
 from slipstream.train.batches import (
     Batch,
     PackedRows,
@@ -185,7 +186,7 @@ def test_evaluation_sees_every_row_once_in_equally_many_batches(rows: PackedRows
 
 def test_a_split_that_supervises_nothing_is_refused() -> None:
     dataset = Dataset.from_dict({"input_ids": [[1, 2, 3]], "loss_mask": [[False] * 3]})
-    with pytest.raises(ValueError, match="no document of 1 has two supervised tokens"):
+    with user_error("no document of 1 has two supervised tokens"):
         PackedRows(dataset, 8)
 
 
@@ -198,13 +199,13 @@ def test_prepared_data_must_be_whole_and_of_this_tokenizer(
     data = save_data(some, some)
     assert len(load_prepared(data, expected)[0]["train"]) == 4
     shutil.rmtree(data / "heldout")
-    with pytest.raises(ValueError, match=f"{data} is damaged .*heldout"):
+    with user_error(f"{data} is damaged .*heldout"):
         load_prepared(data, expected)
-    with pytest.raises(ValueError, match="another tokenizer .hash 99999999"):
+    with user_error("another tokenizer .hash 99999999"):
         load_prepared(save_data(some, some, tokenizer_hash="9" * 64), expected)
-    with pytest.raises(ValueError, match="split train is empty"):
+    with user_error("split train is empty"):
         load_prepared(save_data(nothing, some), expected)
     (tmp_path / "report.json").write_text("{}")  # as `make demo` writes beside its dataset
     for path, missing in ((target_path, "report.json"), (tmp_path, "dataset_dict.json")):
-        with pytest.raises(ValueError, match=f"data.path {path} holds no {missing}"):
+        with user_error(f"data.path {path} holds no {missing}"):
             load_prepared(path, expected)

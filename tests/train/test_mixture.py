@@ -14,6 +14,7 @@ from datasets import Dataset, concatenate_datasets
 from slipstream.models.files.checkpoint import read_json
 from slipstream.tests.train.conftest import CaptureTo, SaveData, random_dataset
 from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, records, refusal, run_interrupted
+from slipstream.tests.user_errors import user_error
 from slipstream.train import eagle3
 from slipstream.train.batches import PackedRows, Share, row_order, training_batches
 from slipstream.train.mixture import Mixture
@@ -129,7 +130,7 @@ def test_held_out_documents_come_from_every_folder(save_data: SaveData, folders:
     assert len(rows.dataset) == 6
     assert len(rows) == len(rows.rows)
     other = save_data(random_dataset(4, seed=1), random_dataset(4, seed=2), tokenizer_hash="9" * 64)
-    with pytest.raises(ValueError, match=f"data.path {other} was prepared with another tokenizer .hash 99999999"):
+    with user_error(f"data.path {other} was prepared with another tokenizer .hash 99999999"):
         Mixture.load({str(folders[0]): 1, str(other): 1}, report["tokenizer_hash"])
     empty = Dataset.from_dict({"input_ids": [], "loss_mask": []}, features=random_dataset(1, seed=0).features)
     trained_only = save_data(random_dataset(4, seed=1), empty)
@@ -138,11 +139,11 @@ def test_held_out_documents_come_from_every_folder(save_data: SaveData, folders:
     assert len(rows.dataset) == 3
     assert [share.num_documents for share in rows.shares] == [0, 3]
     assert len(rows) == len(rows.rows)
-    with pytest.raises(ValueError, match=f"data.path {trained_only}: split heldout is empty; prepare with a larger"):
+    with user_error(f"data.path {trained_only}: split heldout is empty; prepare with a larger"):
         Mixture.load({str(trained_only): 1}, report["tokenizer_hash"])
     nothing = Dataset.from_dict({"input_ids": [[1, 2, 3]], "loss_mask": [[False] * 3]})
     silent = save_data(nothing, nothing)
-    with pytest.raises(ValueError, match=f"no document of 1 in {silent} has two supervised tokens"):
+    with user_error(f"no document of 1 in {silent} has two supervised tokens"):
         Mixture.load({str(folders[0]): 1, str(silent): 1}, report["tokenizer_hash"]).train_rows(
             DataOptions(path="d", max_length=MAX_LENGTH)
         )
@@ -182,7 +183,7 @@ def test_documents_that_another_folder_holds_out_are_not_trained_on(save_data: S
     same_sum = Dataset.from_dict({"input_ids": [second[3]["input_ids"][::-1]], "loss_mask": [second[3]["loss_mask"]]})
     folders = [save_data(first, concatenate_datasets([second.select([2, 17]), same_sum])), save_data(second, first)]
     tokenizer_hash = read_json(folders[0] / "report.json")["tokenizer_hash"]
-    with pytest.raises(ValueError, match=f"every document of {folders[0]} is held out in another folder"):
+    with user_error(f"every document of {folders[0]} is held out in another folder"):
         Mixture.load({str(folder): 1 for folder in folders}, tokenizer_hash).train_rows(options)
     folders[1] = save_data(second, random_dataset(5, seed=9))
     rows = Mixture.load({str(folder): 1 for folder in folders}, tokenizer_hash).train_rows(options)

@@ -25,6 +25,7 @@ from slipstream.tests.train.naive_terms import state_distance, terms_of
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.tests.train.weighted_cases import check_weights
+from slipstream.tests.user_errors import user_error
 from slipstream.train import losses
 from slipstream.train.batches import collate
 from slipstream.train.mtp import DraftOptions, MTPTraining, check_layer, copy_weights
@@ -162,11 +163,11 @@ def test_layers_that_training_lacks_are_refused(tmp_path: Path) -> None:
     config = family_training(save_mtp_target("glm4-moe", tmp_path / "target").folder).draft.config
     attention = replace(config.layer_spec.attention, sinks=True)
     sunk = replace(config, layer_spec=replace(config.layer_spec, mixer=attention))
-    with pytest.raises(ValueError, match="the MTP layer of Glm4MoeForCausalLM has sinks, which training lacks"):
+    with user_error("the MTP layer of Glm4MoeForCausalLM has sinks, which training lacks"):
         check_layer(sunk, DraftOptions())
-    with pytest.raises(ValueError, match="draft.intermediate_size is 8, but the MTP layer of Glm4MoeForCausalLM has"):
+    with user_error("draft.intermediate_size is 8, but the MTP layer of Glm4MoeForCausalLM has"):
         check_layer(config, DraftOptions(intermediate_size=8))
-    with pytest.raises(ValueError, match="draft.ttt_steps is 2, but the target has 3 MTP modules, which draft in turn"):
+    with user_error("draft.ttt_steps is 2, but the target has 3 MTP modules, which draft in turn"):
         check_layer(replace(config, num_modules=3), DraftOptions(ttt_steps=2))
-    with pytest.raises(ValueError, match="draft.init_from_target is false, but the MTP layer of .* has experts"):
+    with user_error("draft.init_from_target is false, but the MTP layer of .* has experts"):
         check_layer(config, DraftOptions(init_from_target=False))

@@ -23,6 +23,7 @@ from slipstream.tests.pairwise import gate_of
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_dataset
 from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, refusal, run_interrupted
+from slipstream.tests.user_errors import user_error
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import BATCHES_AHEAD, PackedRows
 from slipstream.train.draft_setup import build
@@ -178,7 +179,7 @@ def test_documents_without_states_stop_a_run(target_path: Path, data_path: Path,
     short = capture_to("--layers", "3", "2", "0", max_length=20)
     _, rows = start("dflash", target_path, data_path, short)
     fault = "document .* of train was captured up to max_length 20 and is longer"
-    with pytest.raises(ValueError, match=f"{fault}.*or set data.aux_states_missing to online"):
+    with user_error(f"{fault}.*or set data.aux_states_missing to online"):
         read_all(rows["train"])
 
 
@@ -215,7 +216,7 @@ def test_damage_stops_a_run_even_where_states_may_be_computed(
     content[-(len(content) // 3)] ^= 1
     shard_path(tmp_path, 1).write_bytes(content)
     _, rows = start("dflash", target_path, data_path, tmp_path, aux_states_missing="online")
-    with pytest.raises(ValueError, match=r"shard-00001.safetensors is damaged .*; rebuild it: .* --shards 1 --yes"):
+    with user_error(r"shard-00001.safetensors is damaged .*; rebuild it: .* --shards 1 --yes"):
         read_all(rows["train"])
 
 
@@ -225,7 +226,7 @@ def test_other_tokens_than_the_data_are_noticed(
     """The data's hash is the same in this test."""
     data = save_data(random_dataset(60, seed=5), random_dataset(9, seed=6))
     _, rows = start("dflash", target_path, data, stores["all"], aux_states_missing="online")
-    with pytest.raises(ValueError, match="holds other tokens than the data; rebuild it"):
+    with user_error("holds other tokens than the data; rebuild it"):
         read_all(rows["train"])
 
 
@@ -327,7 +328,7 @@ def test_batches_are_read_ahead_in_order_and_not_too_far() -> None:
     assert set(threading.enumerate()) <= threads
     batches = read_ahead(rows.batches(5, fault=2), rows)
     assert [next(batches), next(batches)] == [0, 1]
-    with pytest.raises(ValueError, match="no such shard"):
+    with user_error("no such shard"):
         next(batches)
 
 
