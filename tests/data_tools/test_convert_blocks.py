@@ -17,6 +17,7 @@ from slipstream.models.targets.decoder import load_config
 from slipstream.tests import peer_drafts
 from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoints
 from slipstream.tests.random_targets import MakeTarget, change_json
+from slipstream.tests.tables import table_of
 
 ALL_WINDOWED: dict[str, Any] = {"windowed_layers": (0, 1), "sliding_window": 6, "sliding_window_non_causal": True}
 HEADS: dict[str, dict[str, Any]] = {
@@ -53,20 +54,7 @@ PEERS: dict[str, tuple[str, Save]] = {  # layout of another trainer: heads, and 
     "ModelOpt DSpark": ("dspark", lambda draft, _, folder: peer_drafts.save_as_modelopt_dspark(draft, folder)),
     "LiLiCorr": ("lilicorr", lambda draft, _, folder: peer_drafts.save_as_lilicorr(draft, folder)),
 }
-LAYOUTS = {  # heads -> layouts that hold them
-    "dflash2": ("sglang", "speculators", "slipstream"),
-    "dflash2, causal windows": ("sglang", "speculators", "slipstream"),
-    "bonus dspark": ("sglang", "speculators", "modelopt", "slipstream"),
-    "dspark": ("sglang", "speculators", "deepspec", "modelopt", "slipstream"),
-    "gated": ("sglang", "speculators", "deepspec", "modelopt", "slipstream"),
-    "deepspec dflash": ("speculators", "deepspec", "modelopt", "slipstream"),
-    "lilicorr": ("sglang", "slipstream"),
-}
-WRITTEN = {  # what `convert` writes and a peer's own file -> they have the same tensors
-    "sglang": ("z-lab DFlash 2", "SpecForge DSpark", "LiLiCorr"),
-    "deepspec": ("DeepSpec DSpark", "DeepSpec DSpark, gated", "DeepSpec DFlash"),
-    "modelopt": ("ModelOpt DSpark",),
-}
+LAYOUTS, WRITTEN = (table_of(__file__, name) for name in ("layouts", "written"))
 
 
 NOT_NEEDED = {  # fields of the peers' files that say nothing, or what is usual

@@ -57,6 +57,14 @@ class SavedDraft:
         for key in original:
             assert torch.equal(loaded[key], original[key]), key
 
+    def check_public(self, shapes: Values, fields: Values) -> Tensors:
+        """Compares the file's tensors, which it returns, with `shapes`, and config.json with some `fields` of it."""
+        tensors = load_file(self.folder / "model.safetensors")
+        assert {key: list(tensor.shape) for key, tensor in tensors.items()} == shapes
+        assert {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()} == {torch.bfloat16}
+        assert fields.items() <= json.loads((self.folder / "config.json").read_text()).items()
+        return tensors
+
     def check_round_trip(self) -> None:
         """Exact in every dtype, config and run.json included."""
         self.assert_loads_equal()

@@ -20,7 +20,7 @@ from slipstream.models.drafts.heads.selector import CandidateSelector
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft
 from slipstream.tests.random_targets import MakeTarget
-from slipstream.tests.tables import each_case
+from slipstream.tests.tables import each_case, table_of
 
 SCORER = LiLiCorrConfig(candidate_topk=4, hidden_size=16, num_heads=2, factor_dim=8)
 HEADS: dict[str, dict[str, Any]] = {
@@ -37,6 +37,7 @@ HEADS: dict[str, dict[str, Any]] = {
     },
     "scaled": {"output_multiplier": 0.5, "final_logit_softcapping": 20.0, "input_embedding_scale": 3.0},
 }
+SHAPES = table_of(__file__, "shapes")  # of some tensors
 
 
 @pytest.fixture
@@ -65,38 +66,10 @@ def test_a_round_trip_is_exact(
     assert saved.load().config == saved.module.config
 
 
-def test_files_hold_the_public_names(make_draft: Callable[..., DFlash]) -> None:
-    shapes = {
-        "selector": {
-            "layers.0.attention_conv.base_kernel": (2, 2, 32),
-            "layers.1.mlp_conv.kernel_projection.weight": (8, 32),
-            "candidate_selector.predecessor_codebook": (120, 6),
-            "candidate_selector.successor_codebook": (50, 6),
-            "candidate_selector.hidden_projection.weight": (6, 32),
-        },
-        "gated": {
-            "markov_head.markov_w1.weight": (120, 6),
-            "markov_head.markov_w2.weight": (120, 6),
-            "markov_head.gate_proj.weight": (6, 38),
-            "markov_head.gate_proj.bias": (6,),
-            "confidence_head.proj.weight": (1, 38),
-            "confidence_head.proj.bias": (1,),
-        },
-        "scorer": {
-            "lilicorr.token_proj.weight": (16, 32),
-            "lilicorr.slot_embedding": (1, 1, 7, 1, 16),
-            "lilicorr.rank_embedding": (1, 1, 1, 4, 16),
-            "lilicorr.relative_slot_bias": (2, 15),
-            "lilicorr.layers.1.attn.in_proj_weight": (48, 16),
-            "lilicorr.layers.1.mlp.up_proj.weight": (32, 16),
-            "lilicorr.feature_mlp.down_proj.bias": (16,),
-            "lilicorr.factor_input_proj.weight": (16, 48),
-            "lilicorr.anchor_out_head.weight": (8, 16),
-        },
-    }
-    for name, expected in shapes.items():
-        state = make_draft(**HEADS[name]).state_dict()
-        assert {key: tuple(state[key].shape) for key in expected} == expected
+@pytest.mark.parametrize("name", SHAPES)
+def test_files_hold_the_public_names(name: str, make_draft: Callable[..., DFlash]) -> None:
+    state = make_draft(**HEADS[name]).state_dict()
+    assert {key: list(state[key].shape) for key in SHAPES[name]} == SHAPES[name]
 
 
 @each_case(

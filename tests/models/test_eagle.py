@@ -1,6 +1,5 @@
 """The EAGLE network against its fp64 oracle; its files, those of other trainers, and refusals."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedDraft
 from slipstream.tests.naive_eagle import NaiveEagle
-from slipstream.tests.tables import each_case
+from slipstream.tests.tables import each_case, table_of
 
 
 @pytest.fixture
@@ -49,22 +48,8 @@ def test_a_round_trip_is_exact(fields: dict[str, Any], make_draft: Callable[...,
     make_draft(**fields).check_round_trip()
 
 
-def test_the_file_holds_the_public_keys(make_draft: Callable[..., SavedDraft]) -> None:
-    draft = make_draft()
-    tensors = load_file(draft.folder / "model.safetensors")
-    assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == {
-        "fc.weight": (32, 64),
-        "fc.bias": (32,),
-        "layers.0.self_attn.q_proj.weight": (32, 32),
-        "layers.0.self_attn.k_proj.weight": (16, 32),
-        "layers.0.self_attn.v_proj.weight": (16, 32),
-        "layers.0.self_attn.o_proj.weight": (32, 32),
-        "layers.0.post_attention_layernorm.weight": (32,),
-        "layers.0.mlp.gate_proj.weight": (48, 32),
-        "layers.0.mlp.up_proj.weight": (48, 32),
-        "layers.0.mlp.down_proj.weight": (32, 48),
-    }
-    assert json.loads((draft.folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle"]
+def test_the_files_have_the_public_form(make_draft: Callable[..., SavedDraft]) -> None:
+    make_draft().check_public(**table_of(__file__, "public"))
 
 
 PUBLISHED = {  # fields that EAGLE's authors' config.json files have, beside the shapes

@@ -19,7 +19,8 @@ from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedDraft, Tensors, Values, fused
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_targets import MakeTarget
-from slipstream.tests.tables import each_case
+from slipstream.tests.tables import each_case, table_of
+from slipstream.tests.user_errors import user_error
 
 LENGTH = 23
 FLAGGED: list[dict[str, bool]] = [
@@ -114,43 +115,12 @@ def test_a_config_survives_json(rope: list[Any], draft: SavedDraft) -> None:
     assert Eagle3Config.from_json(json.loads(json.dumps(config.to_json())), draft.target) == config
 
 
-def test_the_file_holds_the_public_keys(draft: SavedDraft) -> None:
-    tensors = load_file(draft.folder / "model.safetensors")
-    assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == {
-        "d2t": (50,),
-        "t2d": (120,),
-        "fc.weight": (32, 96),
-        "midlayer.input_layernorm.weight": (32,),
-        "midlayer.hidden_norm.weight": (32,),
-        "midlayer.self_attn.q_proj.weight": (32, 64),
-        "midlayer.self_attn.k_proj.weight": (16, 64),
-        "midlayer.self_attn.v_proj.weight": (16, 64),
-        "midlayer.self_attn.o_proj.weight": (32, 32),
-        "midlayer.post_attention_layernorm.weight": (32,),
-        "midlayer.mlp.gate_proj.weight": (48, 32),
-        "midlayer.mlp.up_proj.weight": (48, 32),
-        "midlayer.mlp.down_proj.weight": (32, 48),
-        "norm.weight": (32,),
-        "lm_head.weight": (50, 32),
-    }
-    assert {key: tensor.dtype for key, tensor in tensors.items() if not tensor.is_floating_point()} == {
-        "d2t": torch.int64,
-        "t2d": torch.bool,
-    }
-    assert {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()} == {torch.bfloat16}
+def test_the_files_have_the_public_form(draft: SavedDraft) -> None:
+    """Layer ids in eagle_config, which SGLang reads, count outputs, and those at the top, which vLLM reads, inputs."""
+    tensors = draft.check_public(**table_of(__file__, "public"))
+    assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
     assert (torch.arange(50) + tensors["d2t"]).tolist() == list(range(0, 100, 2)), "d2t are offsets"
     assert tensors["t2d"].nonzero().flatten().tolist() == list(range(0, 100, 2))
-
-
-def test_the_config_holds_the_public_fields(draft: SavedDraft) -> None:
-    config = json.loads((draft.folder / "config.json").read_text())
-    public = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
-    public |= {"hidden_size": 32, "target_hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": 120}
-    public |= {"num_attention_heads": 4, "num_key_value_heads": 2, "draft_vocab_size": 50, "rope_theta": 10000.0}
-    public |= {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "drafter": "eagle3"}
-    assert public.items() <= config.items()
-    assert config["eagle_config"][AUX_LAYERS] == [1, 2, 4], "outputs of layers, which SGLang reads"
-    assert config[AUX_LAYERS] == [2, 3, 5], "layer inputs, which vLLM reads"
 
 
 @pytest.mark.parametrize("flags", FLAGGED)
@@ -171,13 +141,13 @@ def test_the_flags_of_eagle_3_1(flags: dict[str, bool], nested: bool, make_targe
 
 def test_flags_that_contradict_are_refused(draft: SavedDraft) -> None:
     draft.change(values={"norm_before_fc": True, "fc_norm": True})
-    with pytest.raises(ValueError, match="norm_before_fc and fc_norm are both set"):
+    with user_error("norm_before_fc and fc_norm are both set"):
         draft.load()
     draft.change(values={"fc_norm": False, "eagle_config": {"norm_before_fc": False}})
-    with pytest.raises(ValueError, match="norm_before_fc is True and, in eagle_config, False; delete the wrong one"):
+    with user_error("norm_before_fc is True and, in eagle_config, False; delete the wrong one"):
         draft.load()
     draft.change(values={"eagle_config": None})
-    with pytest.raises(ValueError, match=r"missing input_norm\.weight"):
+    with user_error(r"missing input_norm\.weight"):
         draft.load()
 
 
@@ -186,7 +156,7 @@ def test_what_specforge_once_meant_by_norm_output(draft: SavedDraft) -> None:
     draft.change(values={"norm_output": False})
     draft.assert_loads_equal()
     draft.change(values={"drafter": None})
-    with pytest.raises(ValueError, match="norm_output is false and norm.weight all ones, as SpecForge"):
+    with user_error("norm_output is false and norm.weight all ones, as SpecForge"):
         draft.load()
     assert not draft.load(norm_output=False).config.norm_output
     draft.change(lambda tensors: tensors | {"norm.weight": tensors["norm.weight"] * 1.5})
@@ -217,7 +187,7 @@ def test_norm_output_of_others_is_decided_by_the_file(evidence: str, draft: Save
 
 def test_norm_output_that_may_mean_two_things_is_the_users_to_decide(draft: SavedDraft) -> None:
     draft.change(values={"drafter": None, "norm_output": True})
-    with pytest.raises(ValueError, match="nothing in the file says which.* --drafter.norm-output, convert: --norm-out"):
+    with user_error("nothing in the file says which.* --drafter.norm-output, convert: --norm-out"):
         draft.load()
     for choice in (True, False):
         assert draft.load(norm_output=choice).config.norm_output is choice
@@ -227,7 +197,7 @@ def test_a_norm_in_the_file_shows_its_flag(draft: SavedDraft) -> None:
     draft.change(lambda tensors: tensors | {f"fc_norm.{i}.weight": torch.ones(32) for i in range(3)})
     assert draft.load().config.fc_norm
     draft.change(values={"fc_norm": False})
-    with pytest.raises(ValueError, match=r"unexpected fc_norm\.0\.weight"):
+    with user_error(r"unexpected fc_norm\.0\.weight"):
         draft.load()
 
 
@@ -244,11 +214,11 @@ def test_ids_in_eagle_config_count_outputs_or_inputs(
     if expected is not None:
         assert draft.load().config.aux_layers == tuple(expected)
         return
-    with pytest.raises(ValueError, match=r"is \[3, 6, 9\], which .* so that the outputs are \[2, 5, 8\]; name those"):
+    with user_error(r"is \[3, 6, 9\], which .* so that the outputs are \[2, 5, 8\]; name those"):
         draft.load()
     for layers in ((3, 6, 9), (2, 5, 8)):
         assert draft.load(aux_layers=layers).config.aux_layers == layers
-    with pytest.raises(ValueError, match=r"aux_layers is \[1, 5, 8\], but the config.json of"):
+    with user_error(r"aux_layers is \[1, 5, 8\], but the config.json of"):
         draft.load(aux_layers=(1, 5, 8))
 
 
@@ -263,7 +233,7 @@ def test_a_draft_of_the_final_state_alone(make_target: MakeTarget, tmp_path: Pat
     states = torch.randn(LENGTH, 32)
     assert module.fuse(states) is states
     draft.change(lambda tensors: tensors | {"fc.weight": torch.zeros(32, 32)})
-    with pytest.raises(ValueError, match="use_aux_hidden_state is false, but the file has fc.weight; name the states"):
+    with user_error("use_aux_hidden_state is false, but the file has fc.weight; name the states"):
         draft.load()
     assert draft.load(aux_layers=(2,)).config.aux_layers == (2,)
 
@@ -328,14 +298,14 @@ def test_layers_that_no_rule_makes_certain_have_to_be_named(
         {"target_num_layers": num_layers, "eagle_config": None, AUX_LAYERS: None},
     )
     message = f"lacks {AUX_LAYERS}, which {count} states of the target's {num_layers} layers .* --drafter.aux-layers"
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         draft.load()
     assert draft.load(aux_layers=list(layers)).config.aux_layers == layers
-    with pytest.raises(ValueError, match=f"for {count} target states of 32, and the config means 1"):
+    with user_error(f"for {count} target states of 32, and the config means 1"):
         draft.load(aux_layers=[2])
     draft.change(values={AUX_LAYERS: [layer + 1 for layer in layers]})
     assert draft.load(aux_layers=layers).config.aux_layers == layers
-    with pytest.raises(ValueError, match=r"aux_layers is \[0, 1\], but .* names the layer outputs .*; leave"):
+    with user_error(r"aux_layers is \[0, 1\], but .* names the layer outputs .*; leave"):
         draft.load(aux_layers=[0, 1])
 
 
@@ -351,14 +321,14 @@ def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bo
     draft.change(values={flag: False})
     draft.assert_loads_equal()
     draft.change(values={"eagle_config": {flag: True}} if nested else {flag: True})
-    with pytest.raises(ValueError, match=f"draft config sets {flag}, which is not supported"):
+    with user_error(f"draft config sets {flag}, which is not supported"):
         draft.load()
 
 
 @each_case()
 def test_misfits_name_field_and_values(values: Values, message: str, draft: SavedDraft) -> None:
     draft.change(values=values)
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         draft.load()
 
 
@@ -406,7 +376,7 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
 )
 def test_damaged_tensors_are_named(change: Callable[[Tensors], Tensors], message: str, draft: SavedDraft) -> None:
     draft.change(change)
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         draft.load()
 
 
@@ -480,7 +450,7 @@ def test_a_pickle_of_tensors_loads_and_other_objects_do_not(draft: SavedDraft) -
     file.unlink()
     draft.assert_loads_equal()
     torch.save({"fc.weight": Path("x")}, pickled)
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged or holds more than tensors"):
+    with user_error(r"pytorch_model\.bin is damaged or holds more than tensors"):
         draft.load()
 
 
@@ -492,5 +462,5 @@ def test_an_embedding_of_its_own_is_kept(draft: SavedDraft) -> None:
     assert module.embed_tokens is not None
     assert torch.equal(module.embed_tokens.weight, embedding.bfloat16())
     draft.change(lambda tensors: tensors | {"embed_tokens.weight": embedding[:119]})
-    with pytest.raises(ValueError, match=r"embed_tokens.weight is \[119, 32\], the config says \[120, 32\]"):
+    with user_error(r"embed_tokens.weight is \[119, 32\], the config says \[120, 32\]"):
         draft.load(None, {"embed_tokens.weight": embedding})

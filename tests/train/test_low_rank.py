@@ -22,7 +22,9 @@ from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.sources import ROOT, TINY
+from slipstream.tests.tables import each_case
 from slipstream.tests.train.runs import Arguments, assert_same_run, weights
+from slipstream.tests.user_errors import user_error
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.low_rank import adapt_layers, factors_of
 
@@ -104,28 +106,18 @@ def test_other_kinds_are_adapted(
     load_draft(network, tmp_path / "run" / "best", load_config(target_path), torch.float32, CPU)
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "use_dora is True": {"use_dora": True},
-    "modules_to_save is ['lm_head']": {"modules_to_save": ["lm_head"]},
-    "bias is 'lora_only'": {"bias": "lora_only"},
-    "alpha_pattern is {'fc': 3}": {"alpha_pattern": {"fc": 3}},
-    "peft_type is 'IA3'": {"peft_type": "IA3"},
-    "lora_alpha is 'x'": {"lora_alpha": "x"},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(message: str, adapter: Path) -> None:
+@each_case()
+def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], message: str, adapter: Path) -> None:
     values = json.loads((adapter / CONFIG).read_text())
-    (adapter / CONFIG).write_text(json.dumps({**values, **REFUSED[message]}))
-    with pytest.raises(ValueError, match=re.escape(message)):
+    (adapter / CONFIG).write_text(json.dumps(values | fields))
+    with user_error(re.escape(message)):
         read_adapter(adapter)
 
 
 def test_an_adapter_that_names_no_draft_is_not_merged(adapter: Path, tiny: TargetSpec) -> None:
     values = json.loads((adapter / CONFIG).read_text())
     (adapter / CONFIG).write_text(json.dumps({**values, "base_model_name_or_path": None}))
-    with pytest.raises(ValueError, match="base_model_name_or_path is empty"):
+    with user_error("base_model_name_or_path is empty"):
         load_draft(Eagle3, adapter, tiny, torch.float32, CPU)
 
 
@@ -137,7 +129,7 @@ def test_a_head_is_merged_and_not_served_by_request(adapter: Path, tiny: TargetS
     save_file({**tensors, **{f"{PREFIX}lm_head.lora_{x}.weight": y for x, y in change.items()}}, adapter / WEIGHTS)
     merged = load_draft(Eagle3, adapter, tiny, torch.float32, CPU)
     torch.testing.assert_close(merged.lm_head.weight, draft.lm_head.weight + 8)  # alpha 8, rank 1
-    with pytest.raises(ValueError, match=r"changes a head \(lm_head.weight\)"):
+    with user_error(r"changes a head \(lm_head.weight\)"):
         add_adapters(draft, [read_adapter(adapter)])
 
 
@@ -161,7 +153,7 @@ def test_damaged_files_are_refused_by_name(
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(adapter / WEIGHTS).items()}
     change(tensors)
     save_file({f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}, adapter / WEIGHTS)
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         load_draft(Eagle3, adapter, tiny, torch.float32, CPU)
 
 
