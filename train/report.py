@@ -25,6 +25,7 @@ from slipstream.config import flatten, run
 from slipstream.models.files.atomic import atomic_file
 from slipstream.models.files.checkpoint import Values, read_json
 from slipstream.models.files.outputs import begins_with, check_output_file, step_folders
+from slipstream.models.files.tables import read_tables
 from slipstream.train.options import ReportConfig
 from slipstream.train.samples import Sample
 from slipstream.train.trackers import read_lines
@@ -34,35 +35,7 @@ ACCEPT_LENGTH = "eval_accept_length"
 SPEED = "eval_expected_speed"
 BY_DEPTH = "eval_accept_length_at_depth"
 BY_CATEGORY = "eval_accept_length_by_category"
-TITLES = {
-    "loss": "Loss",
-    "lr": "Learning rate",
-    ACCEPT_LENGTH: "Accept length on held-out answers",
-    SPEED: "Expected speed at the fastest depth: tokens per second",
-    "eval_expected_speedup": "Expected speed over that without a draft",
-    "eval_fastest_depth": "Depth at which the expected speed is highest",
-    "eval_accept_length_with_target_states": "Accept length if all tokens were read from the target's states, held out",
-    BY_DEPTH: "Accept length by depth, held out",
-    BY_CATEGORY: "Accept length by category, held out",
-    "eval_accept_rate": "Accept rate by position, held out: share of rounds",
-    "accept_rate": "Agreement with the target (block drafts: the text) by position, training",
-    "eval_block_accept_length": "Accepted tokens of a block, held out",
-    "eval_slots_accept_length": "Accepted tokens of a block if no head joined its slots, held out",
-    "eval_candidate_recall": "Share of slots whose token is a candidate, held out",
-    "eval_path_accept_rate": "Accepted tokens as a share of the best path's, held out",
-    "eval_confidence_error": "Calibration error of the confidence head, held out",
-    "eval_confidence_error_before": "Calibration error of the confidence head before calibration, held out",
-    "state_loss": "Smooth L1 of states to the target's, by position",
-    "feature_loss": "Smooth L1 of features to the target's, by position",
-    "selector_ce": "Selector: cross-entropy against the text",
-    "selector_tv": "Selector: total variation to the target",
-    "scorer_ce": "LiLiCorr: cross-entropy against the text",
-    "scorer_regret": "LiLiCorr: expected loss of the target's logit",
-    "confidence": "Confidence head: binary cross-entropy",
-    "tokens_per_second": "Throughput: supervised tokens per second",
-    "grad_norm": "Gradient norm before clipping",
-    "skipped_steps": "Steps skipped because their gradient was not finite",
-}
+TITLES: dict[str, str] = read_tables(Path(__file__).with_suffix(".yaml"))
 NOT_DRAWN = {"step", "tokens"}
 SHOWN_ABOVE = {"step", "tokens", "best_step", "best_accept_length", "best_speed", "metrics", "argv"}
 MAX_SAMPLES = 8

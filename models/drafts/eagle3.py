@@ -39,7 +39,7 @@ from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import Head, Linear
 from slipstream.models.layers.moe import feed_forward
 from slipstream.models.layers.norm import PartNorms, RMSNorm
-from slipstream.models.targets.config import LayerSpec, TargetSpec, check_aux_layers
+from slipstream.models.targets.config import LayerSpec, TargetSpec, check_aux_layers, default_aux_layers
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1, by their public names
 FLAG_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
@@ -207,7 +207,7 @@ def _has_fc(eagle: Values, choices: Choices, evidence: Evidence | None) -> bool:
 def published_layers(num_layers: int) -> tuple[int, ...] | None:
     """The outputs that EAGLE-3, SpecForge, SGLang, vLLM and speculators all mean where a file names none. None below 11
     layers, where this rule repeats a layer or stops far from the end, and trainers differ."""
-    return (1, num_layers // 2 - 1, num_layers - 4) if num_layers >= 11 else None
+    return default_aux_layers(num_layers) if num_layers >= 11 else None
 
 
 def _nested_layers(values: Values, target: TargetSpec, choices: Choices) -> list[int] | None:
