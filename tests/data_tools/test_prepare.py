@@ -92,19 +92,13 @@ def test_a_killed_worker_ends_in_a_sentence(
 
 
 def test_a_held_out_file_is_that_split_in_its_order(tmp_path: Path, target: Path) -> None:
-    other = write_jsonl(tmp_path / "other.jsonl", ROWS[15:])
-    dataset, report = prepare(tmp_path, target, ROWS[:15], "--heldout-data", str(other))
-    assert report["copies_of_heldout"] == 0
-    assert list(dataset["heldout"]["input_ids"]) == [expected(target, number)[0] for number in range(15, 20)]
-    assert as_set(dataset, "train") == {tuple(map(tuple, expected(target, number))) for number in range(15)}
-    assert (report["rows_in"], report["split_rows"]) == (20, {"train": 15, "heldout": 5})
-
-
-def test_copies_of_a_held_out_file_are_not_trained_on(tmp_path: Path, target: Path) -> None:
+    """Copies of its rows are not trained on."""
     other = write_jsonl(tmp_path / "other.jsonl", ROWS[12:])
     dataset, report = prepare(tmp_path, target, ROWS[:15], "--heldout-data", str(other))
-    assert (report["copies_of_heldout"], report["split_rows"]) == (3, {"train": 12, "heldout": 8})
-    assert not as_set(dataset, "train") & as_set(dataset, "heldout")
+    assert list(dataset["heldout"]["input_ids"]) == [expected(target, number)[0] for number in range(12, 20)]
+    assert as_set(dataset, "train") == {tuple(map(tuple, expected(target, number))) for number in range(12)}
+    assert (report["rows_in"], report["copies_of_heldout"]) == (23, 3)
+    assert report["split_rows"] == {"train": 12, "heldout": 8}
 
 
 def test_copies_of_held_out_rows_are_not_trained_on(
@@ -191,17 +185,6 @@ def test_dropped_rows_are_counted_by_reason(tmp_path: Path, make_folder: Callabl
     assert "rows.jsonl, line 2" in report["dropped_examples"]["empty_answer"][0]
 
 
-def test_answers_of_weight_0_are_not_supervised(tmp_path: Path, target: Path) -> None:
-    turns = [*ROWS[1]["messages"], *ROWS[2]["messages"]]
-    turns[1] = {**turns[1], "weight": 0}
-    dataset, _ = prepare(tmp_path, target, [{"messages": turns}], "--heldout", "0")
-    [row] = dataset["train"]
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    supervised = [token for token, counts in zip(row["input_ids"], row["loss_mask"], strict=True) if counts]
-    assert tokenizer.decode(supervised) == "It is 2.<|im_end|>"
-    assert "It is 1.<|im_end|>" in tokenizer.decode(row["input_ids"])
-
-
 def test_rows_keep_their_category(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """MT-bench's, or that of a named column; read back, and none where no row has any."""
     names = ["writing", "math", None, "math"]
@@ -228,9 +211,10 @@ def test_rows_keep_their_category(tmp_path: Path, target: Path, capsys: pytest.C
 
 
 def test_tokens_have_the_weights_of_their_message_and_row(tmp_path: Path, target: Path) -> None:
-    """A column holds them, in rows that need it alone, and is read back."""
-    turns = [*ROWS[1]["messages"], *ROWS[2]["messages"]]
+    """A column holds them, in rows that need it alone, and is read back. Messages of weight 0 are not supervised."""
+    turns = [turn for number in (1, 2, 6) for turn in ROWS[number]["messages"]]
     turns[1] = {**turns[1], "weight": 4}
+    turns[5] = {**turns[5], "weight": 0}
     rows = [{"messages": turns, "weight": 0.5}, {**ROWS[3], "weight": 3.0}, ROWS[4], {**ROWS[5], "weight": 0}]
     dataset, report = prepare(tmp_path, target, rows, "--heldout", "0")
     assert dataset["train"].features["loss_weights"] == List(Value("float32"))
@@ -257,7 +241,7 @@ def test_tokens_have_the_weights_of_their_message_and_row(tmp_path: Path, target
     main(["--data", str(tmp_path / "out"), "--target", str(target), "--output", str(copy), "--heldout", "0"])
     again = load_from_disk(copy)["train"]
     assert sorted(map(str, again)) == sorted(map(str, dataset["train"]))
-    _, plain = prepare(tmp_path, target, [{"messages": turns[2:]}, ROWS[3], ROWS[4]], "--heldout", "0")
+    _, plain = prepare(tmp_path, target, [{"messages": turns[2:4]}, ROWS[3], ROWS[4]], "--heldout", "0")
     assert plain["data_hash"] != report["data_hash"]
 
 

@@ -30,14 +30,9 @@ from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.tests.serve.fake_engine import VOCABULARY
 from slipstream.tests.serve.fake_server import MODEL, write_target
 from slipstream.tests.serve.paced_server import length_of, paced, rounds_of
-from slipstream.tests.tables import each_case
+from slipstream.tests.tables import each_case, table_of
 
-TURNS = [
-    {"question_id": 1, "category": "writing", "turns": ["Write a line.", "Now a shorter one, please."]},
-    {"question_id": 2, "category": "writing", "turns": ["Write about rain and the sea."]},
-    {"question_id": 3, "category": "math", "turns": ["What is 7 + 5?", "And twice that?", "Half of it?"]},
-    {"question_id": 4, "category": "math", "turns": ["Add up the first ten numbers."]},
-]
+TURNS = table_of(__file__, "turns")
 
 
 @pytest.fixture(autouse=True)
@@ -333,25 +328,14 @@ def test_bad_options(flags: list[str], word: str, exits: Any) -> None:
 
 
 def test_forms_of_questions(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"prompt": "text"},
-        {"prompt": [1, 2], "id": "ids"},
-        {"id": 7, "messages": [{"role": "user", "content": "q", "id": 3}, {"role": "assistant", "content": "a"}]},
-        {"id": 8, "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]},
-        {"question_id": 9, "category": "math", "turns": ["first", "second"], "src_id": "gsm-3", "source": "x"},
-        {"id": "t", "split": "train", "turns": ["not asked"]},
-    ]
+    forms = table_of(__file__, "forms")
     file = tmp_path / "prompts.jsonl.gz"
     with gzip.open(file, "wt") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in rows)
-    questions = read_questions([str(file)])
-    assert [(question.id, question.category, question.first, question.turns) for question in questions] == [
-        ("prompts-1", "prompts", "text", ()),
-        ("ids", "prompts", [1, 2], ()),
-        ("7", "prompts", [{"role": "user", "content": "q"}], ()),
-        ("8", "prompts", [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], ()),
-        ("9", "math", [{"role": "user", "content": "first"}], ("second",)),
+        lines.writelines(json.dumps(row) + "\n" for row in forms["rows"])
+    questions = [
+        [question.id, question.category, question.first, [*question.turns]] for question in read_questions([str(file)])
     ]
+    assert questions == forms["questions"]
     assert [question.id for question in read_questions([str(file)], 2)] == ["prompts-1", "ids", "9"]
     assert len(read_questions(["gsm8k"])) == 381
 
