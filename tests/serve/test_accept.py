@@ -31,6 +31,7 @@ from slipstream.tests.serve.fake_engine import VOCABULARY
 from slipstream.tests.serve.fake_server import MODEL, write_target
 from slipstream.tests.serve.paced_server import length_of, paced, rounds_of
 from slipstream.tests.tables import each_case, table_of
+from slipstream.tests.user_errors import user_error
 
 TURNS = table_of(__file__, "turns")
 
@@ -199,7 +200,7 @@ def test_an_interrupted_run_continues_to_the_same_table(server: Server, question
                 k: v for k, v in other.items() if k not in timed
             }
             assert other["speed_up"] is not None
-    with pytest.raises(ValueError, match=r"max_tokens is 16, but .*answers.jsonl was begun with 15; use that, name"):
+    with user_error(r"max_tokens is 16, but .*answers.jsonl was begun with 15; use that, name"):
         accept(AcceptConfig(**{**options, "max_tokens": 16}, output=str(tmp_path / "once")))
     assert (tmp_path / "once" / "answers.jsonl").read_bytes().startswith(content)
 
@@ -217,9 +218,7 @@ def test_figures_of_another_draft_are_not_told_again(questions: str, tmp_path: P
         content = file.read_bytes()
         for part in (content, content[: len(content) // 2]):
             file.write_bytes(part)
-            with pytest.raises(
-                ValueError, match=r"process_start of .* is not what .* 1500000000.0 then, 1600000000.0 now"
-            ):
+            with user_error(r"process_start of .* is not what .* 1500000000.0 then, 1600000000.0 now"):
                 accept(AcceptConfig(**options, fail_below=1.0))
         accept(AcceptConfig(**options, overwrite=True))
         assert json.loads(file.read_text().splitlines()[0])["identity"][f"process_start of {server.url}"] == 1.6e9
@@ -232,7 +231,7 @@ def test_a_finished_run_of_a_server_that_may_be_another_is_refused(questions: st
         content = (tmp_path / "answers.jsonl").read_bytes()
         (tmp_path / "answers.jsonl").write_bytes(content[: len(content) // 2])
         accept(AcceptConfig(**options))  # an interrupted one continues
-        with pytest.raises(ValueError, match="answers.jsonl is finished, but nothing tells whether"):
+        with user_error("answers.jsonl is finished, but nothing tells whether"):
             accept(AcceptConfig(**options, fail_below=1.0))
 
 
@@ -240,7 +239,7 @@ def test_a_finished_run_of_a_server_that_may_be_another_is_refused(questions: st
 def test_other_files_are_no_journal(content: str, tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text(content + "\n")
-    with pytest.raises(ValueError, match="is not a file of p; name another output"):
+    with user_error("is not a file of p; name another output"):
         Journal(path, "p", {}, None)
     assert path.read_text() == content + "\n"
 
@@ -299,10 +298,10 @@ def test_a_draft_in_this_process(byte_draft: str, questions: str, tmp_path: Path
     assert [row["answer"] for row in first if not row["drafted"]] == [text for text, _, _ in turns]
     shutil.rmtree(byte_draft)
     save_random_draft(Path(byte_draft).parent / "target", Path(byte_draft), seed=1)
-    with pytest.raises(ValueError, match="draft is not what .* was begun with"):
+    with user_error("draft is not what .* was begun with"):
         accept(AcceptConfig(**options, output=str(tmp_path / "out")))
     message = "thinking is on, but the target's chat template reads none of enable_thinking"
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         check_thinking(chat, "on")
 
 
@@ -344,7 +343,7 @@ def test_forms_of_questions(tmp_path: Path) -> None:
 def test_bad_questions_are_sentences(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "q.jsonl"
     file.write_text(content)
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         read_questions([str(file)])
 
 

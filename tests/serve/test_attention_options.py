@@ -15,6 +15,7 @@ from slipstream.serve.options import EngineConfig
 from slipstream.tests.attention_layers import asking_layer, find_backends
 from slipstream.tests.serve import fake_flashinfer
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -69,7 +70,7 @@ def test_a_name_may_carry_a_variant() -> None:
 @with_flashinfer
 @each_case()
 def test_wrong_options_name_the_fault(option: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^attention (backend )?{message}"):
+    with user_error(f"^attention (backend )?{message}"):
         find_backends(option, formats())
 
 
@@ -105,7 +106,7 @@ def test_wrong_options_name_the_fault(option: str, message: str) -> None:
 def test_a_phase_without_kernels_says_what_lacks_and_who_has_it(
     option: str, kv: dict[str, KVFormat], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"^attention backend {message}"):
+    with user_error(f"^attention backend {message}"):
         find_backends(option, kv)
 
 
@@ -119,7 +120,7 @@ def test_features_of_layers_are_served_or_refused_by_name(monkeypatch: pytest.Mo
             patch.setattr(SDPABackend, "features", SDPABackend.features - {lack})
             assert lack in SDPABackend.fault(KVFormat(CPU, torch.float32, layers)), "one layer is enough"
             formats_of_phases = dict.fromkeys(PHASES, KVFormat(CPU, torch.float32, layers))
-            with pytest.raises(ValueError, match=f"'sdpa' cannot serve the phase prefill: .* {lack}; backends that"):
+            with user_error(f"'sdpa' cannot serve the phase prefill: .* {lack}; backends that"):
                 find_backends("sdpa", formats_of_phases)
 
 
@@ -127,9 +128,7 @@ def test_features_of_layers_are_served_or_refused_by_name(monkeypatch: pytest.Mo
 def test_an_fp8_cache_is_read_by_our_kernels_and_sdpa() -> None:
     kv = {phase: form._replace(has_codes=True) for phase, form in formats().items()}
     assert names("auto", kv) == ["sdpa Backend", "triton Backend", "triton Backend"]
-    with pytest.raises(
-        ValueError, match="'flashinfer' cannot serve .*: it has no kernels for an FP8 KV cache .*: sdpa$"
-    ):
+    with user_error("'flashinfer' cannot serve .*: it has no kernels for an FP8 KV cache .*: sdpa$"):
         find_backends("flashinfer", kv)
 
 
@@ -138,7 +137,7 @@ def test_an_fp8_cache_is_read_by_our_kernels_and_sdpa() -> None:
 def test_each_phase_is_checked_against_its_own_kv(fitting: torch.dtype) -> None:
     draft_only = formats(dtype=fitting) | {"draft": KVFormat(GPU, fitting, (asking_layer(head_dim=80).spec,))}
     find_backends("prefill=flashinfer,verify=flashinfer,draft=sdpa", draft_only)
-    with pytest.raises(ValueError, match="the phase draft: it has no kernels for head dim 80"):
+    with user_error("the phase draft: it has no kernels for head dim 80"):
         find_backends("flashinfer", draft_only)
     del draft_only["draft"]  # a drafter without KV
     find_backends("flashinfer", draft_only)
@@ -151,21 +150,21 @@ def test_fa3_needs_hopper(capability: tuple[int, int], fits: bool, monkeypatch: 
     if fits:
         assert names("flashinfer:fa3", formats()) == ["flashinfer FA3Backend"] * 3
         return
-    with pytest.raises(ValueError, match="'flashinfer:fa3' cannot serve the phase prefill: FA3 kernels need a Hopper"):
+    with user_error("'flashinfer:fa3' cannot serve the phase prefill: FA3 kernels need a Hopper"):
         find_backends("flashinfer:fa3", formats())
 
 
 @pytest.mark.usefixtures("no_flashinfer")
 def test_a_missing_package_is_named_with_its_remedy() -> None:
     for option in ("flashinfer", "flashinfer:fa3", "prefill=flashinfer,verify=triton,draft=triton"):
-        with pytest.raises(ValueError, match=r"'flashinfer' cannot be loaded .*; pip install flashinfer-python, or"):
+        with user_error(r"'flashinfer' cannot be loaded .*; pip install flashinfer-python, or"):
             find_backends(option, formats())
 
 
 def test_kernels_that_cannot_be_compiled_are_refused_at_the_start(tmp_path: Path) -> None:
     with (
         fake_flashinfer.installed(tmp_path),
-        pytest.raises(ValueError, match="finds no nvcc: install the CUDA toolkit or flashinfer-jit-cache; backends"),
+        user_error("finds no nvcc: install the CUDA toolkit or flashinfer-jit-cache; backends"),
     ):
         find_backends("flashinfer", formats())
 

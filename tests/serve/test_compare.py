@@ -18,6 +18,7 @@ from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import read_questions
 from slipstream.tests.serve.paced_server import length_of, paced, rounds_of
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 QUESTIONS = [f"Question number {index}: {'x' * (index % 5)}?" for index in range(10)]
 
@@ -129,7 +130,7 @@ def test_servers_take_turns_and_a_run_continues(
         compare(CompareConfig(**options, seconds=0.0, output=str(tmp_path)))
         assert "".join(log[::4]) == "AB" + "ABBA"
         message = "temperature is 1.0, but .* was begun with 0.0; use that, name another output"
-        with pytest.raises(ValueError, match=message):
+        with user_error(message):
             compare(CompareConfig(**options, temperature=1.0, output=str(tmp_path)))
     lines = [json.loads(line) for line in file.open()]
     assert [line["sides"][0]["answers"] for line in lines[1:]] == [
@@ -149,11 +150,11 @@ def test_passes_of_another_server_are_not_continued(
         compare(config)
         compare(config)
         server.process_start = 1.6e9
-        with pytest.raises(ValueError, match="process_start of .* is not what .*passes.jsonl was begun with"):
+        with user_error("process_start of .* is not what .*passes.jsonl was begun with"):
             compare(config)
         mixed = CompareConfig(url=[server.url, unknown.url], **options, output=str(tmp_path / "mixed"))
         compare(mixed)
-        with pytest.raises(ValueError, match="passes.jsonl is finished, but nothing tells whether"):
+        with user_error("passes.jsonl is finished, but nothing tells whether"):
             compare(mixed)
 
 
@@ -202,5 +203,5 @@ def test_bad_options(flags: list[str], word: str, exits: Any) -> None:
 
 
 def test_a_server_that_fails_ends_it_with_a_sentence(questions: str, tmp_path: Path) -> None:
-    with paced() as server, pytest.raises(ValueError, match="http://127.0.0.1:9 is not"):
+    with paced() as server, user_error("http://127.0.0.1:9 is not"):
         compare(CompareConfig(url=[server.url, "http://127.0.0.1:9"], questions=[questions], output=str(tmp_path)))

@@ -59,6 +59,7 @@ from slipstream.tests.serve.played_graphs import build_played
 from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.serve.test_step_graphs import check_replay, record
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 requests_of = partial(sized_requests, temperature=0.7, max_tokens=22)
 OURS = "prefill=sdpa,verify=triton,draft=triton"  # on the CPU their kernels' references
@@ -255,7 +256,7 @@ def test_nodes_may_be_admitted_by_candidates_or_position(
 
 
 def test_admission_by_a_confidence_that_is_not_there_is_refused(make_target: MakeTarget, make_draft: MakeDraft) -> None:
-    with pytest.raises(ValueError, match="drafter.admit_by is confidence; this draft has no confidence head: leave it"):
+    with user_error("drafter.admit_by is confidence; this draft has no confidence head: leave it"):
         build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter={"admit_by": "confidence"})
 
 
@@ -270,7 +271,7 @@ def test_a_window_limits_the_context_and_not_the_block(
     layers = ["sliding_attention"] * oracle.naive.config["num_hidden_layers"]
     oracle.naive.config |= {"layer_types": layers, "sliding_window": 2, "sliding_window_non_causal": True}
     run_checked(engine, oracle, requests_of())
-    with pytest.raises(ValueError, match="window is 9; this draft was trained with one of 6"):
+    with user_error("window is 9; this draft was trained with one of 6"):
         build_engine(target, make_draft("qwen3", "windows"), drafter={"window": 9})
 
 
@@ -478,7 +479,7 @@ def test_options_are_checked(make_target: MakeTarget, make_draft: MakeDraft) -> 
     for variant, widths in (("plain", [1, 2, 4]), ("from the anchor", [1, 2, 4, 5])):
         assert build_engine(make_target("qwen3"), make_draft("qwen3", variant)).planner.policy.widths == widths
     for block in (0, 1, 65):
-        with pytest.raises(ValueError, match=f"drafter.block is {block}; it must be between 2 and 64"):
+        with user_error(f"drafter.block is {block}; it must be between 2 and 64"):
             build_options(DFlashOptions, {"block": block})
     for options, words in {
         ("topk", 17): "drafter.topk is 17; it must be between 1 and 16",
@@ -487,14 +488,14 @@ def test_options_are_checked(make_target: MakeTarget, make_draft: MakeDraft) -> 
         ("window", 0): "drafter.window is 0; give 1 to",
         ("window", 1 << 31): "drafter.window is 2147483648; give 1 to 2147483647 tokens, auto or all",
     }.items():
-        with pytest.raises(ValueError, match=words):
+        with user_error(words):
             build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter=dict([options]))
     nodes = {"topk": 2, "block": 3, "nodes": 9}
-    with pytest.raises(ValueError, match="drafter.nodes is 9; with topk 2 and 2 slots it must be between 2 and 7"):
+    with user_error("drafter.nodes is 9; with topk 2 and 2 slots it must be between 2 and 7"):
         build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter=nodes)
-    with pytest.raises(ValueError, match="drafter.block is 5; .* blocks of 4 and offers at most 4 nodes"):
+    with user_error("drafter.block is 5; .* blocks of 4 and offers at most 4 nodes"):
         build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter={"block": 5})
-    with pytest.raises(ValueError, match="width is 3; this drafter offers 1, 2, 4"):
+    with user_error("width is 3; this drafter offers 1, 2, 4"):
         build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), width=3)
 
 
@@ -516,5 +517,5 @@ def test_copies_of_the_targets_weights_must_be_equal(
     build_engine(make_target("qwen3"), folder)
     copy[3, 3] += 1
     save_file(tensors | {key: copy}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=f"{key} is not the target's; a draft with one of its own is not supported"):
+    with user_error(f"{key} is not the target's; a draft with one of its own is not supported"):
         build_engine(make_target("qwen3"), folder)

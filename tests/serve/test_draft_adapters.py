@@ -46,6 +46,7 @@ from slipstream.tests.serve.engine_runs import (
 from slipstream.tests.serve.known_answers import uneven_requests
 from slipstream.tests.serve.played_graphs import play
 from slipstream.tests.serve.test_lossless import CHECKPOINTS, OPTIONS, Proposals, record
+from slipstream.tests.user_errors import user_error
 from slipstream.train.low_rank import adapt_layers, factors_of
 
 LAGUNA = {"tap_norms": True, "context_norms": True, "gate": OutputGate(activation="softplus", by_head=True)}
@@ -249,11 +250,11 @@ def engine(make_target: MakeTarget, drafts: Drafts) -> Engine:
 
 
 def test_unknown_names_and_other_weights_are_refused(engine: Engine, make_target: MakeTarget, drafts: Drafts) -> None:
-    with pytest.raises(ValueError, match=re.escape("draft_adapter is 'z'; give x, y, none, or leave it out")):
+    with user_error(re.escape("draft_adapter is 'z'; give x, y, none, or leave it out")):
         engine.add(make_request("a", [5, 9], draft_adapter="z"))
-    with pytest.raises(ValueError, match=r"drafter\.adapters change the weights that serve"):
+    with user_error(r"drafter\.adapters change the weights that serve"):
         engine.stage_draft(str(drafts("eagle3")["x"]))
-    with pytest.raises(ValueError, match=r"a draft with drafter\.adapters takes no other weights"):
+    with user_error(r"a draft with drafter\.adapters takes no other weights"):
         with_states(engine.config)
     folders = drafts("eagle3")
     for options, message in (
@@ -265,7 +266,7 @@ def test_unknown_names_and_other_weights_are_refused(engine: Engine, make_target
         ({"ab": {"x": 0.5, "y": 0.6}}, "more than 1 together"),
         ({"adapters": {"x": str(drafts("eagle")["x"])}}, "changes fc of shape [32, 64]; this draft's is [32, 96]"),
     ):
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with user_error(re.escape(message)):
             build_engine(
                 make_target("qwen3"), folders["none"], device="cpu", **options_of("eagle3", folders, **options)
             )
@@ -308,7 +309,7 @@ def test_a_chain_of_adapters_is_merged_unless_it_has_no_end(
     assert torch.equal(twice.fc.weight, once.fc.weight + factors.b @ factors.a)
     config = json.loads((second / "adapter_config.json").read_text())
     (second / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(second)}))
-    with pytest.raises(ValueError, match="base_model_name_or_path leads back to it; name its draft"):
+    with user_error("base_model_name_or_path leads back to it; name its draft"):
         build_engine(target, second, device="cpu")
 
 

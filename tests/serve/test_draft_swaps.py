@@ -51,6 +51,7 @@ from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.serve.test_lossless import CHECKPOINTS, OPTIONS, AnyPolicy
 from slipstream.tests.sources import ROOT, TINY
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 TRAINED = ROOT / "tests" / "assets"
 NETWORKS = [name for name, save in CHECKPOINTS.items() if save is not None]
@@ -246,11 +247,11 @@ def test_a_draft_that_does_not_fit_is_refused_by_name(make_target: MakeTarget, d
         (tmp_path / "none", "does not exist"),
         ("ngram", "name the checkpoint of a draft"),
     ):
-        with pytest.raises(ValueError, match=re.escape(words)):
+        with user_error(re.escape(words)):
             engine.stage_draft(str(name))
     after = weights_of(engine)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    with pytest.raises(ValueError, match="no network drafts here|is of drafter"):
+    with user_error("no network drafts here|is of drafter"):
         build_engine(make_target("qwen3"), "ngram", device="cpu").stage_draft(str(first))
 
 
@@ -297,7 +298,7 @@ def test_noise_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     good = save_changed(draft, tmp_path / "good", 0.001)
     noise = save_changed(draft, tmp_path / "noise", 3.0)
     version = engine.swap_draft(engine.stage_draft(str(good)), trial_rounds=100).version
-    with pytest.raises(ValueError, match="on trial themselves"):
+    with user_error("on trial themselves"):
         engine.swap_draft(engine.stage_draft(str(noise)))
     run(engine, questions(100, 10))
     assert engine.counts().draft.trial == "passed"
@@ -349,9 +350,9 @@ def test_llm_swaps_and_says_the_version() -> None:
         first = answer.metrics["speculative_decoding"]["weight_version"]
         assert first == checkpoint_fingerprint(TRAINED / "eagle3")[:12]
         assert llm.swap_draft(str(TRAINED / "eagle3")) == first
-        with pytest.raises(ValueError, match="trial_rounds is -1"):
+        with user_error("trial_rounds is -1"):
             llm.swap_draft(str(TRAINED / "eagle3"), trial_rounds=-1)
-        with pytest.raises(ValueError, match="in it and"):
+        with user_error("in it and"):
             llm.swap_draft(str(TRAINED / "eagle3-flags"))
 
 
@@ -389,9 +390,9 @@ def test_drafts_are_changed_with_a_key_and_where_an_option_says_so(
     assert httpx.post(f"{server[0].url}/v1/drafts", json={"draft": "other"}).status_code == 401
     with serving(ServeConfig(target=byte_target, port=0)) as other:
         assert httpx.post(f"{other.url}/v1/drafts", json={"draft": "other"}).status_code == 404
-    with pytest.raises(ValueError, match="draft_folder .* asks for no API key"):
+    with user_error("draft_folder .* asks for no API key"):
         Guard.of(ServeConfig(target=byte_target, host="0.0.0.0", draft_folder=str(tmp_path)))  # noqa: S104
-    with pytest.raises(ValueError, match="draft_folder nowhere is no folder"):
+    with user_error("draft_folder nowhere is no folder"):
         ServeConfig(target=byte_target, draft_folder="nowhere").check_inputs()
 
 

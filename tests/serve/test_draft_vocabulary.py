@@ -35,6 +35,7 @@ from slipstream.tests.serve.played_graphs import play
 from slipstream.tests.serve.test_eagle import Oracle
 from slipstream.tests.sources import TINY
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 EOS = 2  # of the tiny targets
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -181,7 +182,7 @@ def test_recent_tokens_of_all_do_not_go_with_a_salt(
     options = mixed | {"token_map": save_map(tmp_path)}
     run(build_engine(target, drafts[drafter], drafter=options), [salted])
     engine = build_engine(target, drafts[drafter], drafter=options | {"token_map_dynamic": 16})
-    with pytest.raises(ValueError, match="cache_salt is set, but .* without --drafter.token-map-dynamic"):
+    with user_error("cache_salt is set, but .* without --drafter.token-map-dynamic"):
         engine.add(salted)
     run(engine, [make_request("plain", [5, 6], max_tokens=2)])
 
@@ -220,7 +221,7 @@ def test_maps_that_do_not_fit_are_refused(
 ) -> None:
     if size is not None:
         save_map(tmp_path, size, special_ids=(0, 1, EOS))
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         build_engine(target, drafts["dflash"], drafter=options | {"token_map": str(tmp_path / "map.safetensors")})
 
 
@@ -229,7 +230,7 @@ def test_as_many_children_as_the_map_has_tokens_while_nothing_has_been_read(
 ) -> None:
     """Places for recent tokens are empty at first: they give no child."""
     options = {"token_map": save_map(tmp_path, size=3), "token_map_dynamic": 20, "depth": 2}
-    with pytest.raises(ValueError, match=r"drafter\.topk is 4; the draft has 3 tokens to choose from"):
+    with user_error(r"drafter\.topk is 4; the draft has 3 tokens to choose from"):
         build_engine(target, drafts["eagle"], drafter=options | {"topk": 4})
     request = make_request("short", [5], max_tokens=12)
     answers = run(build_engine(target, drafts["eagle"], drafter=options | {"topk": 3}), [request])
@@ -240,7 +241,7 @@ def test_a_map_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     counts = torch.ones(4096, dtype=torch.int64)
     TokenMap.build(counts, 1024, [], {"tokenizer_hash": "0" * 64}).write(tmp_path / "map.safetensors")
     save_random_eagle(TINY, tmp_path / "draft", intermediate_size=16)
-    with pytest.raises(ValueError, match=r"map.safetensors was counted with another tokenizer \(000000000000"):
+    with user_error(r"map.safetensors was counted with another tokenizer \(000000000000"):
         build_engine(TINY, tmp_path / "draft", drafter={"token_map": str(tmp_path / "map.safetensors")})
 
 
@@ -248,16 +249,16 @@ def test_drafts_with_a_vocabulary_of_their_own_take_no_map(
     target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
     options = {"token_map": save_map(tmp_path)}
-    with pytest.raises(ValueError, match=r"has a vocabulary of its own of 50 tokens \(d2t\)"):
+    with user_error(r"has a vocabulary of its own of 50 tokens \(d2t\)"):
         build_engine(target, drafts["reduced"], drafter=options)
-    with pytest.raises(ValueError, match=r"an EAGLE3 draft has its own vocabulary \(d2t\) and head"):
+    with user_error(r"an EAGLE3 draft has its own vocabulary \(d2t\) and head"):
         build_engine(target, drafts["eagle3"], drafter=options)
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "dflash"])
 def test_options_are_checked(drafter: str) -> None:
     for options in ({"token_map_size": 9}, {"token_map_dynamic": 9}):
-        with pytest.raises(ValueError, match=r"need drafter\.token_map, a file"):
+        with user_error(r"need drafter\.token_map, a file"):
             build_options(options_of(drafter), options)
-    with pytest.raises(ValueError, match="token_map_dynamic is -1"):
+    with user_error("token_map_dynamic is -1"):
         build_options(options_of(drafter), {"token_map": "map", "token_map_dynamic": -1})

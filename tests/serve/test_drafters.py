@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from slipstream.models.drafts.source import source_of
 from slipstream.serve.drafters.eagle import Drafter as EagleDrafter
 from slipstream.serve.drafters.eagle3 import Drafter as Eagle3Drafter
@@ -16,6 +14,7 @@ from slipstream.tests.random_drafts import save_random_draft, save_random_eagle
 from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve.engine_runs import build_engine
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 
 def test_drafters_are_found_by_name_and_by_checkpoint(make_target: MakeTarget, tmp_path: Path) -> None:
@@ -38,33 +37,33 @@ def test_unknown_checkpoints_are_refused_with_the_known_ones(
     config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         find_drafter(source_of(str(tmp_path)))
 
 
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
     for name in ("medusa", "base", ""):
-        with pytest.raises(ValueError, match=f"drafter '{name}' does not exist; name .* one of: .*eagle3, .*none"):
+        with user_error(f"drafter '{name}' does not exist; name .* one of: .*eagle3, .*none"):
             find_drafter(source_of(name))
-    with pytest.raises(ValueError, match="checkpoint ../medusa does not exist"):
+    with user_error("checkpoint ../medusa does not exist"):
         find_drafter(source_of("../medusa"))
-    with pytest.raises(ValueError, match=r"config\.json is missing"):
+    with user_error(r"config\.json is missing"):
         find_drafter(source_of(str(tmp_path)))
 
 
 @each_case()
 def test_options_are_checked(options: dict[str, int], message: str) -> None:
     for drafter in ("eagle", "eagle3"):
-        with pytest.raises(ValueError, match=message):
+        with user_error(message):
             build_options(options_of(drafter), options)
 
 
 def test_options_of_other_drafters_are_refused() -> None:
     assert build_options(options_of("eagle3"), {"depth": 5}).depth == 5
-    with pytest.raises(ValueError, match=r"drafter option 'depth' does not exist; valid: \(none\)"):
+    with user_error(r"drafter option 'depth' does not exist; valid: \(none\)"):
         build_options(options_of("none"), {"depth": 2})
 
 
 def test_a_checkpoint_drafter_without_a_checkpoint_is_refused(make_target: MakeTarget) -> None:
-    with pytest.raises(ValueError, match="checkpoint eagle3 does not exist; name a folder or a hub id"):
+    with user_error("checkpoint eagle3 does not exist; name a folder or a hub id"):
         build_engine(make_target("llama"), "eagle3")

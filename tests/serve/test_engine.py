@@ -41,6 +41,7 @@ from slipstream.tests.serve.engine_runs import (
 )
 from slipstream.tests.sources import TINY
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 MakeTarget = Callable[[str], Path]
 
@@ -98,19 +99,19 @@ def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplo
 
 @each_case()
 def test_wrong_options_are_refused(options: dict[str, Any], message: str, target: Path, draft: Path) -> None:
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         build_engine(**{"target": target, "draft": draft} | options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
 def test_a_missing_gpu_is_a_sentence(target: Path) -> None:
-    with pytest.raises(ValueError, match="device is 'cuda', but torch finds no GPU; choose cpu"):
+    with user_error("device is 'cuda', but torch finds no GPU; choose cpu"):
         build_engine(target, device="cuda")
 
 
 def test_a_draft_for_another_target_is_refused(target: Path, draft: Path) -> None:
     change_json(draft / "config.json", vocab_size=119, draft_vocab_size=119)
-    with pytest.raises(ValueError, match="vocab_size is 119 in the draft and 120 in the target"):
+    with user_error("vocab_size is 119 in the draft and 120 in the target"):
         build_engine(target, draft)
 
 
@@ -124,7 +125,7 @@ def test_requests_that_can_never_run_are_refused(
     prompt: list[int], max_tokens: int, message: str, target: Path, draft: Path
 ) -> None:
     engine = build_engine(target, draft, kv_cache_tokens=96)
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         engine.add(make_request("0", prompt, max_tokens=max_tokens))
     assert not engine.has_work
     check_scheduler(engine.scheduler)
@@ -139,9 +140,7 @@ def test_yarn_extends_the_context(make_target: MakeTarget, tmp_path: Path) -> No
     engine = build_engine(folder)
     prompt = random_prompt(200, 1)
     assert engine.info.max_model_len == 256
-    with pytest.raises(
-        ValueError, match="lower it to 256, the most positions of this target, or extend it in its conf"
-    ):
+    with user_error("lower it to 256, the most positions of this target, or extend it in its conf"):
         build_engine(folder, max_model_len=257)
     request = make_request("0", prompt, max_tokens=50, ignore_eos=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -152,7 +151,7 @@ def test_an_id_is_taken_while_its_grammar_is_compiled() -> None:
     engine = build_engine(TINY)
     request = make_request("a", [5], grammar=Grammar("regex", "a+"))
     engine.add(request)
-    with pytest.raises(ValueError, match="id 'a' belongs to a request that has not ended; give each request its own"):
+    with user_error("id 'a' belongs to a request that has not ended; give each request its own"):
         engine.add(request)
     assert engine.num_open == 1
     engine.abort("a")
@@ -174,7 +173,7 @@ def test_token_ids_are_those_of_the_vocabulary(field: str, target: Path) -> None
     for token in (0, VOCAB - 1):
         engine.check(make_request("0", **fields | IDS[field](token)))
     for token in (VOCAB, 2**32, 2**64):
-        with pytest.raises(ValueError, match=f"{field} has the token id {token}; it must be between 0 and {VOCAB - 1}"):
+        with user_error(f"{field} has the token id {token}; it must be between 0 and {VOCAB - 1}"):
             engine.add(make_request("0", **fields | IDS[field](token)))
     assert not engine.has_work
 
@@ -202,11 +201,9 @@ def test_a_small_cache_limits_the_context(
     assert "max_model_len is 186 instead of 256: the KV cache holds no more" in caplog.text
     run(engine, [make_request("0", random_prompt(150, 0), max_tokens=36, ignore_eos=True)])
     assert build_engine(target, draft, max_model_len=186, **options).info.max_model_len == 186
-    with pytest.raises(
-        ValueError, match="holds 186 tokens of one request and max_model_len is 187; lower max_model_len"
-    ):
+    with user_error("holds 186 tokens of one request and max_model_len is 187; lower max_model_len"):
         build_engine(target, draft, max_model_len=187, **options)
-    with pytest.raises(ValueError, match="the KV cache holds 0 tokens of one request"):
+    with user_error("the KV cache holds 0 tokens of one request"):
         build_engine(target, draft, drafter={"depth": 60}, **options | {"kv_cache_tokens": 100})
 
 

@@ -37,6 +37,7 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.sources import TINY
+from slipstream.tests.user_errors import user_error
 
 FP8 = {"kv_cache_dtype": "fp8"}
 SCALE = 0.02
@@ -179,7 +180,7 @@ def test_a_file_that_holds_no_text_is_refused_before_weights_are_read(
         file.write_bytes(content)
     monkeypatch.setattr(build, "load_target", lambda *_: pytest.fail("read the weights"))
     for refused in (build_engine, lambda target, **options: DryRun(ServeConfig(target=str(target), **options))):
-        with pytest.raises(ValueError, match=f"kv_cache_dtype names '{file}', {message}"):
+        with user_error(f"kv_cache_dtype names '{file}', {message}"):
             refused(TINY, kv_cache_dtype=f"fp8:{file}")
 
 
@@ -221,9 +222,7 @@ def test_scales_of_a_checkpoint(names: tuple[str, ...], value: Tensor, make_targ
 def test_wrong_scales_are_named(value: Tensor, message: str, scaled: Path, tmp_path: Path) -> None:
     shutil.copytree(scaled, tmp_path, dirs_exist_ok=True)
     add(tmp_path, {"model.layers.1.self_attn.v_scale": value})
-    with pytest.raises(
-        ValueError, match=f"layers.1.self_attn.v_scale {message}|layers.1.self_attn.v_scale is .*{message}"
-    ):
+    with user_error(f"layers.1.self_attn.v_scale {message}|layers.1.self_attn.v_scale is .*{message}"):
         build_engine(tmp_path, **FP8)
 
 
@@ -231,10 +230,10 @@ def test_wrong_scales_are_named(value: Tensor, message: str, scaled: Path, tmp_p
 def test_what_was_not_tried_is_refused_by_name(family: str, lack: str, make_target: Any) -> None:
     assert family in CAPPED
     for refused in (build_engine, lambda target, **options: DryRun(ServeConfig(target=str(target), **options))):
-        with pytest.raises(ValueError, match=f"kv_cache_dtype is 'fp8', which was not tried with {lack}"):
+        with user_error(f"kv_cache_dtype is 'fp8', which was not tried with {lack}"):
             refused(make_target(family), **FP8)
     for dtype in ("int8", "fp8:", f"auto:{TINY}"):
-        with pytest.raises(ValueError, match=f"kv_cache_dtype is '{dtype}'; choose one of auto, fp8, or fp8:FILE"):
+        with user_error(f"kv_cache_dtype is '{dtype}'; choose one of auto, fp8, or fp8:FILE"):
             EngineConfig(kv_cache_dtype=dtype)
 
 

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from slipstream.serve.kernels import report
 from slipstream.serve.kernels_options import KernelsConfig
 from slipstream.tests.quantized_targets import BLOCKS, compressed, w4, w8
+from slipstream.tests.user_errors import user_error
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -102,21 +101,21 @@ def test_delta_nets_add_in_one_order(tmp_path: Path) -> None:
     layers = {"layer_types": ["linear_attention"] * 2 + ["full_attention"]}
     config = LLAMA_8B | kind | heads | dims | layers | {"linear_conv_kernel_dim": 4}
     assert table(tmp_path, config, exact=True)["out_proj"][0] == "0-1"
-    with pytest.raises(ValueError, match="exact is true, but layers with recurrent state"):
+    with user_error("exact is true, but layers with recurrent state"):
         table(tmp_path, config | {"linear_conv_kernel_dim": 3}, exact=True)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rows is \[0\]; give numbers of at least 1"):
+    with user_error(r"rows is \[0\]; give numbers of at least 1"):
         KernelsConfig(target="here", rows=(0,))
     odd = LLAMA_8B | {"intermediate_size": 14336 + 32}
-    with pytest.raises(ValueError, match="exact is true, but a layer has 14368 inputs, no multiple of 64"):
+    with user_error("exact is true, but a layer has 14368 inputs, no multiple of 64"):
         table(tmp_path, odd, exact=True)
     assert table(tmp_path, odd)["down_proj"][4] == "library"
-    with pytest.raises(ValueError, match="quant_method is 'other'; known formats"):
+    with user_error("quant_method is 'other'; known formats"):
         table(tmp_path, LLAMA_8B | {"quantization_config": {"quant_method": "other"}})
-    with pytest.raises(ValueError, match="XForCausalLM"):
+    with user_error("XForCausalLM"):
         table(tmp_path, LLAMA_8B | {"architectures": ["XForCausalLM"]})
     (tmp_path / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"config.json"):
+    with user_error(r"config.json"):
         report(KernelsConfig(target=str(tmp_path)))

@@ -41,6 +41,7 @@ from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.serve.fake_server import wait_until
 from slipstream.tests.sources import ROOT, TINY
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 DRAFT = ROOT / "tests" / "assets" / "eagle3"
 
@@ -108,19 +109,19 @@ def test_a_server_goes_on_from_what_an_earlier_one_has_learnt(tmp_path: Path) ->
     config.check_inputs()
     assert config.go_on().draft == replace(config, draft=f"{DRAFT}/").go_on().draft == str(output)
     (output / "run.json").write_text(json.dumps({"learned_from": "another"}))
-    with pytest.raises(ValueError, match="was learnt from draft another"):
+    with user_error("was learnt from draft another"):
         config.go_on()
     (output / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="thesis.txt"):
+    with user_error("thesis.txt"):
         config.check_inputs()
     (output / "thesis.txt").unlink()
     for wrong, sentence in (
         ({"data": str(DRAFT)}, "report.json does not exist"),
         ({"output": str(DRAFT)}, "which is read"),
     ):
-        with pytest.raises(ValueError, match=sentence):
+        with user_error(sentence):
             ServeConfig(**options, learn=LearnOptions(device="cpu", **wrong)).check_inputs()
-        with pytest.raises(ValueError, match="nothing learns"):
+        with user_error("nothing learns"):
             LearnOptions(**wrong)
 
 
@@ -153,10 +154,10 @@ def test_a_gpu_of_the_engine_without_room_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(learning, "is_shared", lambda *_: True)
     config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
     monkeypatch.setattr(learning, "MODULE", "slipstream.no_such_module")
-    with pytest.raises(ValueError, match=r"learn\.device is cuda:0, where training does not start \(status 1, "):
+    with user_error(r"learn\.device is cuda:0, where training does not start \(status 1, "):
         Learner(config, LearnOptions(device="cuda:0"))
     assert "no_such_module" in capfd.readouterr().err
-    with pytest.raises(ValueError, match=r"learn\.share is 1\.5"):
+    with user_error(r"learn\.share is 1\.5"):
         LearnOptions(share=1.5)
 
 

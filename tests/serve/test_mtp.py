@@ -47,6 +47,7 @@ from slipstream.tests.serve.engine_runs import (
 from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.sources import HYBRID, ROOT
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 CHAIN = {"depth": 3}
 TREE = {"depth": 3, "topk": 3, "nodes": 9}
@@ -96,11 +97,9 @@ def test_a_module_may_read_states_before_the_final_norm(kind: str, options: dict
 
 
 def test_the_state_that_a_family_fixes_is_no_choice(make_mtp: MakeMTP) -> None:
-    with pytest.raises(
-        ValueError, match=r"hidden is before_norm, but MTP heads of Glm4MoeForCausalLM read the state a"
-    ):
+    with user_error(r"hidden is before_norm, but MTP heads of Glm4MoeForCausalLM read the state a"):
         build_engine(make_mtp("glm4-moe").folder, "mtp", drafter={"hidden": "before_norm"})
-    with pytest.raises(ValueError, match="drafter.hidden is 'none'; choose after_norm or before_norm, or leave it out"):
+    with user_error("drafter.hidden is 'none'; choose after_norm or before_norm, or leave it out"):
         build_engine(make_mtp("ernie").folder, "mtp", drafter={"hidden": "none"})
 
 
@@ -238,7 +237,7 @@ def test_copies_of_embedding_and_head_are_dropped_and_others_used(
     assert "its own output head" in caplog.text
     assert "its own embedding" in caplog.text
     (tmp_path / "map").write_text("")
-    with pytest.raises(ValueError, match="token_map is .*, but this draft has an output head of its own"):
+    with user_error("token_map is .*, but this draft has an output head of its own"):
         build_engine(folder, "mtp", drafter={"token_map": str(tmp_path / "map")})
 
 
@@ -326,22 +325,20 @@ def test_its_memory_is_counted(make_mtp: MakeMTP) -> None:
 
 def test_targets_without_such_a_module_are_refused(make_target: MakeTarget, tmp_path: Path) -> None:
     llama = make_target("llama")
-    with pytest.raises(ValueError, match=f"no MTP head of LlamaForCausalLM, the architecture of {llama}, is served"):
+    with user_error(f"no MTP head of LlamaForCausalLM, the architecture of {llama}, is served"):
         build_engine(llama, "mtp")
     folder = tmp_path / "target"
     shutil.copytree(make_target("glm4-moe"), folder)
-    with pytest.raises(
-        ValueError, match=r"have no MTP layer \(such as layers.4.input_layernorm.weight\); fetch a checkpoint that"
-    ):
+    with user_error(r"have no MTP layer \(such as layers.4.input_layernorm.weight\); fetch a checkpoint that"):
         build_engine(folder, "mtp")
     change_json(folder / "config.json", num_nextn_predict_layers=0)
-    with pytest.raises(ValueError, match=f"config.json of {folder} has no MTP layers .num_nextn_predict_layers"):
+    with user_error(f"config.json of {folder} has no MTP layers .num_nextn_predict_layers"):
         build_engine(folder, "mtp")
     add_tensors(folder, {"model.layers.4.enorm.weight": torch.ones(32)})
     change_json(folder / "config.json", num_nextn_predict_layers=1)
-    with pytest.raises(ValueError, match="does not fit its config: missing eh_proj.weight"):
+    with user_error("does not fit its config: missing eh_proj.weight"):
         build_engine(folder, "mtp")
-    with pytest.raises(ValueError, match="draft 'mtp' is not a checkpoint that names one; add --target"):
+    with user_error("draft 'mtp' is not a checkpoint that names one; add --target"):
         source_of("mtp").check()
 
 
@@ -378,7 +375,7 @@ def test_broken_files_are_refused_in_one_sentence(
         tensors[name] = torch.ones(value) if isinstance(value, list) else value
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(present, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=sentence):
+    with user_error(sentence):
         build_engine(folder, "mtp")
 
 

@@ -28,6 +28,7 @@ from slipstream.tests.serve.engine_runs import (
 )
 from slipstream.tests.serve.test_overlap import SlowSteps
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 
 def requests_of(namespace: str = "", temperature: float = 0.0, client: str = "") -> list[Request]:
@@ -138,7 +139,7 @@ def test_a_save_that_fails_stops_no_other_stage(target: Path, tmp_path: Path) ->
     closed = list[str]()
     engine.stages[-1].close = lambda: closed.append("last")  # type: ignore[method-assign]
     (folder / "trie").mkdir()
-    with pytest.raises(ValueError, match="folder/trie is a folder; name a file"):
+    with user_error("folder/trie is a folder; name a file"):
         engine.close()
     assert closed == ["last"]
 
@@ -148,7 +149,7 @@ def test_two_engines_do_not_write_one_file_at_once(target: Path, tmp_path: Path)
     path = tmp_path / "texts.trie"
     with atomic_file(path) as file:
         file.write_bytes(b"of the first")
-        with pytest.raises(ValueError, match=r"texts.trie is being written by another process; wait for it"):
+        with user_error(r"texts.trie is being written by another process; wait for it"):
             build_engine(target, "ngram", drafter={"save": str(path)}).close()
     assert path.read_bytes() == b"of the first"
     path.unlink()
@@ -175,10 +176,10 @@ def test_what_save_would_spoil_is_found_at_the_start(
         ({"save": str(tmp_path)}, f"drafter.save {tmp_path} is a folder; name a file"),
         ({"save": f"{tmp_path}/no/trie"}, "is in a folder that does not exist; create it first"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with user_error(message):
             build_engine(target, "ngram", drafter=options)
     monkeypatch.setattr(os, "access", lambda *_: False)  # tests may run as root, who may write everywhere
-    with pytest.raises(ValueError, match=f"drafter.save {path} cannot be written: you may not write to {tmp_path}"):
+    with user_error(f"drafter.save {path} cannot be written: you may not write to {tmp_path}"):
         NgramOptions(save=path)
 
 
@@ -204,13 +205,13 @@ def test_a_corpus_is_known_from_the_start_to_all(kind: str, target: Path, tmp_pa
 @each_case()
 def test_a_broken_corpus_is_named(line: str, message: str, target: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text(line + "\n")
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         build_engine(target, "ngram", drafter={"corpus": str(tmp_path / "texts.jsonl")})
 
 
 @each_case()
 def test_bad_options_are_sentences(options: dict[str, Any], message: str, target: Path) -> None:
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         build_engine(target, "ngram", drafter=options)
 
 
@@ -264,9 +265,9 @@ def test_the_draft_decides_which_options_there_are(draft: Path) -> None:
 
 def test_wrong_choices_beside_a_network_are_sentences(target: Path, draft: Path) -> None:
     for name, value in (("nodes", 65), ("capacity", 5)):
-        with pytest.raises(ValueError, match=rf"drafter\.ngram_{name} is {value}; it must be between"):
+        with user_error(rf"drafter\.ngram_{name} is {value}; it must be between"):
             build_both(target, draft, **{f"ngram_{name}": value})
-    with pytest.raises(ValueError, match="drafter.ngram_first is 13; it must be between 0"):
+    with user_error("drafter.ngram_first is 13; it must be between 0"):
         build_both(target, draft, ngram_first=13)
-    with pytest.raises(ValueError, match="drafter option 'ngram_first' does not exist"):
+    with user_error("drafter option 'ngram_first' does not exist"):
         build_engine(target, "none", drafter={"ngram_first": 5})

@@ -22,6 +22,7 @@ from slipstream.tests.pairwise import grouped
 from slipstream.tests.serve.ngram_fuzz import Fuzz, Tree, advance, arrays_for, random_texts
 from slipstream.tests.serve.ngram_model import NgramModel
 from slipstream.tests.tables import table_of
+from slipstream.tests.user_errors import user_error
 
 MAGIC = 0x31454952544D47  # of a saved trie
 
@@ -331,7 +332,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = table_of(__file__, "bad_options"
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
 def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with user_error(f"^{message}"):
         NgramCore(**options)
 
 
@@ -360,7 +361,7 @@ def test_bad_arguments_change_nothing() -> None:
         ("advance", ([0], [[1, 3]], tokens, *arrays[:-1], np.zeros((1, 3), np.bool_)), "foreign has shape"),
     ]
     for method, arguments, message in calls:
-        with pytest.raises(ValueError, match=message):
+        with user_error(message):
             getattr(core, method)(*arguments)
     for copied in (tokens.astype(np.int64), np.zeros((1, 8), np.int32)[:, ::2]):
         with pytest.raises(TypeError):  # what is written into must be the caller's own
@@ -410,10 +411,10 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (100, 6, "has 300 nodes; raise capacity"),
         (300, 5, "has branches of 6 tokens; raise branch_length"),
     ):
-        with pytest.raises(ValueError, match=f"^n-gram file {path} {message}$"):
+        with user_error(f"^n-gram file {path} {message}$"):
             NgramCore(capacity=capacity, branch_length=branch_length, max_match=4).load(path)
     core.admit(0, [1])
-    with pytest.raises(ValueError, match="requests are running; load"):
+    with user_error("requests are running; load"):
         core.load(path)
     with pytest.raises(FileNotFoundError, match="nothing"):
         NgramCore().load(tmp_path / "nothing")
@@ -446,7 +447,7 @@ def test_a_foreign_file_is_not_read_whole(start: bytes, tmp_path: Path) -> None:
         file.write(start)
         file.truncate(1 << 26)
     before = psutil.Process().io_counters().read_chars
-    with pytest.raises(ValueError, match=f"^n-gram file {path} "):
+    with user_error(f"^n-gram file {path} "):
         NgramCore().load(path)
     assert psutil.Process().io_counters().read_chars - before < 1 << 20
 
@@ -456,7 +457,7 @@ def test_tokens_that_a_target_does_not_have_are_refused(tmp_path: Path) -> None:
     core.insert([5, 6, 7, 300])
     core.save(tmp_path / "trie")
     NgramCore().load(tmp_path / "trie", 301)
-    with pytest.raises(ValueError, match=r"trie has token 300, and the target's end at 299; name one"):
+    with user_error(r"trie has token 300, and the target's end at 299; name one"):
         NgramCore().load(tmp_path / "trie", 300)
 
 
@@ -484,7 +485,7 @@ def test_damaged_files_are_refused_and_break_nothing(tmp_path: Path) -> None:
     pieces = [data[:size] for size in (0, 1, 39, 40, 47, 48, len(data) // 2, len(data) - 1)]
     for piece in [*pieces, data + b"\0", bytes(len(data))]:
         path.write_bytes(piece)
-        with pytest.raises(ValueError, match=f"^n-gram file {path} "):
+        with user_error(f"^n-gram file {path} "):
             core.load(path)
     num_loaded = 0
     for _ in range(400):  # a checksum that fits, as nobody makes it by accident

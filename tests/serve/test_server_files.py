@@ -22,6 +22,7 @@ from slipstream.serve.options import EngineConfig, LearnOptions, ServeConfig
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.serve.fake_server import serving
 from slipstream.tests.sources import TINY
+from slipstream.tests.user_errors import user_error
 
 Spoil = Callable[[Path], dict[str, Any]]  # changes a target's folder; returns options
 
@@ -96,7 +97,7 @@ def test_a_fault_ends_the_server_before_its_engine_is_ready(
         async with asyncio.timeout(60), prepare(config, bind(config.host, config.port), EngineClient(endless)):
             pytest.fail("the engine is never ready")
 
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         asyncio.run(start())
     arguments = [f"--{key}={value}" for key, value in options.items()]
     with pytest.raises(SystemExit) as ended:
@@ -106,12 +107,12 @@ def test_a_fault_ends_the_server_before_its_engine_is_ready(
 
 
 def test_a_port_has_one_server_though_connections_of_the_last_linger(byte_target: str) -> None:
-    with bind("127.0.0.1", 0) as listener, pytest.raises(ValueError, match=r"Address already in use.*another --port"):
+    with bind("127.0.0.1", 0) as listener, user_error(r"Address already in use.*another --port"):
         bind(*listener.getsockname())
     with serving(ServeConfig(target=byte_target, port=0)) as server:
         place = server.listener.getsockname()
         assert httpx.get(f"{server.url}/health", headers={"Connection": "close"}, timeout=120).status_code == 200
-    with bind(*place), pytest.raises(ValueError, match=r"Address already in use.*another --port"):
+    with bind(*place), user_error(r"Address already in use.*another --port"):
         bind(*place)
 
 
@@ -126,9 +127,7 @@ def test_what_the_target_cannot_do_is_refused_before_its_weights_come(
         return str(tmp_path / "c0ffee")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    with pytest.raises(
-        ValueError, match="^tp is 3, but config.json: num_attention_heads is 4, and 3 ranks do not divide it"
-    ):
+    with user_error("^tp is 3, but config.json: num_attention_heads is 4, and 3 ranks do not divide it"):
         read_plan(EngineConfig(target="owner/model", device="cpu", tp=3))
     assert not [pattern for pattern in downloads if pattern.endswith(".safetensors")]
     assert read_plan(EngineConfig(target="owner/model", device="cpu")).path == tmp_path / "c0ffee"
@@ -138,7 +137,7 @@ def test_what_the_target_cannot_do_is_refused_before_its_weights_come(
 def test_texts_of_another_tokenizer_are_not_learnt_from(tmp_path: Path) -> None:
     for name in ("report.json", "dataset_dict.json"):
         (tmp_path / name).write_text('{"tokenizer_hash": "0"}')
-    with pytest.raises(ValueError, match="^learn.data .* was prepared with another tokenizer"):
+    with user_error("^learn.data .* was prepared with another tokenizer"):
         check_files(ServeConfig(target=str(TINY), learn=LearnOptions(device="cpu", data=str(tmp_path))))
 
 

@@ -33,6 +33,7 @@ from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.tests.serve.fake_server import serving, wait_until
 from slipstream.tests.sources import ROOT
 from slipstream.tests.state_engines import CPU, StateEngine, lend
+from slipstream.tests.user_errors import user_error
 
 LAYERS = (2, 0)
 
@@ -92,7 +93,7 @@ def test_a_client_closes_in_the_middle_of_answers(engine: StateEngine, caplog: p
     for future in futures[1:]:
         with suppress(ValueError):
             future.result(30)
-    with pytest.raises(ValueError, match="the connection to endpoint was closed"):
+    with user_error("the connection to endpoint was closed"):
         client.ask(request()).result(30)
     wait_until(lambda: client.links[0].connection is None, "the end of the connection")
     assert not [record for record in caplog.records if record.name == "slipstream.models.states.client"]
@@ -177,7 +178,7 @@ def test_a_request_that_always_fails_ends(engine: StateEngine, tmp_path: Path) -
     path = str(tmp_path / "proxy")
     Proxy(engine.address, path, ["damage"] * 20)
     client = StateClient("endpoint", [Address("", path=path)], "first key", 5.0)
-    with pytest.raises(ValueError, match="a request has failed 5 times"):
+    with user_error("a request has failed 5 times"):
         client.ask(request()).result(60)
 
 
@@ -264,10 +265,10 @@ def test_a_refusal_ends_all_connections(engine: StateEngine, tmp_path: Path) -> 
     save_random_target(FAMILIES["gemma3"], tmp_path / "other")
     other = StateEngine(tmp_path / "other", Address("", path=str(tmp_path / "second")), ["first key"])
     client = StateClient("endpoint", [engine.address], "first key", 60)
-    with pytest.raises(ValueError, match="has another target"):
+    with user_error("has another target"):
         client.check_target("0" * 64)
     for address, sentence in ((other.address, "engines that differ"), (Address("", path="none"), "does not answer")):
-        with pytest.raises(ValueError, match=sentence):
+        with user_error(sentence):
             StateClient("endpoint", [engine.address, address], "first key", 0.1)
     wait_until(lambda: not engine.service.num_connections, "the end of all connections")
     other.close()
@@ -343,10 +344,10 @@ def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatc
     nothing: Any = None
     config = ServeConfig(target="x", states="0.0.0.0:8199")
     for start in (Guard.of, partial(open_service, engine_path=Path(), passes=nothing, post=nothing, listener=nothing)):
-        with pytest.raises(ValueError, match="there is no API key; add --api-key-file"):
+        with user_error("there is no API key; add --api-key-file"):
             start(config)
     Guard.of(replace(config, api_key="key"))
-    with pytest.raises(ValueError, match="states is '8:x'; give HOST:PORT"):
+    with user_error("states is '8:x'; give HOST:PORT"):
         ServeConfig(target="x", states="8:x")
 
 
@@ -366,7 +367,7 @@ def test_an_address_that_another_engine_has_is_refused_by_name(engine: StateEngi
         client = socket.create_connection(("127.0.0.1", port))
         first.accept()[0].close()
     address = Address("127.0.0.1", port)
-    with client, bind(address), pytest.raises(ValueError, match=f"states {address} .Address already in use"):
+    with client, bind(address), user_error(f"states {address} .Address already in use"):
         bind(address)
 
 
