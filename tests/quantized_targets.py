@@ -378,8 +378,15 @@ def load(folder: Path, name: str = "", dtype: torch.dtype = torch.float32) -> Ta
     return load_target(folder, load_config(folder), dtype, torch.device("cpu"), quantization=quantization)
 
 
-def change_tensors(folder: Path, prefix: str, changes: Mapping[str, Tensor | None]) -> None:
-    """Replaces tensors of a file by their names after `prefix`; None deletes."""
-    tensors = load_file(folder / "model.safetensors") | {f"{prefix}.{key}": changes[key] for key in changes}
-    tensors = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+def change_tensors(folder: Path, prefix: str, changes: Mapping[str, Any]) -> None:
+    """Replaces tensors of a file by their names after `prefix`; None deletes, and a list is a value, a type and the
+    shape of a tensor that holds this value alone."""
+    tensors = load_file(folder / "model.safetensors")
+    for key, change in changes.items():
+        tensors.pop(f"{prefix}.{key}", None)
+        if isinstance(change, list):
+            value, dtype, *shape = change
+            tensors[f"{prefix}.{key}"] = torch.full(shape, value).to(getattr(torch, dtype))
+        elif change is not None:
+            tensors[f"{prefix}.{key}"] = change
     save_file(tensors, folder / "model.safetensors")

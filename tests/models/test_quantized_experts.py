@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from slipstream.kernels.gemm.fp8 import QuantizedRows
 from slipstream.models.layers.formats.linear_experts import LinearExperts
@@ -16,7 +15,6 @@ from slipstream.models.targets.frozen import DecoderTarget, load_frozen_target, 
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
 from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.quantized_targets import (
-    FP8,
     LAYOUTS,
     change_tensors,
     check_logits,
@@ -31,6 +29,7 @@ from slipstream.tests.quantized_targets import (
 )
 from slipstream.tests.random_targets import MakeTarget, change_json, logits, save_random_target
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
+from slipstream.tests.tables import each_case
 from slipstream.tests.user_errors import user_error
 
 TOKENS = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
@@ -149,19 +148,9 @@ def test_the_gate_of_a_shared_expert_stays_in_16_bits(tmp_path: Path) -> None:
     assert type(mlp.shared_expert.down_proj).__name__ == "FP8Linear"
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("fp8-blocks", {"2.up_proj.weight": torch.ones(128, 256)}, "experts of layers.0.mlp.experts differ in format"),
-        ("fp8-blocks", {"2.up_proj.weight_scale_inv": None}, "missing layers.0.mlp.experts.2.up_proj.weight_scale_inv"),
-        ("fp8-static", {"1.down_proj.input_scale": None}, "missing layers.0.mlp.experts.1.down_proj.input_scale"),
-        ("compressed-channel", {"gate_up_proj": torch.ones(3, 256, 256).to(FP8)}, "has its experts apart"),
-        ("gptq-order", {}, "layers.0.mlp.experts has act order"),
-        ("packed", {"0.up_proj.weight_scale": torch.ones(3, 1)}, r"is \[3, 1\], the config says \[128, 8\]"),
-    ],
-)  # fmt: skip
+@each_case()
 def test_faults_of_files_are_named(
-    name: str, change: dict[str, Tensor | None], message: str, plain: Path, tmp_path: Path
+    name: str, change: dict[str, Any], message: str, plain: Path, tmp_path: Path
 ) -> None:
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
     change_tensors(tmp_path / name, EXPERT, change)

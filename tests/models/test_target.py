@@ -158,13 +158,7 @@ for wrapper, name in (("Qwen3_5", "qwen3-5"), ("Qwen3_5Moe", "qwen3-5-moe")):
         WRAPPERS[name] = (kind, RELATIVES[name], getattr(transformers, f"{wrapper}VisionConfig")(**TOWER))
 
 
-@pytest.mark.parametrize(
-    ("name", "unit", "axis"),
-    [
-        *(("weight_scale_inv", 128, 0), ("weight_scale", 1, 0), ("weight_packed", 1, 0), ("weight_zero_point", 8, 0)),
-        *(("qweight", 8, 1), ("qweight", 1, 1), ("scales", 1, 1)),
-    ],
-)
+@each_case()
 def test_queries_and_their_gates_are_taken_apart_with_their_scales(name: str, unit: int, axis: int) -> None:
     """Heads of 256: two blocks of 128 rows of queries, two of gates. Words of AWQ and of zeros have 8 rows."""
     rows = torch.arange(4 * 512).view(4, 2, 256)

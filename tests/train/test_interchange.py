@@ -29,7 +29,7 @@ from slipstream.models.drafts.interchange import (
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.families import OutputGate
 from slipstream.tests import server_loaders
-from slipstream.tests.tables import table_of
+from slipstream.tests.tables import each_case, table_of
 from slipstream.train.dflash import DFlashTraining
 from slipstream.train.dflash_options import DFlashOptions
 from slipstream.train.draft_setup import build
@@ -192,24 +192,15 @@ def options_of(words: tuple[str, ...]) -> dict[str, Any]:
     return {name: yaml.safe_load(value) for name, value in pairs}
 
 
-@pytest.mark.parametrize(
-    ("words", "norms"),
-    [
-        ((), ALL_NORMS),
-        (("--draft.interchange=vllm",), ALL_NORMS),
-        (("--draft.interchange=sglang",), ("fc_norm", "norm_output")),
-        (("--config=FILE",), ("fc_norm", "norm_output")),
-        (("--draft.interchange=sglang", "--draft.norms", "fc_norm"), ("fc_norm",)),
-        (("--config=FILE", "--draft.interchange=own"), ALL_NORMS),
-    ],
-)
-def test_interchange_chooses_the_nearest_defaults(
-    words: tuple[str, ...], norms: tuple[str, ...], tmp_path: Path
-) -> None:
+@each_case()
+def test_interchange_chooses_the_nearest_defaults(words: list[str], norms: list[str] | None, tmp_path: Path) -> None:
+    """`norms` None: all."""
     (tmp_path / "file.yaml").write_text("draft:\n  interchange: sglang\n")
     options = [word.replace("FILE", str(tmp_path / "file.yaml")) for word in words]
-    words = ("--target=t", "--output=o", "--data.path=d", *options)
-    assert parse(Eagle3Options, words, prog="", description="").draft.norms == norms
+    words = ["--target=t", "--output=o", "--data.path=d", *options]
+    assert parse(Eagle3Options, words, prog="", description="").draft.norms == (
+        ALL_NORMS if norms is None else (*norms,)
+    )
 
 
 def test_a_default_that_the_user_writes_down_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

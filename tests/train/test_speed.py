@@ -8,6 +8,7 @@ from torch import Tensor, tensor
 
 from slipstream.models.files.cost_tables import CostTables
 from slipstream.serve.engine import cost_files
+from slipstream.tests.tables import each_case
 from slipstream.tests.train.runs import Arguments, records, refusal
 from slipstream.train import eagle3
 from slipstream.train.eagle3 import Eagle3Training
@@ -30,14 +31,7 @@ def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cost_files.cache_folder() / key.name()
 
 
-@pytest.mark.parametrize(
-    ("requests", "plain", "times"),
-    [
-        (1, 10.0, {1: 10.5 + 1.0, 2: 11.0 + 2.0, 3: 11.0 + 2.0}),
-        (2, 10.5, {1: 11.0 + 1.2, 2: 16.0 + 4.0, 3: 16.0 + 4.0}),
-        (4, 11.0, {1: 16.0 + 1.5, 2: 24.0 + 4.0, 3: 24.0 + 4.0}),
-    ],
-)
+@each_case()
 def test_a_step_takes_the_passes_that_are_large_enough(
     costs: Path, requests: int, plain: float, times: dict[int, float]
 ) -> None:
@@ -97,23 +91,12 @@ def test_the_fastest_checkpoint_is_best(
     assert "pass the original evaluation.costs" in message
 
 
-@pytest.mark.parametrize(
-    ("content", "changes", "message"),
-    [
-        ("[]", {}, "holds no step times of a server"),
-        ('{"format": 1, "tables": {}}', {}, "its format is 1, and this version reads 2"),
-        (
-            None,
-            {"evaluation__requests": 5},
-            "ends at 4 requests, 16 rows and 3 drafted tokens; lower evaluation.requests or evaluation.depth",
-        ),
-        (None, {"evaluation__depth": 4}, "evaluation.requests is 1 and the depth of evaluations 4, but evaluation"),
-        (
-            json.dumps({"format": 2, "tables": CostTables(TABLES.target, {"plain": {}, "all": {}}).to_json()}),
-            {},
-            "has no passes of a draft; name step times of a server with one",
-        ),
-    ],
+@each_case(
+    (
+        json.dumps({"format": 2, "tables": CostTables(TABLES.target, {"plain": {}, "all": {}}).to_json()}),
+        {},
+        "has no passes of a draft; name step times of a server with one",
+    )
 )
 def test_other_files_and_sizes_are_named(
     tmp_path: Path, arguments: Arguments, costs: Path, content: str | None, changes: dict[str, int], message: str
