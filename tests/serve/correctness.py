@@ -20,6 +20,7 @@ from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, run
 from slipstream.tests.serve.test_lossless import AnyPolicy
 from slipstream.tests.sources import HYBRID, ROOT
+from slipstream.tests.tables import table_of
 
 ASSETS = ROOT / "assets"
 TARGET = ASSETS / "tiny-target"
@@ -31,28 +32,9 @@ TARGETS = {
     "hybrid": "The bundled hybrid",
     "windows": f"The bundled target with windows of {WINDOW} tokens in every other layer",
 }
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "age": {"type": "integer"},
-        "tags": {"enum": ["a", "b"]},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
+PERSON = table_of(__file__, "person")
 # Members whose names and values are fixed, but for white space.
-ORDER = {
-    "type": "object",
-    "properties": {
-        "the number of apples": {"const": 12},
-        "the total price in dollars": {"type": "integer", "maximum": 99},
-        "answer": {"enum": ["more than before", "less than before"]},
-        "note": {"const": "There are 12 apples in a box — é"},
-    },
-    "required": ["the number of apples", "the total price in dollars", "answer", "note"],
-    "additionalProperties": False,
-}
+ORDER = table_of(__file__, "order")
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # name: checkpoint or drafter, options
     "none": ("none", {}),
     "eagle": ("eagle", {}),

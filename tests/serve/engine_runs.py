@@ -29,25 +29,14 @@ from slipstream.serve.request import (
 from slipstream.serve.runner.batch import DraftBatch, Proposal
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.cache_invariants import check_scheduler
+from slipstream.tests.tables import table_of
 
 VOCAB = 120  # of the tiny targets
 MOST_REQUESTS = 200  # of traffic that goes on until something rare was seen
 Tokens = dict[str, list[int]]  # of answers, by request id
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a proposal
 Oracle = Callable[[list[int], Request], Nodes]  # of a text
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "plain": {"temperature": 1.0},
-    "full": {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
-    "processed": {
-        "temperature": 0.8,
-        "top_p": 0.95,
-        "repetition_penalty": 1.05,
-        "frequency_penalty": 0.2,
-        "presence_penalty": 0.1,
-        "logit_bias": {11: 2.0, 30: -100.0},
-    },
-}
+SAMPLINGS: dict[str, dict[str, Any]] = table_of(__file__, "samplings")
 
 
 def build_engine(target: Path, draft: Path | str = "none", **options: Any) -> Engine:

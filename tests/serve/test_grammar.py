@@ -44,18 +44,7 @@ from slipstream.tests.tables import each_case, table_of
 
 SUITE = Path(__file__).parent / "data" / "json_schema_suite.jsonl.gz"  # draft 2020-12, MIT, licence beside it
 END = 256  # after one token for each byte
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["a", "b", 3]}, "maxItems": 3},
-        "inner": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/inner"}]},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-    "$defs": {"inner": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}},
-}
+PERSON = table_of(__file__, "person")
 
 
 def structural_tag(element: dict[str, Any]) -> Grammar:

@@ -7,38 +7,11 @@ from typing import Any
 from slipstream.serve.kernels import report
 from slipstream.serve.kernels_options import KernelsConfig
 from slipstream.tests.quantized_targets import BLOCKS, compressed, w4, w8
+from slipstream.tests.tables import table_of
 from slipstream.tests.user_errors import user_error
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "max_position_embeddings": 8192,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+LLAMA_8B = table_of(__file__, "llama_8b")
+MOE = table_of(__file__, "moe")
 ROWS = (1, 8, 16, 64, 128, 2048)
 
 

@@ -59,6 +59,7 @@ from slipstream.tests.serve.known_answers import (
     save_lilicorr,
     uneven_requests,
 )
+from slipstream.tests.tables import table_of
 
 
 # Drafter -> what makes its checkpoint for a target; none where it needs no checkpoint.
@@ -87,16 +88,7 @@ CHECKPOINTS: dict[str, Callable[[Path, Path], None] | None] = {
     "ngram first": save_eagle3,
     "ngram": None,
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "eagle tree": {"depth": 3, "topk": 3, "nodes": 7},
-    "dflash tree": {"topk": 3, "nodes": 9},
-    "dflash2 tree": {"topk": 3, "nodes": 9},
-    "dspark": {"markov_candidates": 8},
-    "dspark tree": {"markov_candidates": 8, "topk": 3, "nodes": 9},
-    "lilicorr tree": {"topk": 2, "nodes": 7},
-    "ngram first": {"ngram_first": 2, "ngram_nodes": 7},
-    "ngram": {"nodes": 9},
-}
+OPTIONS: dict[str, dict[str, Any]] = table_of(__file__, "options")
 LEARNING = ("ngram first", "ngram")  # drafters that know what earlier requests of the engine have said
 BY_CHANCE = ("dflash2", "lilicorr")  # random selectors and scorers choose at random, at a temperature among few tokens
 SEVERAL = ("dflash", "eagle", "eagle tree", "eagle3", "dflash2 tree", "dspark")
