@@ -193,6 +193,7 @@ def load_config(path: Path, trust_remote_code: bool = False) -> TargetSpec:
     for part in (values, values.get("text_config")):
         if isinstance(part, Mapping):
             rope_fields(part)  # refuses two that differ, of which transformers tells no more than one
+            families.check_types(part)
     if not is_complete(values) and not families.refusal(values):
         values = read_config(path, trust_remote_code).to_dict()
     return TargetSpec.from_json(values)

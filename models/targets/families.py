@@ -367,6 +367,17 @@ def check_unread(values: Values, supported: Values) -> None:
             raise ValueError(f"config.json: {name} is {values[name]!r}, which is not supported; only {value!r} is")
 
 
+def check_types(values: Values) -> None:
+    """Raises ValueError for a field of another type than TABLES["types"] says."""
+    for name, expected in TABLES["types"].items():
+        value = values.get(name)
+        items = value if expected.startswith("a list") and isinstance(value, list) else [value]
+        kind: Any = str if "text" in expected else int
+        is_right = all(isinstance(item, kind) for item in items) and (isinstance(value, list) == ("list" in expected))
+        if value is not None and not is_right:
+            raise ValueError(f"config.json: {name} is {value!r}; it must be {expected}")
+
+
 def check_rotations(values: Values) -> None:
     """Raises ValueError unless there are rotary parameters for each kind of layer."""
     rotations = values.get("rope_parameters") or {}

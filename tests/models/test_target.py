@@ -327,6 +327,14 @@ def test_what_is_not_served_by_design_is_refused_with_the_reason(
 
 
 @each_case()
+def test_a_field_of_another_type_is_named(name: str, value: Any, make_target: MakeTarget, tmp_path: Path) -> None:
+    values = json.loads((make_target("qwen3-moe") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {name: value}))
+    with user_error(f"config.json: {name} is .*; it must be a "):
+        load_config(tmp_path)
+
+
+@each_case()
 def test_a_config_is_refused_before_transformers_or_its_code_reads_it(
     values: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
