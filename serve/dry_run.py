@@ -14,8 +14,10 @@ import torch
 
 from slipstream.models.layers.quantized import quantize_by_config
 from slipstream.models.targets.config import LayerSpec, RecurrentSpec
+from slipstream.models.targets.decoder import Target
 from slipstream.models.targets.sizes import target_size, weight_bytes
-from slipstream.serve.drafters.registry import find_drafter
+from slipstream.serve.drafters.options import options_for
+from slipstream.serve.drafters.registry import build_options, find_drafter
 from slipstream.serve.engine.build import make_state
 from slipstream.serve.engine.engine_plan import DeviceFacts, EnginePlan, read_plan
 from slipstream.serve.engine.memory import fitting_pools, graph_bytes
@@ -121,7 +123,11 @@ def draft_weights(plan: EnginePlan) -> Iterator[Weights]:
             network: Any = find_drafter(source)
             module = network.Network(plan.draft.network)
             quantize_by_config(module, source.quantization(plan.spec, plan.config.quantization))
+            target = Target(plan.spec)
         size = weight_bytes(module, plan.dtype)
+        target.path = plan.path
+        target.trust_remote_code = plan.config.trust_remote_code
+        network.of(module, build_options(options_for(source), plan.config.drafter), target)  # refuses what does not fit
         yield Weights(source.name, plan.draft.name, size, size)
 
 

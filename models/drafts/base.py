@@ -21,7 +21,7 @@ from slipstream.models.drafts.adapters import read_chain
 from slipstream.models.drafts.speculators_layout import from_speculators
 from slipstream.models.drafts.token_map import check_t2d, ids_of
 from slipstream.models.files.checkpoint import Values, read_draft_tensors, read_json, write_checkpoint
-from slipstream.models.files.weights import load_weights, public_tensors
+from slipstream.models.files.weights import check_tensors, load_weights, public_tensors
 from slipstream.models.layers.attention import SelfAttention
 from slipstream.models.layers.formats.base import FLOATS, Tensors
 from slipstream.models.layers.formats.table import tensor_dtypes
@@ -363,13 +363,17 @@ def load_draft(
 def read_draft_config(
     network: type[DraftNetwork], path: Path, target: TargetSpec, choices: Choices = UNCHOSEN
 ) -> DraftConfig:
-    """Returns the config with which `load_draft` builds the network. Where `path` has no weights, which a draft on the
-    hub need not have fetched, what they would decide takes its usual meaning."""
+    """Returns the config with which `load_draft` builds the network. Raises ValueError if weights have other shapes.
+    Where `path` has none, which a draft on the hub need not have fetched, what they would decide takes its usual
+    meaning."""
     path, _ = read_chain(path)
     check_files(network, path)
     values = read_json(path / "config.json")
     if any(path.glob("*.safetensors")) or (path / "pytorch_model.bin").exists():
-        return settle_files(network, DraftFiles(values, read_draft_tensors(path)), path, target, choices)[0]
+        files = DraftFiles(values, read_draft_tensors(path))
+        module, tensors = empty_draft(network, files, path, target, None, choices)
+        check_tensors(module, tensors, path)
+        return module.config
     if values.get("quantization_config"):
         raise quantized_draft(path, "its config.json has quantization_config")
     settled = network.Config.settle(from_speculators(values), target, choices, None)
@@ -420,13 +424,30 @@ def build_draft(
     choices: Choices = UNCHOSEN,
 ) -> Network:
     """`load_draft` of files that are read already; `path` names them in errors."""
+    module, tensors = empty_draft(network, files, path, target, shared, choices)
+    if "d2t" in tensors:
+        warn_of_map(tensors["d2t"], module.config, path, has_mask=any(key.endswith("t2d") for key in files.tensors))
+    load_weights(module, tensors, dtype, device, path)
+    check_finite(module.state_dict(), path)
+    return module
+
+
+def empty_draft(
+    network: type[Network],
+    files: DraftFiles,
+    path: Path,
+    target: TargetSpec,
+    shared: Tensors | None,
+    choices: Choices,
+) -> tuple[Network, dict[str, Tensor]]:
+    """Returns the network without memory, and the tensors that it is to be filled with."""
     config, tensors = settle_files(network, files, path, target, choices)
     if config.draft_vocab_size is not None:
         complete_vocabulary(tensors, config, path)
     with torch.device("meta"):
         module = network(config)
         for key in network.shared:
-            if key == EMBEDDING and key in tensors and not tensors[key].any():
+            if shared is not None and key == EMBEDDING and key in tensors and not tensors[key].any():
                 logger.warning("%s: %s is all zeros, a placeholder; the draft reads the target's", path, key)
                 del tensors[key]
             if not drop_copy(tensors, key, shared):
@@ -434,9 +455,7 @@ def build_draft(
             if key != EMBEDDING or not network.may_embed:
                 raise ValueError(f"{path}: {key} is not the target's; a draft with one of its own is not supported")
             module.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-    load_weights(module, tensors, dtype, device, path)
-    check_finite(module.state_dict(), path)
-    return module
+    return module, tensors
 
 
 def check_unquantized(tensors: Tensors, path: Path) -> None:
@@ -474,13 +493,16 @@ def complete_vocabulary(tensors: dict[str, Tensor], config: DraftConfig, path: P
     if d2t.ndim != 1:
         return
     check_ids(d2t, config.vocab_size, path)
-    has_mask = "t2d" in tensors
     ids = ids_of(d2t)
     t2d = tensors.setdefault("t2d", torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True))
     if t2d.shape != (config.vocab_size,):
         raise ValueError(f"{path}: t2d is {list(t2d.shape)}, but the target has {config.vocab_size} tokens")
     if len(d2t) == config.draft_vocab_size:
         check_t2d(str(path), d2t, t2d, MAP_REMEDY)
+
+
+def warn_of_map(d2t: Tensor, config: DraftConfig, path: Path, *, has_mask: bool) -> None:
+    """`has_mask`: the file has a t2d, too."""
     if len(d2t) < config.vocab_size and not d2t.any():
         logger.warning(
             "%s: d2t is all zeros, so that the draft proposes the first %d tokens of the target alone; if few are "

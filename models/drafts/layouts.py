@@ -15,7 +15,7 @@ def is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return is_integer(value) or isinstance(value, float)
+    return type(value) in (int, float) and abs(value) < 2**53
 
 
 def is_list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -23,10 +23,10 @@ def is_list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 TYPES = {
-    "an integer": is_integer,
-    "a number": is_number,
+    "an integer below 2**31": is_integer,
+    "a number below 2**53": is_number,
     "an object": lambda value: isinstance(value, dict),
-    "a list of integers": is_list_of(is_integer),
+    "a list of integers below 2**31": is_list_of(is_integer),
     "a list of numbers": is_list_of(is_number),
     "a list of texts": is_list_of(lambda value: isinstance(value, str)),
 }

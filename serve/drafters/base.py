@@ -165,15 +165,20 @@ class NetworkDrafter(Drafter):
 
     @classmethod
     def load(cls, source: DraftSource, options: Any, target: Target) -> Self:
-        module = cls.read_network(source, options, target, target.device, target.shared)
-        if isinstance(window := getattr(options, "window", None), int):
-            module.limit_window(window)
-        drafter = cls(module, find_vocabulary(module, target, options), options)
+        drafter = cls.of(cls.read_network(source, options, target, target.device, target.shared), options, target)
+        module = drafter.module
         adapters = [read_adapter(resolve(folder)) for folder in getattr(options, "adapters", {}).values()]
         for adapter in adapters if not source.is_in_target else ():
             adapter.warn_if_changed(source.folder())
         drafter.adapters = add_adapters(module, adapters)
         return drafter
+
+    @classmethod
+    def of(cls, module: Any, options: Any, target: Target) -> Self:
+        """Builds the drafter of a network, as `load` does; also where `target` and network have no memory."""
+        if isinstance(window := getattr(options, "window", None), int):
+            module.limit_window(window)
+        return cls(module, find_vocabulary(module, target, options), options)
 
     def take_adapters(self, requests: Tensor | None) -> None:
         """Lets each row, or as many for each, take the adapter of its request (n,)."""

@@ -12,8 +12,9 @@ from slipstream.models.drafts.token_map import TokenMap, read_token_map
 from slipstream.serve.drafters.options import TreeOptions, options_of
 from slipstream.serve.drafters.registry import build_options
 from slipstream.serve.drafters.vocabulary import HALF_LIFE, DraftVocabulary, RecentTokens
+from slipstream.serve.dry_run import DryRun
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.options import EngineConfig
+from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import Speculation
 from slipstream.serve.runner.batch import PassRows
 from slipstream.serve.runner.request_state import KVSlots
@@ -221,8 +222,11 @@ def test_maps_that_do_not_fit_are_refused(
 ) -> None:
     if size is not None:
         save_map(tmp_path, size, special_ids=(0, 1, EOS))
+    options |= {"token_map": str(tmp_path / "map.safetensors")}
     with user_error(message):
-        build_engine(target, drafts["dflash"], drafter=options | {"token_map": str(tmp_path / "map.safetensors")})
+        build_engine(target, drafts["dflash"], drafter=options)
+    with user_error(message):
+        DryRun(ServeConfig(target=str(target), draft=str(drafts["dflash"]), drafter=options))
 
 
 def test_as_many_children_as_the_map_has_tokens_while_nothing_has_been_read(

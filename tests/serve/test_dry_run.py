@@ -97,6 +97,17 @@ def test_a_quantised_draft_is_refused_as_the_server_would(
         DryRun(config)
 
 
+def test_a_draft_of_other_sizes_is_refused_as_the_server_would(target: Path, draft: Path, tmp_path: Path) -> None:
+    """Before memory is taken for them."""
+    folder = tmp_path / "draft"
+    shutil.copytree(draft, folder)
+    config = ServeConfig(target=str(target), draft=str(folder), dtype="bfloat16", device="cpu")
+    for size, fault in ((2**31 - 1, "up_proj.weight is .*, the config says .2147483647, "), (10**12, "below 2..31")):
+        change_json(folder / "config.json", intermediate_size=size)
+        with pytest.raises(ValueError, match=fault):
+            DryRun(config)
+
+
 def test_quantised_experts_are_counted_as_they_are_kept(tmp_path: Path) -> None:
     save_gpt_oss(tmp_path / "mxfp4")
     save_random_target(copy.deepcopy(MOE_CONFIG), tmp_path / "plain")
