@@ -5,12 +5,14 @@ them: a text for which the trainer has no time is dropped. Texts of requests wit
 start the trainer asks for states of texts that the draft was trained on, which the engine computes between two steps.
 What the trainer offers is a checkpoint, which comes in as any other weights do, on trial (draft_swaps.py).
 The trainer ends with the engine. If it ends by itself, the engine goes on, and another trainer goes on from the last
-weights that passed their trial, unless it lived shorter than LEAST_SECONDS.
+weights that passed their trial, unless it lived shorter than LEAST_SECONDS. The engine saves weights that pass after
+the end of their trainer.
 On a GPU of the engine it starts first, so that the cache is sized by the memory that it leaves.
 """
 
 import json
 import logging
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.learning import (
     TEXT_LEN,
     LearnJob,
@@ -42,6 +45,7 @@ from slipstream.models.files.learning import (
     StateQuestion,
     Verdict,
 )
+from slipstream.models.files.outputs import CHECKPOINT
 from slipstream.models.files.scratch import ScratchFolder
 from slipstream.serve import processes
 from slipstream.serve.engine.engine import Engine
@@ -139,7 +143,9 @@ class Learner:
             data=options.data,
         )
         self.num_dropped = 0  # texts
-        self._has_offer = False  # of this process, without a verdict
+        self._offered = ""  # folder of this process's weights that have no verdict
+        self._orphan = ""  # likewise, of a process that has ended
+        self._saving = threading.Thread()
         self._unsent: SimpleQueue[Unsent] = SimpleQueue()  # texts, and one thing that the trainer waits for
         self._is_closed = False
         self._start()
@@ -185,7 +191,6 @@ class Learner:
                 start_new_session=True,
             )
         self._line = Line(end)
-        self._has_offer = False
 
     def note(self, sequence: Sequence, read: Callable[[int], Tensor]) -> None:
         """Takes the text of a request that ends, whose states `read` copies."""
@@ -217,17 +222,31 @@ class Learner:
         self._unsent.put(Unsent(StateAnswer(copy), line, end_of_copy(copy)))
 
     def judge(self, outcome: Outcome) -> None:
-        """Tells the trainer what became of its offer."""
-        if not self._has_offer:
-            return  # another trainer's
-        self._has_offer = False
-        self._unsent.put(Unsent(Verdict(outcome), self._line))
+        """Tells the trainer what became of its offer. A trial that ends is that of a trainer which has ended, if there
+        is one, since a later offer is refused meanwhile."""
+        if self._orphan and (outcome != "refused" or not self._offered):
+            if outcome == "passed":
+                self._saving = threading.Thread(target=self._save, args=(self._orphan,), name="slipstream-learn-save")
+                self._saving.start()
+            self._orphan = ""
+        elif self._offered:
+            self._offered = ""
+            self._unsent.put(Unsent(Verdict(outcome), self._line))
+
+    def _save(self, folder: str) -> None:
+        try:
+            with atomic_folder(Path(self._job.output), CHECKPOINT.check) as new:
+                shutil.copytree(folder, new, dirs_exist_ok=True)
+        except (OSError, ValueError) as error:
+            logger.error("learn: weights that passed their trial could not be saved: %s", error)
 
     def close(self) -> None:
         """Ends the trainer, whose texts are gone then."""
         self._is_closed = True
         self._line.close()
         processes.end(self.process, EXIT_SECONDS)
+        if self._saving.ident is not None:
+            self._saving.join()
         self._folder.cleanup()
 
     def _send(self) -> None:
@@ -249,11 +268,13 @@ class Learner:
                     if isinstance(message, StateQuestion):
                         self._post(partial(self.answer, message, self._line))
                     elif not isinstance(message, Ready):
-                        self._has_offer = True
+                        self._offered = message.folder
                         self._offer(message)
             if self._is_closed:
                 return
             status = self.process.wait()
+            self._orphan = self._offered or self._orphan
+            self._offered = ""
             goes_on = time.monotonic() - began >= LEAST_SECONDS
             effect = "another one starts" if goes_on else "serving goes on without"
             logger.warning("the process that trains the draft ended (status %d); %s", status, effect)

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.files.atomic import atomic_folder
-from slipstream.models.files.learning import LearnJob, Line, Load, Offer, ServedText, StateQuestion, Verdict
+from slipstream.models.files.learning import LearnJob, Line, Load, Offer, Outcome, ServedText, StateQuestion, Verdict
 from slipstream.models.files.outputs import CHECKPOINT
 from slipstream.models.files.state_store import encode
 from slipstream.models.targets.frozen import load_frozen_target
@@ -159,6 +160,29 @@ def test_a_gpu_of_the_engine_without_room_is_refused(monkeypatch: pytest.MonkeyP
     assert "no_such_module" in capfd.readouterr().err
     with user_error(r"learn\.share is 1\.5"):
         LearnOptions(share=1.5)
+
+
+@each_case()
+def test_weights_that_pass_after_their_trainers_end_are_saved(
+    outcomes: list[Outcome], is_saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that offers a draft and ends stands for the trainer; `outcomes` follow."""
+    folder = tmp_path / "learnt"
+    program = "import sys, socket; from slipstream.models.files.learning import Line, Offer; "
+    program += f"Line(socket.socket(fileno=int(sys.argv[1]))).send(Offer({str(DRAFT)!r}, 1.0, 2.0, {{}}))"
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda argv, **options: start([argv[0], "-c", program, argv[4]], **options)
+    )
+    config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
+    offers: list[Offer] = []
+    with closing(Learner(config, LearnOptions(device="cpu", output=str(folder)))) as learner:
+        learner.attach(build_engine(TINY, DRAFT, device="cpu"), offers.append, lambda call: call())
+        wait_until(lambda: bool(learner._orphan), "the trainer has ended")
+        assert [offer.folder for offer in offers] == [str(DRAFT)]
+        for outcome in outcomes:
+            learner.judge(outcome)
+    assert (folder / "config.json").is_file() == is_saved
 
 
 @pytest.fixture
