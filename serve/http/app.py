@@ -45,7 +45,7 @@ from slipstream.serve.http.limits import (
 from slipstream.serve.http.metrics import EngineView, Metrics
 from slipstream.serve.http.request_log import HEADER, RequestLog, note
 from slipstream.serve.http.responses import ResponseWriter
-from slipstream.serve.http.responses_body import ResponsesBody
+from slipstream.serve.http.responses_body import InputTokensBody, ResponsesBody
 from slipstream.serve.http.schemas import (
     AnyBody,
     ChatBody,
@@ -423,6 +423,11 @@ def create_app(api: Api) -> Starlette:
         Route("/v1/chat/completions", guarded(partial(api.answer, ChatBody)), methods=["POST"]),
         Route("/v1/completions", guarded(partial(api.answer, CompletionBody)), methods=["POST"]),
         Route("/v1/responses", guarded(partial(api.answer, ResponsesBody)), methods=["POST"]),
+        Route(
+            "/v1/responses/input_tokens",
+            guarded(partial(api.convert, InputTokensBody, api.frontend.count_input)),
+            methods=["POST"],
+        ),
         *([Route("/v1/drafts", guarded(api.change_draft), methods=["POST"])] if api.frontend.draft_folder else ()),
         Route("/tokenize", guarded(partial(api.convert, TokenizeBody, api.frontend.tokenize)), methods=["POST"]),
         Route("/detokenize", guarded(partial(api.convert, DetokenizeBody, api.frontend.detokenize)), methods=["POST"]),

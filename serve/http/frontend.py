@@ -210,6 +210,11 @@ class Frontend:
         strings = self.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens, "token_strs": strings}
 
+    def count_input(self, body: ResponsesBody) -> dict[str, Any]:
+        """Answers /v1/responses/input_tokens."""
+        tokens = self.chat_prompt(body, self.tool_choice(body))
+        return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+
     def draft_path(self, body: DraftBody) -> str:
         """Returns the folder of a checkpoint that POST /v1/drafts names. Raises ApiError for one elsewhere."""
         assert self.draft_folder is not None

@@ -253,3 +253,9 @@ class ResponsesBody(SamplingBody):
         if not isinstance(value.get("schema"), dict | bool):
             raise ApiError(400, f"{path}.schema must be an object", f"{path}.schema")
         return grammar_of_schema(value, path, {"type"}, read_fields)
+
+
+class InputTokensBody(ResponsesBody):
+    """POST /v1/responses/input_tokens, which counts the tokens of a prompt."""
+
+    neutral = NEUTRAL_IN_RESPONSES | {"personality": []}

@@ -126,7 +126,10 @@ def test_the_client_gathers_a_stream_and_can_send_the_answer_back(api: openai.Op
         if item.type == "function_call"
     ]
     more: Any = [{"role": "user", "content": "x"}, *final.output, *outputs, {"role": "user", "content": "so?<|end|>"}]
-    assert api.responses.create(model=MODEL, input=more, tools=FLAT).output_text == "so?"
+    answer = api.responses.create(model=MODEL, input=more, tools=FLAT)
+    assert answer.output_text == "so?"
+    counted = api.responses.input_tokens.count(model=MODEL, input=more, tools=FLAT)
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
 
 
 @pytest.mark.parametrize("stream", [False, True])
