@@ -1,6 +1,7 @@
 """Regular expressions and EBNF as the grammar library reads them. What it would take otherwise than it is meant is
 written in another way, or refused with a sentence. Imports no library."""
 
+import json
 import re
 
 # Two hex digits, half of a surrogate pair, or another escape.
@@ -9,10 +10,14 @@ CLASS = r"\[(?:\\.|[^\]\\])*\]?"  # or what is not closed
 NULL = r"\\(?:0|u0000|u\{0+\}|U0{8})"
 NULL_OR_ESCAPE = re.compile(rf"({NULL})|\\.", re.DOTALL)
 NULL_CLASS = re.compile(rf"\[{NULL}(?:-{NULL})?\]")  # which the library takes for a text
-PARTS_OF_REGEX = re.compile(rf"{CLASS}|\((?:\?:|\?P?<\w+>)?|{NULL}|\\.|.", re.DOTALL)
+PARTS_OF_REGEX = re.compile(rf"{CLASS}|\((?:\?:|\?P?<\w+>)?|{NULL}|\\u[0-9A-Fa-f]{{4}}|\\.|.", re.DOTALL)
+PARTS_OF_CLASS = re.compile(r"\\u[0-9A-Fa-f]{4}|\\.|.", re.DOTALL)
+COUNT = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
+CONTROLS = {r"\n": "\n", r"\r": "\r", r"\t": "\t", r"\f": "\f", r"\v": "\v"}
 PARTS_OF_EBNF = re.compile(rf'"(?:\\.|[^"\\])*"?|{CLASS}|#[^\n]*|.', re.DOTALL)
 LETTER = re.compile(r"\\(?:([^\W_abBcdDefknpPrsStuvwWx0-9])|.)", re.ASCII | re.DOTALL)  # that is no escape
 OPEN_GROUP = re.compile(r"\)\{\d+,\}")
+MOST_COUNT = 32  # characters of a count
 REPEATS = ("*", "+", "?", "{")
 
 
@@ -43,6 +48,34 @@ def read_regex(text: str) -> str:
 def parts_of(regex: str) -> list[str]:
     """Returns a regular expression in characters, escapes, classes and beginnings of groups."""
     return PARTS_OF_REGEX.findall(regex)
+
+
+def escaped_in_json(part: str) -> list[str]:
+    """Returns how JSON writes the characters that a part of a regular expression names, if not by themselves."""
+    names = [part]
+    if part[0] == "[":
+        names = [] if part[:2] == "[^" else PARTS_OF_CLASS.findall(part[1:-1])
+    letters = [chr(int(name[2:], 16)) if name[:2] == "\\u" else CONTROLS.get(name, name[-1]) for name in names]
+    texts = [json.dumps(letter, ensure_ascii=False)[1:-1] for letter in letters]
+    return [text for text, letter in zip(texts, letters, strict=True) if text != letter]
+
+
+def split_sequence(parts: list[str]) -> list[tuple[list[str], str]]:
+    """Splits a regular expression into its outermost atoms and groups, each with its count, and bars."""
+    result: list[tuple[list[str], str]] = []
+    start = 0
+    while start < len(parts):
+        end = start + 1
+        depth = int(parts[start][0] == "(")
+        while depth and end < len(parts):
+            depth += (parts[end][0] == "(") - (parts[end] == ")")
+            end += 1
+        count = COUNT.match("".join(parts[end : end + MOST_COUNT]))
+        size = len(count[0]) if count is not None else 0
+        result.append((parts[start:end], count[0] if count is not None else ""))
+        start = end + size
+        start += size > 0 and parts[start : start + 1] == ["?"]  # lazy: the same texts
+    return result
 
 
 def read_ebnf(text: str) -> str:
@@ -79,7 +112,7 @@ def _is_inside(anchor: str, parts: list[str], opening: str, closing: str) -> boo
     at_edge = True
     groups = [(True, 0)]  # of each open group: whether it begins at the edge, and the anchors before it
     num_anchors = 0
-    for part, following in zip(parts, [*parts[1:], ""], strict=True):
+    for part, following in zip(parts, [*parts[1:], ""], strict=False):
         if part[0] == opening:
             groups.append((at_edge, num_anchors))
         elif part == "|":

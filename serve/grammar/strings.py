@@ -9,7 +9,7 @@ import re
 from hashlib import blake2b
 from typing import Any
 
-from slipstream.serve.grammar.regexes import for_automaton
+from slipstream.serve.grammar.regexes import escaped_in_json, for_automaton, parts_of, split_sequence
 
 LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 ATOM = "[A-Za-z0-9!#$%&'*+/=?^_{|}~-]{1,64}"
@@ -122,8 +122,35 @@ class Strings:
 
 
 def _regex(pattern: str) -> str:
-    """Returns EBNF for what a pattern matches in the text of a JSON string."""
+    """Returns EBNF for what a pattern matches in the text of a JSON string. An automaton of the library takes no
+    character that JSON escapes, so what stands around one gets an automaton of its own."""
+    parts = parts_of(pattern)
+    if any(map(escaped_in_json, parts)):
+        return _rule_of(parts)
+    return _automaton(pattern)
+
+
+def _automaton(pattern: str) -> str:
     return f"Regex({json.dumps(for_automaton(pattern), ensure_ascii=False)}, json_string=true)"
+
+
+def _rule_of(parts: list[str]) -> str:
+    result = ['""']
+    run = ""  # without characters that JSON escapes
+    for atom, count in [*split_sequence(parts), ([], "")]:
+        escapes = [*map(escaped_in_json, atom)]
+        if atom and atom != ["|"] and not any(escapes):
+            run += "".join(atom) + count
+            continue
+        result += [_regex(run)] if run else []
+        run = ""
+        if atom == ["|"]:
+            result += ["|", '""']
+        elif atom:
+            texts = [json.dumps(text) for text in (escapes[0] if len(atom) == 1 else ())]
+            texts += [_automaton(atom[0])] if atom[0][0] == "[" else []
+            result.append(f"({' | '.join(texts) or _rule_of(atom[1:-1])}){count}")
+    return " ".join(result)
 
 
 def _characters(min_count: int, max_count: int | None) -> str:

@@ -416,9 +416,20 @@ def test_patterns_take_whole_strings_as_re_does(pattern: str) -> None:
             assert compiler.takes(compiled, f'"{text}"') == (re.fullmatch(pattern, text) is not None), text
 
 
+@each_case()
+def test_patterns_that_name_what_json_escapes_take_it_as_re_does(pattern: str) -> None:
+    compiler = Bytes()
+    compiled = compiler.compile({"type": "string", "pattern": pattern})
+    for size in range(4):
+        for characters in itertools.product('a"\\\n', repeat=size):
+            text = "".join(characters)
+            is_taken = re.fullmatch(whole(pattern), text) is not None
+            assert compiler.takes(compiled, json.dumps(text)) == is_taken, text
+
+
 def test_anchors_at_the_edges_of_a_regex_and_classes_with_a_null_are_taken() -> None:
     compiler = Bytes()
-    for regex in ("^a$", "^(?:^a|b$)$", "(^|,)a|(b$)", r"\$[$^]", "a$|^b", r"[\x00-\x1f]", r"\\0", "[^\\0]"):
+    for regex in ("^a$", "^(?:^a|b$)$", "(^|,)a|(b$)", r"\$[$^]", "a$|^b", r"[\x00-\x1f]", r"\\0", "[^\\0]", ""):
         compiled = compile_with(compiler.compiler, Grammar("regex", regex))
         for text in ("a", "b", ",a", "$^", "\0", "\\0", "ab", ""):
             assert compiler.takes(compiled, text) == (re.fullmatch(regex, text) is not None), (regex, text)
