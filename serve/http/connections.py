@@ -158,6 +158,9 @@ class Connection(H11Protocol):
             head = h11.Response(status_code=error.status, headers=list(headers.items()), reason=phrase)
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:  # its own answer would be one too many
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
         self.tracker.stall(self)  # until it is sent
 

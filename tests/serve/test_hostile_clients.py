@@ -91,6 +91,7 @@ REQUESTS = {  # what is sent, and the status line that comes back
     ),
     "another encoding": (POST + b"Transfer-Encoding: gzip\r\n\r\n" + BODY, b"400"),
     "no chunk": (CHUNKED + b"xyz\r\n", b"400"),
+    "no chunk, sent to no endpoint": (CHUNKED.replace(b"/v1", b"/v0") + b"xyz\r\n", b"400"),
     "as many chunks as allowed": (
         CHUNKED + b"1\r\n \r\n" * (connections.MAX_CHUNKS - 1) + b"2\r\n{}\r\n0\r\n\r\n",
         b"400",
@@ -120,13 +121,14 @@ REQUESTS = {  # what is sent, and the status line that comes back
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_malformed_requests(own_server: Server, name: str) -> None:
+def test_malformed_requests(own_server: Server, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Where no status is given the connection may also be cut off before the answer, since more is sent than read."""
     request, status = REQUESTS[name]
     answer = raw(own_server, request, half_closes=name == "half a request")
     assert answer[9:12] in ((status,) if status else (b"", b"400", b"413")), answer[:200]
     assert status != b"400" or json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
     assert (b"fewer and larger" in answer) == (name == "a chunk too many")
+    assert not [record for record in caplog.records if record.exc_info]
     assert httpx.get(f"{own_server.url}/health", timeout=120).status_code == 200
 
 
