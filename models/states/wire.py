@@ -98,7 +98,8 @@ class Connection:
             raise BrokenError("a frame is damaged") from error
         sizes = [prod(shape) * dtype.itemsize for _, shape, dtype in listed]
         is_whole = all(number >= 0 for _, shape, _ in listed for number in shape) and sum(sizes) == size
-        if not is_whole or not isinstance(kind, str) or not isinstance(fields, dict):
+        are_strides = all(prod(number or 1 for number in shape) <= MOST_BODY for _, shape, _ in listed)
+        if not (is_whole and are_strides) or not isinstance(kind, str) or not isinstance(fields, dict):
             raise BrokenError("a frame is damaged")
         allocate = allocate or (lambda _, shape, dtype: torch.empty(shape, dtype=dtype))
         tensors = {name: allocate(name, shape, dtype) for name, shape, dtype in listed}
@@ -151,7 +152,11 @@ def read_into(end: socket.socket, place: memoryview) -> None:
 
 
 def proof(key: str, role: str, nonces: str) -> str:
-    return hmac.digest(key.encode(), f"{role} {nonces}".encode(), "sha256").hex()
+    return hmac.digest(key.encode(), f"{role} {nonces}".encode(errors="surrogatepass"), "sha256").hex()
+
+
+def is_proof(claim: object, key: str, role: str, nonces: str) -> bool:
+    return hmac.compare_digest(proof(key, role, nonces).encode(), str(claim).encode(errors="surrogatepass"))
 
 
 def greet_client(connection: Connection, keys: Sequence[str], facts: Values, memory: str) -> bool:
@@ -162,8 +167,7 @@ def greet_client(connection: Connection, keys: Sequence[str], facts: Values, mem
     connection.send("challenge", {"nonce": nonce, "has_key": bool(keys)})
     fields = connection.receive(limit=0).fields
     nonces = f"{nonce} {fields.get('nonce')}"
-    claim = str(fields.get("proof"))
-    accepted = [key for key in keys if hmac.compare_digest(proof(key, "client", nonces), claim)]
+    accepted = [key for key in keys if is_proof(fields.get("proof"), key, "client", nonces)]
     if keys and not accepted:
         connection.send("refusal", {"error": "the key is not one of the engine's"})
         raise RefusedError("a client has no key of this engine")
@@ -192,7 +196,7 @@ def connect(address: Address, key: str | None, timeout: float, memory: str = "")
         welcome = connection.receive(limit=0)
         if welcome.kind == "refusal":
             raise RefusedError(f"the engine at {address} refuses: {welcome.fields.get('error')}")
-        is_proven = hmac.compare_digest(str(welcome.fields.get("proof")), proof(key or "", "engine", nonces))
+        is_proven = is_proof(welcome.fields.get("proof"), key or "", "engine", nonces)
         if challenge.get("has_key") and not is_proven:
             raise RefusedError(f"the engine at {address} does not know the key")
         end.settimeout(timeout)

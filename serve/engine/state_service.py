@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,6 +37,7 @@ from slipstream.serve.runner.model_runner import is_out_of_memory, to_host
 
 MOST_TOKENS = 1 << 18  # of a request
 MOST_CONNECTIONS = 256  # a thread or two for each
+RETRY_SECONDS = 1.0  # after a fault of the system
 MOST_OPEN = 4  # requests of a client that are read and not answered
 MOST_REFUSAL = 1000  # characters
 MOST_SHARING = 16  # clients that get states through shared memory; others through their socket
@@ -122,8 +124,12 @@ class StateService:
         while True:
             try:
                 end, _ = self.listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self.is_closed:
+                    return
+                logger.warning("no client of states can come in: %s", error)
+                time.sleep(RETRY_SECONDS)
+                continue
             with self.lock:
                 is_full = self.num_connections >= MOST_CONNECTIONS
                 self.num_connections += not is_full
@@ -200,12 +206,12 @@ class StateService:
         self.schedule()
 
     def close(self) -> None:
-        with suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` does not
-        self.listener.close()
         with self.lock:
             self.is_closed = True
             clients = list(self.clients)
+        with suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` does not
+        self.listener.close()
         for client in clients:
             client.connection.close()
 
@@ -263,6 +269,8 @@ class Client:
         )
         facts = self.service.facts
         layers = tuple(frame.fields["layers"])
+        if not all(type(layer) is int for layer in layers):
+            raise ValueError("layers must be whole numbers")
         check_aux_layers(layers, facts.num_layers)
         if tokens.dim() != 2 or not 0 < tokens.numel() <= facts.max_tokens or positions.shape != tokens.shape:
             raise ValueError(f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)}")

@@ -192,6 +192,7 @@ def test_a_request_that_always_fails_ends(engine: StateEngine, tmp_path: Path) -
         ({"positions": torch.zeros(1, 12, dtype=torch.int32)}, "tokens"),
         ({"tokens": torch.zeros(2, 12, dtype=torch.float8_e4m3fn)}, "no request"),
         ({"layers": ("x" * 60_000,)}, "no request"),
+        ({"layers": (0.5,)}, "layers must be whole numbers"),
     ],
 )
 def test_wrong_requests_are_refused_and_others_go_on(engine: StateEngine, changes: Any, sentence: str) -> None:
@@ -212,7 +213,21 @@ NO_FRAMES = (
     b'["ask", {}, [["tokens", "int32", [-1, -1]]]]',
     b'["ask", {}, [["tokens", "int32", [1e999]]]]',
     b'["ask", {}, [["tokens", "complex", [1]]]]',
+    b'["ask", {}, [["tokens", "int32", [1]], ["rows", "int32", [0, 1%s]]]]' % (b"0" * 30),
 )
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    "hello", [{"proof": "é", "nonce": "1"}, {"proof": "\ud800", "nonce": "\ud800"}, {"proof": [], "nonce": {}}]
+)
+def test_a_proof_may_be_anything(engine: StateEngine, hello: dict[str, Any]) -> None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.connect(engine.address.place)
+        stranger = Connection(end)
+        stranger.receive()
+        stranger.send("hello", hello)
+        assert stranger.receive().kind == "refusal"
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -225,6 +240,19 @@ def test_what_is_no_frame_ends_its_connection_alone(engine: StateEngine) -> None
             stranger.receive()
         client.ask(request()).result(30)
     client.close()
+
+
+def test_a_fault_of_the_system_ends_no_service(
+    engine: StateEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when this process has too many files open."""
+    monkeypatch.setattr(state_service, "RETRY_SECONDS", 0.01)
+    service = engine.service
+    monkeypatch.setattr(service, "listener", Mock(accept=Mock(side_effect=OSError(24, "Too many open files"))))
+    connect(engine.address, "first key", 5.0)[0].close()  # `accept` has been called before
+    wait_until(lambda: "Too many open files" in caplog.text, "a line of the log")
+    monkeypatch.undo()
+    connect(engine.address, "first key", 5.0)[0].close()
 
 
 def test_more_connections_than_there_are_places_are_turned_away(
