@@ -18,6 +18,8 @@ PARTS_OF_EBNF = re.compile(rf'"(?:\\.|[^"\\])*"?|{CLASS}|#[^\n]*|.', re.DOTALL)
 LETTER = re.compile(r"\\(?:([^\W_abBcdDefknpPrsStuvwWx0-9])|.)", re.ASCII | re.DOTALL)  # that is no escape
 OPEN_GROUP = re.compile(r"\)\{\d+,\}")
 MOST_COUNT = 32  # characters of a count
+LARGE_COUNT = re.compile(r"\{[\d,\s]*\d{10}")
+LARGE_COUNT_FAULT = "a count of ten digits or more; lower it"
 REPEATS = ("*", "+", "?", "{")
 
 
@@ -79,10 +81,14 @@ def split_sequence(parts: list[str]) -> list[tuple[list[str], str]]:
 
 
 def read_ebnf(text: str) -> str:
-    """Returns EBNF as the library reads it. Raises ValueError for a null character, where it would end a text."""
+    """Returns EBNF as the library reads it. Raises ValueError for a null character, where it would end a text, and for
+    counts beyond its range."""
     text = with_long_escapes(text)
-    if has_null(PARTS_OF_EBNF.findall(text)):
+    parts = PARTS_OF_EBNF.findall(text)
+    if has_null(parts):
         raise ValueError("it has a null character; leave it out")
+    if has_large_count(parts):
+        raise ValueError(f"it has {LARGE_COUNT_FAULT}")
     return text
 
 
@@ -92,10 +98,17 @@ def has_null(parts: list[str]) -> bool:
     return "\0" in "".join(parts) or any(null for part in texts for null in NULL_OR_ESCAPE.findall(part))
 
 
+def has_large_count(parts: list[str]) -> bool:
+    """Whether a count is beyond 32 bits, which the library would cut off: a{4294967297} as a{1}."""
+    return bool(LARGE_COUNT.search("".join(part if part[0] not in '[\\"#' else " " for part in parts)))
+
+
 def fault_of(parts: list[str]) -> str:
-    """Returns what the library would ignore in a regular expression, with a remedy."""
+    """Returns what the library would ignore or cut in a regular expression, with a remedy."""
     if has_null(parts):
         return "a null character; leave it out"
+    if has_large_count(parts):
+        return LARGE_COUNT_FAULT
     letter = next((letter for part in parts for letter in LETTER.findall(part) if letter), "")
     return letter and f"the escape \\{letter}, which is not known; leave it out"
 
