@@ -209,6 +209,13 @@ def test_a_broken_corpus_is_named(line: str, message: str, target: Path, tmp_pat
         build_engine(target, "ngram", drafter={"corpus": str(tmp_path / "texts.jsonl")})
 
 
+def test_a_corpus_that_is_no_json_is_named(target: Path, tmp_path: Path) -> None:
+    for line in (b"\xff\n", b"[" * 100_000):
+        (tmp_path / "texts.jsonl").write_bytes(line)
+        with user_error("texts.jsonl:1: not a JSON object with a list `tokens`"):
+            build_engine(target, "ngram", drafter={"corpus": str(tmp_path / "texts.jsonl")})
+
+
 @each_case()
 def test_bad_options_are_sentences(options: dict[str, Any], message: str, target: Path) -> None:
     with user_error(message):

@@ -115,7 +115,10 @@ class Arrays(NamedTuple):
 def read_corpus(path: str, vocab_size: int) -> Iterator[np.ndarray]:
     """Yields the token ids of each text. Raises ValueError with the place for a text that is not a list of ids."""
     for place, tokens in _read_lines(Path(path)) if path.endswith(".jsonl") else _read_dataset(path):
-        ids = np.asarray(tokens)
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:  # lists of several lengths
+            ids = np.asarray(None)
         if ids.ndim != 1 or ids.size and not (ids.dtype.kind == "i" and 0 <= ids.min() <= ids.max() < vocab_size):
             raise ValueError(
                 f"drafter.corpus {place}: not a list of token ids 0..{vocab_size - 1}; check the tokenizer"
@@ -124,12 +127,12 @@ def read_corpus(path: str, vocab_size: int) -> Iterator[np.ndarray]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             place = f"{path}:{number}"
             try:
                 yield place, json.loads(line)["tokens"]
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"drafter.corpus {place}: not a JSON object with a list `tokens`") from error
 
 
