@@ -12,6 +12,8 @@ from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file
 from slipstream.models.files.outputs import step_folders
 from slipstream.train.options import RunOptions
 
+WIDEST = 2**20  # of MLPs, some 20 times wider than any target's
+
 
 @dataclass(frozen=True, kw_only=True)
 class BaseDraftOptions:
@@ -29,8 +31,8 @@ class BaseDraftOptions:
 
     def __post_init__(self) -> None:
         size = self.intermediate_size
-        if size is not None and size < 1:
-            raise ValueError(f"draft.intermediate_size is {size}; give at least 1, or leave it out for the target's")
+        if size is not None and not 1 <= size <= WIDEST:
+            raise ValueError(f"draft.intermediate_size is {size}; give 1 to {WIDEST}, or leave it out for the target's")
         if self.lora_rank < 0:
             raise ValueError(f"draft.lora_rank is {self.lora_rank}; give a rank such as 16, or 0 to train all weights")
         if getattr(self, "aux_layers", None) == ():
