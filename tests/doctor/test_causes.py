@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.doctor.answers import open_engine
-from slipstream.doctor.cli import QUESTIONS, DoctorConfig
 from slipstream.doctor.diagnosis import EARLY, Diagnosis, diagnose, first_cause
+from slipstream.doctor.options import QUESTIONS, DoctorConfig
 from slipstream.doctor.readings import with_layers, without_flag
 from slipstream.doctor.replay import Replay, Round, Score, Subject
 from slipstream.doctor.texts import Renderer, batches_of, read_conversations

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.doctor.cli import DoctorConfig, examine, little_training
 from slipstream.doctor.diagnosis import Diagnosis
 from slipstream.doctor.examination import Examination
+from slipstream.doctor.examine import DoctorConfig, examine, little_training
 from slipstream.doctor.replay import Round, Score
 from slipstream.doctor.report import print_report, verdict
 from slipstream.tests.sources import HYBRID, ROOT

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.data_tools import convert
-from slipstream.doctor.cli import LONGEST, DoctorConfig, check_shared, examine, load
 from slipstream.doctor.diagnosis import diagnose, first_cause
 from slipstream.doctor.examination import Examination
+from slipstream.doctor.examine import LONGEST, DoctorConfig, check_shared, examine, load
 from slipstream.doctor.mtp import facts, head_readings, keep_first
 from slipstream.doctor.readings import Case
 from slipstream.doctor.replay import Replay, Subject

@@ -14,9 +14,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from slipstream.doctor.cli import DoctorConfig, examine
 from slipstream.doctor.diagnosis import Diagnosis, Finding
 from slipstream.doctor.endpoint import Endpoint
+from slipstream.doctor.examine import DoctorConfig, examine
 from slipstream.doctor.replay import Round, Score
 from slipstream.doctor.text_causes import endpoint_findings, parity, repetition
 from slipstream.doctor.texts import Answered, Conversation
