@@ -22,6 +22,8 @@ Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or messages
 FAILURES = (aiohttp.ClientError, aiohttp.http.HttpProcessingError, TimeoutError, ValueError)
 MAX_EVENT = 2**20  # bytes of a streamed event; aiohttp limits a line to twice its buffer
 SILENCE_S = 30.0  # after which a server is not there, unless it writes an answer
+ANSWER_SILENCE_S = 600.0  # after which an answer is given up that comes in pieces
+WHOLE_ANSWER_S = 3600.0  # likewise in one piece
 WHOLE = ("application/json", "text/html")  # types of answers that come in one piece, also where a stream was asked for
 
 
@@ -162,7 +164,6 @@ class Client:
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._connections),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0),
             read_bufsize=MAX_EVENT // 2,
             trust_env=True,  # proxies
             headers=self._headers,
@@ -200,22 +201,32 @@ class Client:
 
     async def ask(self, prompt: Prompt, fields: Mapping[str, Any]) -> Answer:
         """Sends one prompt and returns its answer. `fields`: further fields of the request; with `stream`, the answer
-        has `arrivals_s`. A failed request gives an Answer with `error`."""
+        has `arrivals_s`. A failed request gives an Answer with `error`. Raises ValueError for a server that sends
+        nothing for long."""
         is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
         body = {"model": self.model, **fields, "messages" if is_chat else "prompt": prompt}
         if body.get("stream"):
             body["stream_options"] = {"include_usage": True}
         answer = Answer()
+        silence = ANSWER_SILENCE_S if body.get("stream") else WHOLE_ANSWER_S
+        timeout = aiohttp.ClientTimeout(sock_connect=SILENCE_S, sock_read=silence)
         start = time.perf_counter()
         try:
-            async with self._session.post(self.root + path, json=body, allow_redirects=False) as response:
+            async with self._session.post(
+                self.root + path, json=body, allow_redirects=False, timeout=timeout
+            ) as response:
                 if response.status == 200 and body.get("stream") and response.content_type not in WHOLE:
                     await read_stream(response, answer)
                 else:
                     answer.add((await response.read()).decode(errors="replace"))
                 if response.status != 200 and answer.error is not None:
                     answer.error = f"status {response.status}: {answer.error}"
+        except aiohttp.SocketTimeoutError as error:
+            raise ValueError(
+                f"{self.root} accepted a request and sent nothing for {silence:g} seconds; look at its log, and run "
+                "the same command again"
+            ) from error
         except FAILURES as error:
             answer.error = f"{type(error).__name__}: {error}"
         answer.latency_s = time.perf_counter() - start

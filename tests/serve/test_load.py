@@ -52,12 +52,15 @@ class Foreign(BaseHTTPRequestHandler):
     status = 200
     content = ""
     kind = "application/octet-stream"
+    is_silent = False
     go_on = threading.Event()
 
     def do_GET(self) -> None:
         self.go_on.wait(60)
 
     def do_POST(self) -> None:
+        if self.is_silent:
+            self.go_on.wait(60)
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(self.status)
         self.send_header("Content-Type", self.kind)
@@ -128,9 +131,15 @@ def test_a_page_in_place_of_a_stream_is_quoted(foreign: str, monkeypatch: pytest
 
 
 def test_a_silent_server_is_given_up(foreign: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "SILENCE_S", 0.1)
+    """One that does not list its models, and one that takes a request, with its answer in pieces or in one."""
+    monkeypatch.setattr(Foreign, "is_silent", True)
+    for limit in ("SILENCE_S", "ANSWER_SILENCE_S", "WHOLE_ANSWER_S"):
+        monkeypatch.setattr(load, limit, 0.1)
     with pytest.raises(ValueError, match="is not an OpenAI-compatible server .*Timeout"):
         run_load(foreign, ["x"])
+    for stream in (True, False):
+        with pytest.raises(ValueError, match=r"accepted a request and sent nothing for 0\.1 seconds"):
+            run_load(foreign, ["x"], model="m", stream=stream)
     Foreign.go_on.set()
 
 
