@@ -168,12 +168,31 @@ def has_no_reader(output: TextIO | None) -> bool:
     pipe.register(output.fileno(), 0)  # errors alone
     if not pipe.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+    drop(output)
     return True
+
+
+def drop(output: TextIO) -> None:
+    """Lets what is and will be written to `output` go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+
+
+def is_full(output: TextIO | None) -> bool:
+    """Whether `output` takes not even a line feed; the rest of it is then dropped."""
+    if output is None:
+        return False
+    try:
+        print(file=output, flush=True)
+    except OSError:
+        drop(output)
+        return True
+    return False
 
 
 def file_fault(config: object, error: OSError) -> str:
     """The system's error as the option that names the file, the file and a remedy, as far as they can be told."""
+    if error.errno in REMEDIES and error.filename is None and is_full(sys.stdout):
+        return f"stdout cannot be written ({error.strerror}); {REMEDIES[error.errno]}"
     if error.errno is None or error.filename is None:
         return str(error)
     file = os.fsdecode(error.filename)

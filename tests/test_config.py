@@ -159,9 +159,7 @@ def test_errors_of_files_name_option_file_and_remedy(
     assert (ended.value.code, capsys.readouterr().err) == (1, f"test: error: {sentence}\n")
 
 
-def test_a_program_whose_reader_has_enough_ends_silently(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_that_takes_no_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as output:
@@ -170,6 +168,11 @@ def test_a_program_whose_reader_has_enough_ends_silently(
             print("text")
     assert ending.value.code == 141
     assert not capsys.readouterr().err
+    with open("/dev/full", "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(SystemExit), errors_reported(None, "program"):
+            print("text")
+    assert "program: error: stdout cannot be written (No space left on device); make" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdout", None)  # as where the caller has closed it
     with errors_reported(None, "program"):
         print("text")

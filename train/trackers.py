@@ -48,10 +48,24 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, without an unfinished last line, which a killed run was writing."""
+    """The records of a metrics.jsonl, without an unfinished last line, which a killed run was writing. Raises
+    ValueError that names a line which no run wrote."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    return [read_record(path, place, line) for place, line in enumerate(lines, 1) if line.endswith("\n")]
+
+
+def read_record(path: Path, place: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    values = record if isinstance(record, dict) else {}
+    numbers = [value for name, value in values.items() if name != "sample"]
+    if type(values.get("step")) is not int or not all(isinstance(value, int | float) for value in numbers):
+        raise ValueError(f"{path}, line {place}, is no record of a run: {line[:80].strip()}; remove the line")
+    return values
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -65,8 +79,9 @@ def is_metrics(path: Path) -> bool:
         return True
     try:
         last = path.read_text().rpartition("\n")[2]
-        return all("step" in line for line in read_lines(path)) and RECORD.startswith(last[: len(RECORD)])
-    except (ValueError, TypeError):
+        read_lines(path)
+        return RECORD.startswith(last[: len(RECORD)])
+    except ValueError:
         return False
 
 

@@ -49,13 +49,13 @@ def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool =
             _fetch_weights(name, folder)
     except (LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
         raise ValueError(
-            f"checkpoint {name} is not a local folder, and the hub could not be reached ({reason(error)}); check the "
-            "network, or give the path of a folder that holds the checkpoint"
+            f"checkpoint {name} is no folder in {Path.cwd()}, and the hub could not be reached ({reason(error)}); "
+            "check the network, or give the path of a folder that holds the checkpoint"
         ) from error
     except HfHubHTTPError as error:
         raise ValueError(
-            f"checkpoint {name} is not a local folder, and the hub does not give it out ({reason(error)}); check the "
-            "name and the revision, and log in with `hf auth login` if it is private or gated"
+            f"checkpoint {name} is no folder in {Path.cwd()}, and the hub does not give it out ({reason(error)}); "
+            "check the name and the revision, and log in with `hf auth login` if it is private or gated"
         ) from error
     except OSError as error:
         raise ValueError(f"checkpoint {name} could not be downloaded ({reason(error)})") from error

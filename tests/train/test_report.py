@@ -198,6 +198,8 @@ def test_runs_that_have_just_begun_or_are_none(tmp_path: Path) -> None:
     assert "<b>1</b>steps<" in text
     assert "best accept length" not in text
     assert "Options" not in text
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n[1]\n')
+    assert "metrics.jsonl, line 2, is no record of a run: [1]; remove the line" in refusal([str(tmp_path)], main)
     empty = write_run(tmp_path / "empty", [])
     assert "has no metrics.jsonl with a step in it; name the output of a training" in refusal([str(empty)], main)
     assert "absent does not exist; name the output folder of a training run" in refusal([f"{tmp_path}/absent"], main)

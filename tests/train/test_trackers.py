@@ -60,6 +60,9 @@ def test_a_full_disk_is_told_with_the_name_of_the_records(tmp_path: Path) -> Non
         ('{"step": 1}\na note', False),
         ('{"epoch": 1}\n', False),
         ("5\n", False),
+        ("[1]\n", False),
+        ('{"step": 1, "loss": null}\n', False),
+        ("\xff\n", False),
     ],
 )
 def test_the_records_of_a_run_are_told_from_other_files(content: str, expected: bool, tmp_path: Path) -> None:
