@@ -60,7 +60,7 @@ def free_cores() -> int:
     if load < 0.5:
         return cores
     message = f"the machine is busy: other programs use {load:.1f} of {cores} cores, so this takes longer than usual"
-    print(f"{message}, and measured speeds are not its own", file=sys.stderr, flush=True)
+    print(f"{message}, and speeds measured now mean little", file=sys.stderr, flush=True)
     return max(1, round(cores - load))
 
 

@@ -3,7 +3,8 @@
     python bench/demo.py [--drafter eagle3] [--target hybrid] [--output runs/demo]
 
 Each step is an ordinary command of this repository, printed before it runs, with as many threads as there are cores
-that nothing else uses. Ends with a table, a plot, report.json and the training run's page in the output folder.
+that nothing else uses. Ends with a table, a plot, report.json and the training run's page in the output folder. The
+same command continues a demo that was interrupted.
 """
 
 import gzip
@@ -67,7 +68,7 @@ class DemoConfig:
     target: Literal["dense", "moe", "hybrid"] = "dense"
     """Bundled target: dense, a mixture of experts, or a hybrid of gated delta nets and attention."""
     output: str = "runs/demo"
-    """Folder for all results. Replaces an earlier demo."""
+    """Folder for all results. Replaces an earlier demo, or continues it where it was interrupted."""
     train_questions: int = 1100
     """Questions whose answers the draft learns from."""
     heldout_questions: int = 40
@@ -100,7 +101,7 @@ def demo(config: DemoConfig) -> None:
     began = time.perf_counter()
     output = Path(config.output)
     rows = choose_questions(bundled_rows(QUESTIONS), train=config.train_questions, heldout=config.heldout_questions)
-    empty_output(config.output, asdict(config), {"target": [str(config.target_path)], "data": [str(QUESTIONS)]})
+    open_output(config.output, asdict(config), {"target": [str(config.target_path)], "data": [str(QUESTIONS)]})
     write_questions(rows, output)
     questions = [row["messages"][0]["content"] for row in rows if row["split"] == "heldout"]
     with step("1/5 The target answers the questions itself"):
@@ -127,14 +128,20 @@ def demo(config: DemoConfig) -> None:
     print_next_steps(draft, output, time.perf_counter() - began)
 
 
-def empty_output(output: str, options: dict[str, Any], inputs: Inputs) -> None:
-    """Makes the output folder and notes the options in it. Raises ValueError if it holds files of others."""
+def open_output(output: str, options: dict[str, Any], inputs: Inputs) -> None:
+    """Makes the output folder and notes the options in it; what an interrupted demo with these options has made stays.
+    Raises ValueError if it holds files of others."""
     check_output_folder(output, MADE, inputs, overwrite=True)
     folder = Path(output).resolve()
+    note = json.dumps(options, indent=2) + "\n"
+    marker = folder / MARKER
+    if marker.exists() and marker.read_text() == note and not (folder / "report.json").exists():
+        print(f"continues the demo in {output}, which was interrupted; to begin anew, remove that folder", flush=True)
+        return
     if folder.exists():
         remove_folder(folder)
     folder.mkdir(parents=True)
-    (folder / MARKER).write_text(json.dumps(options, indent=2) + "\n")
+    marker.write_text(note)
 
 
 def bundled_rows(file: Path) -> Iterator[Row]:
@@ -197,7 +204,9 @@ def program(script: str, **options: Any) -> None:
 
 
 def prepare(names: Sequence[str], target: Path, output: Path) -> None:
-    """Makes the dataset from files of answers."""
+    """Makes the dataset from files of answers, unless it is there."""
+    if (output / "dataset").exists():
+        return
     train_file, heldout_file = split_answers(output, names)
     program("data_tools/prepare.py", data=train_file, heldout_data=heldout_file, target=target,
             output=output / "dataset")  # fmt: skip
@@ -208,8 +217,9 @@ def train(recipe: Path, target: Path, output: Path, launcher: Sequence[str], voc
     many tokens the draft may guess."""
     token_map = output / "token_map.safetensors"
     with step("2/5 Which tokens does it use?"):
-        program("data_tools/frequency_map.py", data=output / "dataset", target=target, size=vocabulary,
-                output=token_map)  # fmt: skip
+        if not token_map.exists():
+            program("data_tools/frequency_map.py", data=output / "dataset", target=target, size=vocabulary,
+                    output=token_map)  # fmt: skip
     with step("3/5 Train the draft"):
         call([*launcher, f"train/{recipe.parent.name}.py", "--config", relative(str(recipe)),
               "--target", relative(str(target)), "--data.path", str(output / "dataset"),

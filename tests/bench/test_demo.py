@@ -13,8 +13,8 @@ from slipstream.bench.demo import (
     DemoConfig,
     bundled_rows,
     choose_questions,
-    empty_output,
     main,
+    open_output,
     split_answers,
 )
 from slipstream.bench.demo_report import Comparison, write_report
@@ -31,7 +31,8 @@ def test_nothing_to_do_is_refused(name: str, tmp_path: Path) -> None:
 def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     output = tmp_path / "work"
     options = {"drafter": "eagle3"}
-    empty_output(str(output), options, {})
+    open_output(str(output), {"drafter": "dflash"}, {})
+    open_output(str(output), options, {})
     assert json.loads((output / "demo.json").read_text()) == options
     assert [path.name for path in output.iterdir()] == ["demo.json"]
     for name in (
@@ -47,18 +48,21 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     ):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).touch()
-    empty_output(str(output), options, {})
+    open_output(str(output), options, {})  # goes on
+    assert (output / "questions.jsonl").exists()
+    (output / "report.json").touch()
+    open_output(str(output), options, {})
     assert [path.name for path in output.iterdir()] == ["demo.json"]
     for name in ("thesis.txt", "draft/step-9-good/config.json"):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text("years")
         with user_error(f"work holds {name} beside an earlier demo and is not replaced"):
-            empty_output(str(output), options, {})
+            open_output(str(output), options, {})
         assert (output / name).read_text() == "years"
         (output / name).unlink()
     (output / "demo.json").rename(output / "questions.jsonl")
     with user_error("is not an earlier demo .*it has no demo.json.* name another folder"):
-        empty_output(str(output), options, {})
+        open_output(str(output), options, {})
 
 
 def test_clean_leaves_the_runs() -> None:

@@ -130,5 +130,5 @@ def test_all_steps_in_miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(categories) == 8 + 2
     assert {"math", "gsm8k", "all"} <= categories
     assert {figure["setting"]["concurrency"] for figure in report["figures"]} == {1, 16}
-    real_demo.empty_output(str(output), {}, {})
+    real_demo.open_output(str(output), {}, {})
     assert [path.name for path in output.iterdir()] == ["demo.json"]
