@@ -6,6 +6,7 @@ not slow down fast servers with many streams.
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from slipstream.models.chat.messages import joined_pairs
 Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or messages
 # Connection errors, malformed streams, bodies that are not JSON.
 FAILURES = (aiohttp.ClientError, aiohttp.http.HttpProcessingError, TimeoutError, ValueError)
+MAX_LEVEL = 65_536  # requests open at once; a computer has no more ports for one server
 MAX_EVENT = 2**20  # bytes of a streamed event; aiohttp limits a line to twice its buffer
 SILENCE_S = 30.0  # after which a server is not there, unless it writes an answer
 ANSWER_SILENCE_S = 600.0  # after which an answer is given up that comes in pieces
@@ -268,10 +270,10 @@ def run_load(
 
 
 def read_levels(concurrency: str) -> list[int]:
-    """Reads the option "1,8,32" of load programs. Raises ValueError for anything but positive numbers."""
+    """Reads the option "1,8,32" of load programs. Raises ValueError for anything but numbers from 1 to `MAX_LEVEL`."""
     levels = concurrency.split(",")
-    if not all(level.strip().isdecimal() and int(level) > 0 for level in levels):
-        raise ValueError(f"concurrency is {concurrency!r}; give positive numbers separated by commas")
+    if not all(re.fullmatch(r"\s*[0-9]{1,5}\s*", level) and 0 < int(level) <= MAX_LEVEL for level in levels):
+        raise ValueError(f"concurrency is {concurrency!r}; give numbers from 1 to {MAX_LEVEL:,} separated by commas")
     return [int(level) for level in levels]
 
 

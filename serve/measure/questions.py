@@ -12,6 +12,7 @@ Imports nothing heavy.
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -73,12 +74,24 @@ def read_questions(names: Sequence[str], limit: int | None = None) -> list[Quest
 
 def rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the rows of a file, each with its place."""
-    if path.suffix == ".parquet":
-        from pyarrow import parquet
+    try:
+        yield from rows_of_table(path) if path.suffix == ".parquet" else rows_of_lines(path)
+    except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"questions {path} cannot be read ({error}); give JSON lines or a .parquet file") from error
 
-        for number, row in enumerate(parquet.read_table(path).to_pylist(), start=1):
-            yield f"{path}, row {number}", row
-        return
+
+def rows_of_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except ArrowException as error:
+        raise OSError(error) from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, row {number}", row
+
+
+def rows_of_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():

@@ -326,6 +326,13 @@ def test_bad_options(flags: list[str], word: str, exits: Any) -> None:
         main(flags)
 
 
+@pytest.mark.parametrize("name", ["q.jsonl", "q.jsonl.gz", "q.parquet"])
+def test_files_of_another_kind_are_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(b'{"prompt": "x"}')[:-9] if name.endswith(".gz") else b"\xff\xd8")
+    with pytest.raises(ValueError, match=rf"^questions .*{name} cannot be read \(.+\); give JSON lines or a .parquet"):
+        read_questions([str(tmp_path / name)])
+
+
 def test_forms_of_questions(tmp_path: Path) -> None:
     forms = table_of(__file__, "forms")
     file = tmp_path / "prompts.jsonl.gz"
