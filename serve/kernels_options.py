@@ -30,8 +30,8 @@ class KernelsConfig:
     """Run the checkpoint's own Python code, if its config needs that."""
 
     def __post_init__(self) -> None:
-        if not self.rows or min(self.rows) < 1:
-            raise ValueError(f"rows is {list(self.rows)}; give numbers of at least 1, such as [1, 8, 64]")
+        if not self.rows or not 1 <= min(self.rows) <= max(self.rows) < 2**31:
+            raise ValueError(f"rows is {list(self.rows)}; give numbers from 1 to 2**31 - 1, such as [1, 8, 64]")
 
     def check_inputs(self) -> None:
         """Raises ValueError for a checkpoint that does not exist."""

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from slipstream.models.chat.quotes import json_type
 from slipstream.models.files.atomic import put_json
-from slipstream.models.files.names import may_be_hub_id
+from slipstream.models.files.names import check_checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +37,7 @@ def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool =
     path = Path(name)
     if path.is_dir():
         return path
-    if not may_be_hub_id(name):
-        raise ValueError(f"checkpoint {name} does not exist; name a folder or a hub id such as owner/model")
+    check_checkpoint("checkpoint", name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

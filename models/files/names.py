@@ -12,8 +12,10 @@ def may_be_hub_id(name: str) -> bool:
 
 def check_checkpoint(option: str, name: str | None) -> None:
     """Raises ValueError for a checkpoint that is neither a folder nor, by its name, on the hub."""
-    if name and not may_be_hub_id(name) and not Path(name).is_dir():
-        raise ValueError(f"{option} {name} does not exist; name a folder or a hub id such as owner/model")
+    is_file = bool(name) and Path(str(name)).is_file()
+    if is_file or (name and not may_be_hub_id(name) and not Path(name).is_dir()):
+        fault = "is a file" if is_file else "does not exist"
+        raise ValueError(f"{option} {name} {fault}; name a folder or a hub id such as owner/model")
 
 
 def check_file(option: str, name: str | None, remedy: str) -> None:

@@ -134,10 +134,13 @@ def test_a_written_checkpoint_can_be_read(tmp_path: Path) -> None:
     assert torch.equal(read_tensors(tmp_path)["a"], transposed)
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./draft", "bare", "too/many/parts"])
-def test_missing_folders_are_not_sought_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["/no/such/folder", "./draft", "bare", "too/many/parts", "folder/config.json"])
+def test_missing_folders_are_not_sought_on_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
-    with user_error(f"checkpoint {name} does not exist; name a folder or a hub id"):
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path, ["folder/config.json"])
+    fault = "is a file" if name.endswith(".json") else "does not exist"
+    with user_error(f"checkpoint {name} {fault}; name a folder or a hub id"):
         resolve(name)
 
 
@@ -250,7 +253,10 @@ NOT_FOUND = RepositoryNotFoundError(
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (OFFLINE, r"the hub could not be reached \(\[Errno -2\] Name .* known\); check .* path of a folder"),
+        (
+            OFFLINE,
+            r"is no folder in .+, and the hub could not be reached \(\[Errno .* known\); check .* path of a folder",
+        ),
         (ConnectionError("no route"), r"the hub could not be reached \(no route\)"),
         (NOT_FOUND, r"the hub does not give it out \(404 Client Error\); check the name and the revision"),
         (OSError("No space left"), r"could not be downloaded \(No space left\)$"),

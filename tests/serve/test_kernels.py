@@ -79,8 +79,9 @@ def test_delta_nets_add_in_one_order(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with user_error(r"rows is \[0\]; give numbers of at least 1"):
-        KernelsConfig(target="here", rows=(0,))
+    for rows in (0, 2**31):
+        with user_error(rf"rows is \[{rows}\]; give numbers from 1 to"):
+            KernelsConfig(target="here", rows=(rows,))
     odd = LLAMA_8B | {"intermediate_size": 14336 + 32}
     with user_error("exact is true, but a layer has 14368 inputs, no multiple of 64"):
         table(tmp_path, odd, exact=True)
