@@ -184,7 +184,7 @@ def choose_format(config: CaptureConfig, path: Path) -> StateFormat:
         "dflash": lambda: default_block_aux_layers(num_layers, BLOCK_DRAFT_LAYERS),
     }
     layers = config.layers or tuple(sorted({layer for name in config.drafters for layer in defaults[name]()}))
-    check_aux_layers(layers, num_layers)
+    check_aux_layers(layers, num_layers, "layers")
     last_hidden = (config.last_hidden or "eagle3" in config.drafters) and num_layers not in layers
     if config.layout == "speculators":
         layers = states_of_speculators(layers, num_layers)

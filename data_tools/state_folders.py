@@ -92,7 +92,7 @@ class ShardFolder(CaptureFolder):
 
     def use(self) -> str:
         """How to train from it."""
-        return f"train with --data.aux_states {self.path}"
+        return f"train with --data.aux_states {shlex.quote(str(self.path))}"
 
 
 class SpeculatorsFolder(CaptureFolder):

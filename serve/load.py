@@ -184,6 +184,10 @@ class Client:
         try:
             return str(json.loads(await self._get("/v1/models"))["data"][0]["id"])
         except (*FAILURES, LookupError, TypeError) as error:
+            if isinstance(error, aiohttp.ClientResponseError) and error.status in (401, 403):
+                raise ValueError(
+                    f"{self.root} asks for a key (status {error.status}); name a file with it by --api-key-file"
+                ) from error
             raise ValueError(
                 f"{self.root} is not an OpenAI-compatible server ({type(error).__name__}: {error}); "
                 "give one like http://127.0.0.1:8000"

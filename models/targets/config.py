@@ -875,10 +875,10 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     return (num_layers // 4, middle, max(num_layers - 2, middle + 1))
 
 
-def check_aux_layers(layers: tuple[int, ...], num_layers: int) -> None:
+def check_aux_layers(layers: tuple[int, ...], num_layers: int, option: str = "aux_layers") -> None:
     """Raises ValueError unless every id is distinct and within 0..num_layers."""
     if not layers or len(set(layers)) != len(layers) or not all(0 <= layer <= num_layers for layer in layers):
         raise ValueError(
-            f"aux_layers is {list(layers)}; name distinct states 0..{num_layers - 1} (layer outputs) "
+            f"{option} is {list(layers)}; name distinct states 0..{num_layers - 1} (layer outputs) "
             f"or {num_layers} (after the final norm)"
         )

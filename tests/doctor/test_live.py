@@ -65,6 +65,16 @@ def test_a_page_without_requests_and_other_servers() -> None:
             report_of("http://there", "model", text)
 
 
+def test_a_server_with_keys_asks_for_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def models(*_: object) -> web.Response:
+        raise web.HTTPUnauthorized
+
+    monkeypatch.setattr(PacedServer, "models", models)
+    with paced("plain") as server, pytest.raises(SystemExit):
+        main(["--live", server.url])
+    assert f"{server.url} asks for a key (status 401); name a file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("rates", "status"), [(FELL, 1), (SOUND, 0)])
 def test_a_server_is_asked(
     rates: Rates, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
