@@ -13,6 +13,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -68,6 +69,17 @@ def lower_priority() -> None:
     """Gives other threads precedence over this one if cores are few. What it starts inherits the priority."""
     with suppress(OSError, AttributeError):  # macOS has no priorities of threads
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Ctrl-C and service managers signal every process. Children that are started here inherit a mask, so that only
+    their parent acts on signals, and end with it."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def end_with_parent() -> None:

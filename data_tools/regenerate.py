@@ -160,6 +160,8 @@ def regenerate(config: RegenerateConfig) -> None:
         waiting = in_order(DialogueReader(config, config.samples), journal.ids | dropped.ids, failed)
         try:
             answer_all(config, source, waiting, progress)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the same command continues from {output}") from None
         finally:
             report = summary(options, reader, progress, dropped, failed)
             write_json(report_path, report)

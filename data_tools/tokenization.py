@@ -14,7 +14,7 @@ Text is tokenised as it is, without a chat template. Unless `finish_reason` is l
 which counts like any other.
 """
 
-from slipstream.runtime import end_with_parent
+from slipstream.runtime import blocked_signals, end_with_parent
 
 import itertools
 import pickle
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, resource_tracker
 from os import sched_getaffinity
 from typing import Any, Literal
 
@@ -208,18 +208,21 @@ def tokenize_rows(rows: Iterable[Row], tokenizer: RowTokenizer) -> Iterator[Outc
 
 def _in_pool(rows: Iterator[Row], tokenizer: RowTokenizer, workers: int) -> Iterator[Outcome]:
     pool: Executor
+    others = active_children()
     if tokenizer.in_threads:
         pool = ThreadPoolExecutor(workers)
         tokenize = tokenizer.chunk
         tokenizer.target.tokenizer("")  # the first call sets truncation and padding, which must not run beside another
     else:  # spawned: the parent has threads (tokenizers, progress bars), which do not survive a fork
+        resource_tracker.ensure_running()  # or the first worker would start it, and that unblocks signals
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
         tokenize = partial(_tokenize_chunk, pickle.dumps((type(tokenizer), tokenizer.options)))
     pending: deque[Future[list[Outcome]]] = deque()
     with pool:
         try:
             while chunk := list(itertools.islice(rows, CHUNK_ROWS)):
-                pending.append(pool.submit(tokenize, chunk))
+                with blocked_signals():  # in the workers, which the first call starts
+                    pending.append(pool.submit(tokenize, chunk))
                 if len(pending) >= workers * CHUNKS_IN_FLIGHT:
                     yield from pending.popleft().result()
             while pending:
@@ -228,6 +231,10 @@ def _in_pool(rows: Iterator[Row], tokenizer: RowTokenizer, workers: int) -> Iter
             raise ValueError(
                 f"one of {workers} processes that tokenise was killed, perhaps for want of memory; lower num_proc"
             ) from error
+        except BaseException:  # workers may take long over imports and chunks that nobody wants any more
+            for worker in set(active_children()) - set(others):
+                worker.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 

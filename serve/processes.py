@@ -4,19 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-
-@contextmanager
-def blocked_signals() -> Iterator[None]:
-    """Ctrl-C and service managers signal every process. Children that are started here inherit a mask, so that only
-    their parent acts on signals, and end with it."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def child_environment() -> dict[str, str]:

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
+from slipstream import runtime
 from slipstream.serve import processes
 from slipstream.serve.pipe import Pipe
 
@@ -46,7 +47,7 @@ def _start(rank: int, world: int) -> Member:
     with peer, peer_life:
         ends = (peer.fileno(), peer_life.fileno())
         argv = [sys.executable, "-P", "-m", MODULE, *map(str, ends), str(rank), str(world)]
-        with processes.blocked_signals():
+        with runtime.blocked_signals():
             environment = processes.child_environment()
             process = subprocess.Popen(argv, pass_fds=ends, stdin=subprocess.DEVNULL, env=environment)
     return Member(f"rank {rank}", process, Pipe(channel), life)

@@ -18,7 +18,6 @@ from typing import Any
 from slipstream import runtime
 from slipstream.serve.grammar.grammars import JSON_WHITESPACE
 from slipstream.serve.grammar.trial_process import COMPILED, FORK, NUMBER, REFUSED, SLOW, TooSlow
-from slipstream.serve.processes import blocked_signals
 from slipstream.serve.request import Grammar
 
 MODULE = "slipstream.serve.grammar.trial_process"
@@ -59,7 +58,7 @@ class TrialProcess:
         self._socket, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with peer:
             argv = [sys.executable, "-m", MODULE, str(peer.fileno())]
-            with blocked_signals():
+            with runtime.blocked_signals():
                 self._process = subprocess.Popen(argv, pass_fds=(peer.fileno(),), stdin=subprocess.DEVNULL)
         os.setpriority(os.PRIO_PROCESS, self._process.pid, runtime.NICENESS)
         self._socket.setblocking(False)

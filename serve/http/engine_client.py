@@ -14,6 +14,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
+from slipstream import runtime
 from slipstream.serve import processes
 from slipstream.serve.engine.counts import DraftState, EngineCounts
 from slipstream.serve.engine.process import (
@@ -136,7 +137,7 @@ class EngineClient:
         resource_tracker.ensure_running()  # or process.start() would start it, and that unblocks the signals
         with (
             engine_end,
-            processes.blocked_signals(),
+            runtime.blocked_signals(),
         ):  # the end closes here, so that it closes with the engine's process
             process.start()
             self._process = process  # before a Ctrl-C that waits is raised

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,15 +71,25 @@ def test_seed_decides_the_order(tmp_path: Path, target: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
 def test_workers_change_nothing(kind: str, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does Ctrl-C reach them: it would print the traceback of each."""
     monkeypatch.setattr(tokenization, "CHUNK_ROWS", 5)
+    masks = []
+
+    def threads(number: int, **_: object) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(
+            number, initializer=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        )
+
     if kind == "threads":
-        monkeypatch.setattr(tokenization, "ProcessPoolExecutor", lambda number, **_: ThreadPoolExecutor(number))
+        monkeypatch.setattr(tokenization, "ProcessPoolExecutor", threads)
     rows = [{"messages": chat(f"What is {n}?", f"It is {n}.")} for n in range(100)]
     rows[70] = {"messages": chat("no answer")}
     serial, parallel = (prepare(tmp_path, target, rows, "--num-proc", number) for number in "12")
     assert list(serial[0]["train"]["input_ids"]) == list(parallel[0]["train"]["input_ids"])
     assert {**serial[1], "options": None} == {**parallel[1], "options": None}
     assert serial[1]["rows_kept"] == 99
+    assert all(signal.SIGINT in mask for mask in masks)
+    assert bool(masks) == (kind == "threads")
 
 
 def test_a_killed_worker_ends_in_a_sentence(

@@ -140,6 +140,7 @@ def test_a_run_is_continued_where_it_was_interrupted(
     with pytest.raises(SystemExit) as caught:
         run(tmp_path, "--target", target, "--overwrite", *words)
     assert caught.value.code == 130
+    assert "interrupted; the same command continues from" in capsys.readouterr().err
     monkeypatch.setattr(FakeLLM, "stream", stream)
     prefix = lines(tmp_path)
     assert 0 < len(prefix) < total
