@@ -324,7 +324,7 @@ def read_options(file: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"config {file} cannot be read ({error.strerror}); name a YAML file of options") from error
     if not isinstance(options, dict):
-        raise ValueError(f"config {file} holds {options!r}; it must hold options, one `name: value` per line")
+        raise ValueError(f"config {file} holds no options; it must hold one `name: value` per line")
     return options
 
 
