@@ -208,7 +208,7 @@ def tokenize_rows(rows: Iterable[Row], tokenizer: RowTokenizer) -> Iterator[Outc
 
 def _in_pool(rows: Iterator[Row], tokenizer: RowTokenizer, workers: int) -> Iterator[Outcome]:
     pool: Executor
-    others = active_children()
+    earlier_children = active_children()
     if tokenizer.in_threads:
         pool = ThreadPoolExecutor(workers)
         tokenize = tokenizer.chunk
@@ -232,7 +232,7 @@ def _in_pool(rows: Iterator[Row], tokenizer: RowTokenizer, workers: int) -> Iter
                 f"one of {workers} processes that tokenise was killed, perhaps for want of memory; lower num_proc"
             ) from error
         except BaseException:  # workers may take long over imports and chunks that nobody wants any more
-            for worker in set(active_children()) - set(others):
+            for worker in set(active_children()) - set(earlier_children):
                 worker.kill()
             raise
         finally:
