@@ -83,7 +83,7 @@ def test_a_chart_is_the_sum_of_the_last_evidence_of_each_request_since_it_was_ze
 
 
 @pytest.mark.parametrize(
-    ("seed", "seconds"), gate_of([(0, HOUR / 3), (0, HOUR), (1, HOUR), (2, HOUR)], [(0, HOUR / 3)])
+    ("seed", "seconds"), gate_of([(0, HOUR / 6), (0, HOUR), (1, HOUR), (2, HOUR)], [(0, HOUR / 6)])
 )
 def test_mixed_traffic_whose_shares_drift_raises_nothing(seed: int, seconds: float) -> None:
     traffic = Traffic(MIXED, seed, drift_s=HOUR / 3)
@@ -101,7 +101,7 @@ LONG = (replace(CHAT, answer_len=600),)
     ("kinds", "num_slots", "seed"),
     gate_of(
         [(MIXED, 16, 0), (MIXED, 16, 1), (MIXED, 8, 2), ((CHAT,), 1, 3), ((CHAT,), 64, 4), (LONG, 4, 5), (LONG, 64, 6)],
-        [(MIXED, 16, 0), ((CHAT,), 64, 4), (LONG, 4, 5)],
+        [(MIXED, 16, 0), (LONG, 4, 5)],
     ),
 )
 def test_a_useless_draft_is_told_within_a_thousand_tokens_and_a_mended_one_too(
@@ -109,7 +109,7 @@ def test_a_useless_draft_is_told_within_a_thousand_tokens_and_a_mended_one_too(
 ) -> None:
     traffic = Traffic(kinds, seed, num_slots=num_slots, step_s=num_slots / 160)
     alarm = alarm_of(traffic)
-    traffic.run(alarm, 600)
+    traffic.run(alarm, 300)
     assert not traffic.raised
     before = traffic.tokens
     traffic.quality = 0.02
@@ -132,7 +132,7 @@ def test_load_does_not_matter() -> None:
     alarm = alarm_of(traffic)
     for verified in (1.0, 0.1, 0.6):
         traffic.verified = verified
-        traffic.run(alarm, 450)
+        traffic.run(alarm, 150)
     assert not traffic.raised
     traffic.verified = 0.5
     traffic.quality = 0.02
@@ -159,7 +159,7 @@ def test_training_is_a_record_from_the_first_request_on() -> None:
     ):
         traffic = Traffic((replace(CHAT, rate=rate, labels=labels),), 2)
         alarm = alarm_of(traffic, Baseline(0.75, 2.4))
-        assert traffic.run(alarm, 300, lambda alarm=alarm: bool(alarms_of(alarm))) == is_raised
+        assert traffic.run(alarm, 100, lambda alarm=alarm: bool(alarms_of(alarm))) == is_raised
         if is_raised:
             assert {record for _, record in alarms_of(alarm)} == {"training"}
 
@@ -184,10 +184,10 @@ def test_one_clients_flood_raises_no_alarm_of_others(seed: int) -> None:
     """It may say that one client's requests are accepted less, and must notice others' when their turn comes."""
     traffic = Traffic(TENANTS, seed, num_slots=12)
     alarm = alarm_of(traffic)
-    traffic.run(alarm, 1200)
+    traffic.run(alarm, 400)
     noise = replace(CHAT, rate=0.03, client="a", answer_len=400)
     traffic.kinds = (*TENANTS, replace(noise, share=20.0))
-    traffic.run(alarm, 1200)
+    traffic.run(alarm, 400)
     assert traffic.raised
     assert {clients for _, _, clients in traffic.raised} == {"one"}
     traffic.quality = 0.02
@@ -200,9 +200,9 @@ def test_one_client_cannot_move_the_record_of_others() -> None:
     alarm = alarm_of(traffic)
     traffic.run(alarm, 300)
     traffic.kinds = (*TENANTS, replace(CHAT, rate=0.995, client="a", share=20.0))
-    traffic.run(alarm, 900)
+    traffic.run(alarm, 300)
     traffic.kinds = TENANTS
-    traffic.run(alarm, 900)
+    traffic.run(alarm, 300)
     assert "several" not in {clients for _, _, clients in traffic.raised}
 
 
@@ -265,7 +265,7 @@ def test_the_record_outlives_the_server(tmp_path: Path, monkeypatch: pytest.Monk
     traffic = Traffic(MIXED, 0)
     first = alarm_of(traffic)
     first.facts = {"target": "abc", "quantization": "none", "changed": "target"}
-    traffic.run(first, 900)
+    traffic.run(first, 300)
     acceptance_files.save_record(path, first)
     forms = [form for edge in json.loads(path.read_text())["forms"].values() for form in edge["forms"]]
     assert forms
@@ -343,13 +343,13 @@ def noise_weights(engine: Engine) -> None:
 def test_a_server_tells_that_its_draft_was_spoilt(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     engine = build_engine(TINY, DRAFT, kv_cache_tokens=8192)
-    run(engine, questions(0, 24))
+    run(engine, questions(0, 16))
     assert not alarms_of(engine.planner.alarm)
     records = engine.planner.alarm.records[""]
     assert {labels for labels, _ in records} == {("greedy", "context <1k")}
     noise_weights(engine)
     tokens = 0
-    for request in questions(24, 30):
+    for request in questions(16, 30):
         engine.add(request)
     while engine.has_work and not alarms_of(engine.planner.alarm):
         tokens += sum(len(output.tokens) for output in engine.step())
