@@ -119,10 +119,7 @@ def proposals_of(seed: int | None, proposals: Proposals) -> Proposals:
     ("drafter", "sampling"),
     gate_of(
         [(drafter, sampling) for drafter in DRAFTERS for sampling in SAMPLINGS],
-        [
-            *[("eagle3", "greedy"), ("eagle tree", "plain"), ("eagle3 deep", "processed"), ("ngram first", "full")],
-            *[("dflash", "greedy"), ("dflash2 tree", "plain")],
-        ],
+        [("eagle3", "greedy"), ("eagle tree", "processed"), ("ngram first", "full"), ("dflash2 tree", "plain")],
     ),
 )
 def test_rows_are_drafted_as_by_merged_drafts(
@@ -131,7 +128,7 @@ def test_rows_are_drafted_as_by_merged_drafts(
     """In one batch, with all of a proposal verified."""
     target = make_target("qwen3")
     folders = drafts(drafter)
-    plain = uneven_requests(SAMPLINGS[sampling])
+    plain = uneven_requests(SAMPLINGS[sampling], 18)
     requests = in_turn(plain)
     shape: dict[str, Any] = {"width": 4, "device": "cpu", "max_running": 8}
     engine = build_engine(target, folders["none"], **options_of(drafter, folders), **shape)
@@ -160,7 +157,7 @@ def test_rows_are_drafted_as_by_merged_drafts(
 @pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
 def test_captured_passes_take_each_rows_adapter(drafter: str, make_target: MakeTarget, drafts: Drafts) -> None:
     folders = drafts(drafter)
-    requests = in_turn(uneven_requests(SAMPLINGS["plain"]))
+    requests = in_turn(uneven_requests(SAMPLINGS["plain"], 18))
     options: dict[str, Any] = {**options_of(drafter, folders), "width": 4}
     config = EngineConfig(
         target=str(make_target("qwen3")),
@@ -185,7 +182,7 @@ def test_ranks_take_the_same_adapters(drafter: str, make_target: MakeTarget, dra
     folders = drafts(drafter)
     options: dict[str, Any] = {"draft": str(folders["none"]), "device": "cpu", "width": 4, "kv_cache_tokens": 2048}
     options |= {"max_running": 8, "grammar_drafts": False, **options_of(drafter, folders)}
-    requests = in_turn(uneven_requests(SAMPLINGS["plain"]))
+    requests = in_turn(uneven_requests(SAMPLINGS["plain"], 18))
     team = Team(2, torch.device("cpu"))
     config = EngineConfig(target=str(make_target("qwen3")), tp=2, **options)
     engine = build(read_plan(config), team=team)
@@ -316,7 +313,7 @@ def test_a_chain_of_adapters_is_merged_unless_it_has_no_end(
 def test_a_swap_merges_an_adapter(make_target: MakeTarget, drafts: Drafts) -> None:
     folders = drafts("eagle3")
     engine = build_engine(make_target("qwen3"), folders["none"], device="cpu", width=4)
-    requests = uneven_requests(SAMPLINGS["greedy"])
+    requests = uneven_requests(SAMPLINGS["greedy"], 18)
     run(engine, requests)
     engine.swap_draft(engine.stage_draft(str(folders["x"])), trial_rounds=0)
     expected = run(build_engine(make_target("qwen3"), folders["x"], device="cpu", width=4), requests)

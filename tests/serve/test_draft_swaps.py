@@ -113,7 +113,7 @@ def test_swaps_at_random_steps_change_no_token(
 ) -> None:
     """Twice the same requests, so that prompts hit pages of several versions; two at once, so that some wait."""
     target = make_target("qwen3")
-    requests = uneven_requests(SAMPLINGS[sampling])
+    requests = uneven_requests(SAMPLINGS[sampling], 18)
     engine = build_engine(
         target, drafts(drafter)[0], drafter=OPTIONS.get(drafter, {}), page_size=page_size, max_running=3, device="cpu"
     )
@@ -144,7 +144,7 @@ def test_a_swapped_draft_is_accepted_as_in_an_engine_built_with_it(
     for requests of both."""
     first, second = drafts(drafter)
     options: dict[str, Any] = {"drafter": OPTIONS.get(drafter, {}), "width": 4, "device": "cpu"}
-    requests = uneven_requests(SAMPLINGS["plain"])
+    requests = uneven_requests(SAMPLINGS["plain"], 18)
     alone = counts_of(run(build_engine(make_target("qwen3"), second, **options), requests))
     engine = build_engine(make_target("qwen3"), first, **options)
     before = counts_of(run(engine, requests))
@@ -163,7 +163,7 @@ def test_rows_of_a_token_map_follow(make_target: MakeTarget, drafts: Drafts, tmp
     target = make_target("qwen3")
     first, second = drafts("dspark")
     options: dict[str, Any] = {"token_map": save_map(tmp_path), "markov_candidates": 8}
-    requests = uneven_requests(SAMPLINGS["greedy"])
+    requests = uneven_requests(SAMPLINGS["greedy"], 18)
     alone = run(build_engine(target, second, drafter=options, width=4, device="cpu"), requests)
     engine = build_engine(target, first, drafter=options, width=4, device="cpu")
     engine.swap_draft(engine.stage_draft(str(second)))
@@ -173,7 +173,7 @@ def test_rows_of_a_token_map_follow(make_target: MakeTarget, drafts: Drafts, tmp
 def test_a_vocabulary_and_calibration_follow(make_target: MakeTarget, drafts: Drafts, tmp_path: Path) -> None:
     """The ids of a reduced vocabulary, the target's rows that they name, and numbers that read a head's outputs."""
     target = make_target("qwen3")
-    requests = uneven_requests(SAMPLINGS["greedy"])
+    requests = uneven_requests(SAMPLINGS["greedy"], 18)
     for drafter in ("eagle", "eagle3", "dspark"):
         first, second = drafts(drafter)
         other = save_changed(second, tmp_path / drafter, 0.0)
@@ -200,7 +200,7 @@ def test_a_vocabulary_and_calibration_follow(make_target: MakeTarget, drafts: Dr
 def test_captured_passes_read_the_new_weights(drafter: str, make_target: MakeTarget, drafts: Drafts) -> None:
     """Their buffers and weights stay where they are."""
     first, second = drafts(drafter)
-    requests = uneven_requests(SAMPLINGS["plain"])
+    requests = uneven_requests(SAMPLINGS["plain"], 18)
     config = EngineConfig(
         target=str(make_target("qwen3")),
         draft=str(first),
@@ -260,7 +260,7 @@ def test_an_interrupted_swap_changes_nothing(
 ) -> None:
     first, second = drafts("eagle3")
     engine = build_engine(make_target("qwen3"), first, width=4, device="cpu")
-    requests = uneven_requests(SAMPLINGS["greedy"])
+    requests = uneven_requests(SAMPLINGS["greedy"], 18)
     before = counts_of(run(engine, requests))
     staged = engine.stage_draft(str(second))
     with monkeypatch.context() as patch:
