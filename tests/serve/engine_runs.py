@@ -68,7 +68,10 @@ def make_request(name: str, prompt: list[int], **params: Any) -> Request:
 
 def sized_requests(lengths: Iterable[int] = (1, 9, 33), **params: Any) -> list[Request]:
     """One for each length of prompt, which is its id and its seed, too."""
-    return [make_request(str(length), random_prompt(length, length), **{"seed": length} | params) for length in lengths]
+    return [
+        make_request(str(length), random_prompt(length, length), **{"seed": length, "max_tokens": 18} | params)
+        for length in lengths
+    ]
 
 
 @dataclass(slots=True)

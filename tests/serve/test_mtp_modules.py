@@ -171,7 +171,7 @@ def test_passes_as_a_gpu_has_them_propose_what_transformers_does(
         engine.runner.drafts.run_all()
     assert all((cache[:, :, 1:] == 7).all() for cache in caches_of(engine))
     proposals = Proposals(engine.runner.drafter)
-    requests = sized_requests((1, 9, 33, 50, 70), max_tokens=21, ignore_eos=True, temperature=0.3)
+    requests = sized_requests((1, 9, 33, 50, 70), max_tokens=12, ignore_eos=True, temperature=0.3)
     run(engine, requests)
     answers = run(engine, requests)
     assert tokens_of(answers) == plain_answers(target.folder, requests)
