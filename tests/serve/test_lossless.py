@@ -317,13 +317,13 @@ def test_an_answer_may_end_inside_a_draft(
 @pytest.mark.parametrize(("drafter", "family"), drafted(["eagle3", "ngram"], KINDS))
 def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build: BuildDrafted) -> None:
     endless = [
-        make_request(str(seed), random_prompt(5, seed), temperature=1.0, seed=seed, max_tokens=60, ignore_eos=True)
+        make_request(str(seed), random_prompt(5, seed), temperature=1.0, seed=seed, max_tokens=40, ignore_eos=True)
         for seed in range(5)
     ]
     answers_to_ends = tokens_of(run(build(family, drafter), endless))
-    assert {len(tokens) for tokens in answers_to_ends.values()} == {60}
+    assert {len(tokens) for tokens in answers_to_ends.values()} == {40}
     ending = [
-        make_request(request.id, request.prompt, temperature=1.0, seed=request.params.seed, max_tokens=60)
+        make_request(request.id, request.prompt, temperature=1.0, seed=request.params.seed, max_tokens=40)
         for request in endless
         if EOS in answers_to_ends[request.id]
     ]
@@ -582,7 +582,7 @@ def test_a_proposal_depends_on_its_text_alone(drafter: str, page_size: int, fami
     engine.planner.policy = WidestDrafts(engine.planner, rng)
     record(engine, proposals)
     num_known = len(proposals)
-    serve_traffic(engine, kinds, expected, rng, lambda number: number < 18, 8, lambda: preempt_some(engine, rng))
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < 12, 8, lambda: preempt_some(engine, rng))
     assert len(proposals) == num_known, "texts that were not seen alone"
 
 
