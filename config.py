@@ -31,6 +31,8 @@ from typing import Any, Literal, TextIO, TypeVar, get_args, get_origin, get_type
 
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
+from yaml.parser import ParserError
+from yaml.scanner import ScannerError
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -319,6 +321,12 @@ def read_options(file: str) -> dict[str, Any]:
     """The options in a --config file. Raises ValueError that names a file which is not a mapping."""
     try:
         options = yaml.safe_load(Path(file).read_text())
+    except yaml.MarkedYAMLError as error:  # its text quotes the file, which may hold a key
+        words = [error.context, error.problem] if isinstance(error, (ScannerError, ParserError)) else []
+        mark = error.problem_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}"
+        reason = ", ".join(filter(None, (*words, place)))
+        raise ValueError(f"config {file} is not valid YAML: {reason}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"config {file} is not valid YAML: {' '.join(str(error).split())}") from error
     except OSError as error:

@@ -43,6 +43,7 @@ def test_values_and_keys_stay_as_they_are() -> None:
     ("content", "message"),
     [
         (b"output: [", "is not valid YAML: while parsing a flow node"),
+        (b"output: *secret", "is not valid YAML: line 1, column 9"),
         (b"\xff\xfe\x00", "is not valid YAML"),
         (b"- output", "holds no options; it must hold one `name: value` per line"),
         (None, "cannot be read (No such file or directory); name a YAML file of options"),
