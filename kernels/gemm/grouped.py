@@ -7,11 +7,11 @@ kernels/gemm/grouped_fp8.py). Rows are gathered where they are read. A row's bit
 product adds its inputs in their order in every tile (kernels/gemm/expert_weights.py), outputs are rounded once and
 added in fp32, the best expert's first, or in leaves. Few tokens read only the experts that they hit; grids have room
 for the most blocks of pairs that there can be, and programs beyond the last block end at once. Up to 32 tokens a block
-of weights in 16 bits or FP8 has all pairs of its expert, since what two blocks read costs nearly as much from the
-cache. FP8 experts take two launches more, which quantise the inputs of each product. (In the product each program would
-do it again, which takes three times as long.) Programs of MXFP4 wait for one another's steps more than for memory: the
-down projection of few tokens has twice the programs, each with half of the inputs, and blocks of few pairs have tiles
-of 8 rows.
+of 16-bit weights has all pairs of its expert, since what two blocks read costs nearly as much from the cache. FP8
+experts take two launches more, which quantise the inputs of each product. (In the product each program would do it
+again, which takes three times as long.) Programs of MXFP4 wait for one another's steps more than for memory: the down
+projection of few tokens has twice the programs, each with half of the inputs, and blocks of few pairs have tiles of 8
+rows.
 Letters: T tokens, H hidden, E experts, k experts of a token, I intermediate, P = T * k pairs of a token and an expert.
 """
 
@@ -56,7 +56,6 @@ from slipstream.kernels.tiles import load_fp32
 SUM_ROWS = 4  # tokens of a program that sums them for more
 ALL_ROWS = 32  # of a block that has all pairs of an expert, where tokens are as few: no weight is read twice
 FEW_ROWS = 16  # of its tile, if it has as few pairs: most blocks have, and more stages of such a tile fit
-WHOLE_FORMATS: set[Format] = {"plain", "fp8", "fp8 blocks"}  # whose experts have such blocks
 FEW_INPUTS = 768  # of which whole tiles have more programs of fewer stages
 SPLIT_INPUTS = 2048  # of the down projection in MXFP4, from which two parts of them are added for any number of rows
 
@@ -219,8 +218,7 @@ def mix_experts_triton(
     most_blocks = num_pairs if blocks is None else len(blocks.first)
     pairs, first, sizes, num_blocks = (None,) * 4 if blocks is None else blocks[1:]
     is_fused = num_rows <= SUMMED_ROWS
-    formats = {format_of(matrix) for matrix in weights[:2]}
-    few = FEW_ROWS if is_fused and tile_rows == ALL_ROWS and formats <= WHOLE_FORMATS else 0
+    few = FEW_ROWS if is_fused and tile_rows == ALL_ROWS and format_of(weights.down) == "plain" else 0
     options = {"TOP_K": top_k, "ROWS": tile_rows, "FEW": few, "PRECISION": "ieee", **pdl_options(x.device)}
     gated, plain = (tiling or choose_tiling(block_rows, matrix, x) for matrix in weights[:2])
     few_gated, few_plain = (tiling or choose_tiling(FEW_ROWS, matrix, x) for matrix in weights[:2])
@@ -292,7 +290,7 @@ def least_rows(format: Format) -> int:
 
 def least_block_rows(format: Format, num_rows: int) -> int:
     """Rows of the smallest blocks of pairs of so many tokens."""
-    return ALL_ROWS if format in WHOLE_FORMATS and FEW_ROWS < num_rows <= SUMMED_ROWS else least_rows(format)
+    return ALL_ROWS if format == "plain" and FEW_ROWS < num_rows <= SUMMED_ROWS else least_rows(format)
 
 
 def _inputs(x: Tensor | QuantizedRows, matrix: ExpertMatrix) -> tuple[Tensor, int, Tensor | None, int, int]:
