@@ -75,7 +75,7 @@ def rotate_and_store(
     one layer of the cache, contiguous, written in place. fp32 inside, rounded once, and once between norm and rotation.
     scales (2, G) fp32, of keys and of values: the cache then holds e4m3 codes, x / scale. query_scales (P,) fp32:
     factors of q by position. G = 0: stores nothing.
-    is_old_position: kernels that waited for that of the positions came after it, so these are read before waiting.
+    is_old_position: another kernel ran after the one that wrote the positions, so these are read before waiting.
     Returns the rotated q (T, Q, D), contiguous.
     """
     is_last = norms is not None and norms.last
