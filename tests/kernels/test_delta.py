@@ -33,7 +33,8 @@ from slipstream.tests.kernels.triton_runs import SLOW, each_device, poisoned
 
 SMALL = Sizes(num_keys=2, num_values=4, key_dim=16, value_dim=16)
 ODD = Sizes(num_keys=1, num_values=2, key_dim=24, value_dim=40)  # more columns than a program steps
-NUM_CHANNELS = 128  # of both
+FEW_HEADS = Sizes(num_keys=1, num_values=2, key_dim=32, value_dim=32)
+NUM_CHANNELS = 128  # of each
 WIDTH = NUM_CHANNELS + 2 * SMALL.num_values  # of random inputs: channels, and the most gates
 SLOTS = 5
 NODES = 8
@@ -217,7 +218,7 @@ def test_texts_equal_the_recurrence_over_each_alone(sizes: Sizes, dtype: torch.d
     layer = Layer(device, dtype, sizes)
     prompts = {0: 63, 1: 1, 2: 200, 3: 64}
     texts = {slot: torch.empty(0, WIDTH) for slot in prompts}
-    for turn in range(9):
+    for turn in range(7):
         segments: list[Segment] = []
         for slot, length in prompts.items():
             left = length - len(texts[slot])
@@ -280,15 +281,15 @@ def test_trees_take_few_steps_more_than_they_have_nodes() -> None:
 @each_device
 def test_bits_depend_neither_on_drafts_nor_on_company(device: str) -> None:
     rng = random.Random(2)
-    plain = Layer(device, torch.bfloat16)
-    drafted = Layer(device, torch.bfloat16)
+    plain = Layer(device, torch.bfloat16, FEW_HEADS)
+    drafted = Layer(device, torch.bfloat16, FEW_HEADS)
     prompt = random_inputs(rng, 185)
     company = random_inputs(rng, 65)
     [outputs] = plain.step([Segment(0, prompt)])
     first = drafted.step([Segment(2, prompt[:64]), Segment(1, company)])[0]
     second = drafted.step([Segment(2, prompt[64:])], spare=3, mark=128)[0]
     assert torch.equal(torch.cat((first, second)), outputs)
-    from_snapshot = Layer(device, torch.bfloat16)
+    from_snapshot = Layer(device, torch.bfloat16, FEW_HEADS)
     from_snapshot.step([Segment(0, prompt[:128])])
     for states, expected in zip(drafted.states, from_snapshot.states, strict=True):
         assert torch.equal(states[SLOTS], expected[0]), "the snapshot is the state after 128 tokens"
@@ -308,7 +309,7 @@ def test_bits_depend_neither_on_drafts_nor_on_company(device: str) -> None:
         layer.step([Segment(0 if layer is plain else 2, company[:1], [-1], [0])])
     for states, expected in zip(drafted.states, plain.states, strict=True):
         assert torch.equal(states[2], expected[0])
-    resumed = Layer(device, torch.bfloat16)  # after a preemption
+    resumed = Layer(device, torch.bfloat16, FEW_HEADS)  # after a preemption
     text = torch.cat([prompt, *answer])
     assert len(text) > 192, "its third block is partly of the answer"
     for part in text.split(192):

@@ -617,7 +617,17 @@ def part_of(weights: ExpertWeights, share: Share) -> ExpertWeights:
 @each_device
 @pytest.mark.parametrize(
     ("kind", "rows", "block_rows"),
-    [("gated", 1, None), ("none", 5, 8), ("plain", 21, 8), ("mxfp4", 2, None), ("int4 zeros", 3, 16), ("fp8", 34, 16)],
+    gate_of(
+        [
+            ("gated", 1, None),
+            ("none", 5, 8),
+            ("plain", 21, 8),
+            ("mxfp4", 2, None),
+            ("int4 zeros", 3, 16),
+            ("fp8", 34, 16),
+        ],
+        [("gated", 1, None), ("none", 5, 8), ("mxfp4", 2, None), ("fp8", 34, 16)],
+    ),
 )
 def test_whole_experts_of_ranks_add_up_to_one(kind: str, rows: int, block_rows: int | None, device: str) -> None:
     """Bit for bit, though no token goes to some ranks; and a rank's experts are those of a loop."""

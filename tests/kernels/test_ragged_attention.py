@@ -80,6 +80,7 @@ IN_GATE = (
     "window within the rows",
     "sinks and a cap, window",
 )
+NAMES = [name if name in IN_GATE else pytest.param(name, marks=SLOW) for name in CASES]
 BUSY = random.Random(0)
 REAL = Case(
     nodes=tuple((BUSY.randrange(1, 5000), BUSY.choice((0, 1, 1, 2, 4, 8))) for _ in range(40)),
@@ -213,7 +214,7 @@ class Scene:
 
 
 @grouped()
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_reference_equals_softmax_over_what_each_row_sees(name: str) -> None:
     scene = Scene(CASES[name], torch.float32, "cpu")
     scene.check(scene.run(ragged_attention.reference))
@@ -225,7 +226,7 @@ def test_reference_equals_softmax_over_what_each_row_sees(name: str) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, *(pytest.param(x, marks=pytest.mark.gpu) for x in list(TOLERANCES)[1:])]
 )
-@pytest.mark.parametrize("name", [name if name in IN_GATE else pytest.param(name, marks=SLOW) for name in CASES])
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_kernel_equals_softmax_over_what_each_row_sees(name: str, dtype: torch.dtype, device: str) -> None:
     scene = Scene(CASES[name], dtype, device)
