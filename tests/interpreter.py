@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from numpy.typing import NDArray
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -15,6 +16,7 @@ def prepare() -> None:
     check_no_overflows()
     patch_once_per_launch()
     know_types()
+    leave_equal_types()
     add_products_in_order()
 
 
@@ -86,6 +88,7 @@ def know_types() -> None:
     init_tensor = tl.tensor.__init__
     dtypes: dict[str, np.dtype[Any]] = {}
     types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    sizes: dict[tuple[Any, ...], Any] = {}
     shapes: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def known_dtype(dtype: Any) -> np.dtype[Any]:
@@ -98,7 +101,7 @@ def know_types() -> None:
         key = (element_ty.name, *[length.value if isinstance(length, tl.constexpr) else length for length in shape])
         if key not in types:
             init_type(self, element_ty, shape)
-            types[key] = dict(vars(self))
+            types[key] = vars(self) | {"shape": sizes.setdefault(key[1:], self.shape)}
         vars(self).update(types[key], element_ty=element_ty)
 
     def known_shape(self: Any, handle: Any, type: Any) -> None:
@@ -111,3 +114,22 @@ def know_types() -> None:
     interpreter._get_np_dtype = known_dtype
     tl.block_type.__init__ = known_type
     tl.tensor.__init__ = known_shape
+
+
+def leave_equal_types() -> None:
+    """Operands of one type, or of one shape (see `know_types`), are mostly converted to it with a type made anew."""
+    cast = TritonSemantic.cast
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def cast_others(self: Any, operand: Any, dtype: Any, *rounding: Any, **options: Any) -> Any:
+        if operand.type.scalar is dtype and not rounding and not options:
+            return operand
+        return cast(self, operand, dtype, *rounding, **options)
+
+    def broadcast_others(self: Any, left: Any, right: Any) -> Any:
+        if getattr(left.type, "shape", None) is getattr(right.type, "shape", ()):
+            return left, right
+        return broadcast(self, left, right)
+
+    TritonSemantic.cast = cast_others
+    TritonSemantic.broadcast_impl_value = broadcast_others

@@ -32,7 +32,7 @@ from slipstream.tests.sources import TINY
 from slipstream.tests.tables import each_case
 from slipstream.tests.user_errors import user_error
 
-SIZES = ["--output-len", "12", "--range-ratio", "0.5", "--concurrency", "1,3", "--requests", "4", "--prompts", "gsm8k"]
+SIZES = ["--output-len", "6", "--range-ratio", "0.5", "--concurrency", "1,3", "--requests", "4", "--prompts", "gsm8k"]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_the_program_counts_what_the_engine_does(
     assert [line["width"] for line in lines[:4]] == [1, 1, 2, 2], "width=2 is the engine's option, for this draft alone"
     assert [line["identical"] for line in lines] == [None, None, True, True, True, True]
     assert [line["num_identical"] for line in lines[2:]] == [4] * 4
-    work = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=12, range_ratio=0.5)
+    work = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=6, range_ratio=0.5)
     for name in names:
         draft_name, draft_options = split_draft(name)
         options = {"width": draft_options.pop("width")} if "width" in draft_options else {}

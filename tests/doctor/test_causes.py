@@ -21,6 +21,7 @@ from slipstream.models.drafts.base import HEAD, Choices, DraftFiles, DraftNetwor
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.frozen import DecoderTarget
+from slipstream.tests.pairwise import rotating, some_of
 from slipstream.tests.random_drafts import random_draft, save_random_dflash
 from slipstream.tests.sources import ROOT, TINY
 from slipstream.train.batches import Batch, collate
@@ -233,8 +234,7 @@ def check_norm_output(bad: Subject, good: Subject, answers: Answers) -> Diagnosi
 PASSED_ON = (True, False)  # whether the draft was trained to read the state after its final norm
 
 
-@pytest.mark.parametrize("is_normed", PASSED_ON)
-@pytest.mark.parametrize("is_specforge", [False, True])
+@pytest.mark.parametrize(("is_normed", "is_specforge"), rotating(PASSED_ON, [False, True]))
 def test_the_state_that_later_steps_read(
     is_normed: bool, is_specforge: bool, healthy: Callable[..., Subject], answers: Answers
 ) -> None:
@@ -318,7 +318,16 @@ EAGLE3: dict[str, tuple[str, Callable[[Subject], Subject]]] = {
 }
 
 
-@pytest.mark.parametrize("name", EAGLE3)
+EAGLE3_IN_GATE = (
+    "states one layer later",
+    "ids for differences",
+    "a head of its own",
+    "a flag without its norm",
+    "8 bits",
+)
+
+
+@pytest.mark.parametrize("name", some_of(EAGLE3, EAGLE3_IN_GATE))
 def test_causes_in_eagle3_drafts(name: str, healthy: Callable[..., Subject], answers: Answers) -> None:
     stage, plant = EAGLE3[name]
     good = healthy("eagle3", aux_layers=(1, 2, 4))

@@ -34,6 +34,7 @@ from slipstream.models.targets.frozen import (
 )
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.expert_targets import EXPERT_FAMILIES, EXPERTS
+from slipstream.tests.pairwise import some_of
 from slipstream.tests.random_targets import (
     CAPPED,
     FAMILIES,
@@ -74,7 +75,12 @@ def check_ends(path: Path, target: FrozenTarget, tokens: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [*EXPERT_FAMILIES, *PRE_NORM, "gemma2", "gemma3", "olmo2", *(name for name in LATER if name in RELATIVES)]
+    "family",
+    some_of(
+        [*EXPERT_FAMILIES, *PRE_NORM, "gemma2", "gemma3", "olmo2", *(name for name in LATER if name in RELATIVES)],
+        [*EXPERT_FAMILIES, *PRE_NORM, "gemma2", "gemma3", "olmo2"]
+        + ["gemma4-shared", "hyperclovax", "laguna", "ministral3", "muse-glimmer"],
+    ),
 )
 def test_states_are_those_of_transformers(family: str, make_target: MakeTarget) -> None:
     """Documents, padding, windows that bind; wrappers, factors of logits and kinds of layers; queries that grow by

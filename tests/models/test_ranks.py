@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from slipstream.models.targets.config import DeltaNetSpec, MLPSpec, MoESpec, Tar
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
-from slipstream.tests.pairwise import grouped, rotating, some_of
+from slipstream.tests.pairwise import gate_of, grouped, rotating, some_of
 from slipstream.tests.quantized_targets import (
     FP8,
     LAYOUTS,
@@ -65,6 +66,7 @@ WIDE_MOE = Qwen3MoeConfig(
         "vocab_size": 120,
     }
 )
+FUSED = ("fused", "fused fp8", "mxfp4", "gpt-oss")
 PACKED_OUTPUTS = {"qweight": 1, "qzeros": 1, "scales": 1}  # axes of outputs that are not 0
 NORMED_TOGETHER = (
     "olmo2",
@@ -203,16 +205,19 @@ def check_sums(path: Path, worlds: Sequence[int]) -> None:
             torch.testing.assert_close(together.logits(local_hidden), target.logits(hidden), atol=1e-4, rtol=1e-4)
 
 
+FAMILIES_OF_RANKS = sorted((FAMILIES | CAPPED | RELATIVES).keys() - {*NORMED_TOGETHER})
+
+
 @grouped("family")
 @pytest.mark.parametrize(
-    "family",
-    some_of(
-        sorted((FAMILIES | CAPPED | RELATIVES).keys() - {*NORMED_TOGETHER}), [*list(FAMILIES)[::2], *CAPPED, *GATE]
+    ("family", "world"),
+    gate_of(
+        product(FAMILIES_OF_RANKS, (2, 4)), [*zip((*list(FAMILIES)[::2], *CAPPED, *GATE), cycle((4, 2)), strict=False)]
     ),
 )
-def test_ranks_add_up_to_the_target(family: str, make_target: MakeTarget) -> None:
+def test_ranks_add_up_to_the_target(family: str, world: int, make_target: MakeTarget) -> None:
     """4 ranks share 2 KV heads, and 2 key heads of a delta net."""
-    check_sums(make_target(family), (2, 4))
+    check_sums(make_target(family), [world])
 
 
 def test_ranks_have_several_kv_heads(tmp_path: Path) -> None:
@@ -275,7 +280,13 @@ def test_quantised_ranks_have_slices_of_the_weights(
 
 
 @grouped()
-@pytest.mark.parametrize("name", [*(LAYOUTS.keys() - {"gptq-order"}), "fused", "fused fp8", "mxfp4", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name",
+    some_of(
+        [*(LAYOUTS.keys() - {"gptq-order"}), *FUSED],
+        ["fp8-static", "compressed-channel", "awq", "gptq-v2", "packed-asymmetric", "on-the-fly", *FUSED],
+    ),
+)
 def test_ranks_have_whole_experts(
     name: str, wide_targets: dict[str, Path], make_target: MakeTarget, tmp_path: Path
 ) -> None:
