@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,10 +18,15 @@ from slipstream.models.files.weights import places_of
 def turned(x: Tensor, theta: float, start: int = 0) -> Tensor:
     """Rotates x (n, heads, D): row i by start + i times the angle of each pair of components (j, j + D / 2)."""
     half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half).double() / half)
-    angles = torch.outer(torch.arange(start, start + len(x)).double(), frequencies)[:, None]
-    pairs = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    pairs = torch.complex(x[..., :half], x[..., half:]) * turns(half, theta, start, len(x))
     return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+@cache
+def turns(half: int, theta: float, start: int, count: int) -> Tensor:
+    frequencies = theta ** (-torch.arange(half).double() / half)
+    angles = torch.outer(torch.arange(start, start + count).double(), frequencies)[:, None]
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
@@ -55,7 +61,7 @@ class NaiveLayers:
         return turned(x, self.config["rope_theta"], start)
 
     def _project(self, x: Tensor, name: str) -> Tensor:
-        return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", torch.zeros(()))
+        return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0.0)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])

@@ -76,14 +76,12 @@ def drafts(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) ->
     """Name in CHECKPOINTS -> two drafts of one network."""
 
     @cache
-    def make(name: str) -> tuple[Path, Path]:
+    def make(save: Callable[[Path, Path], None]) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("drafts")
-        save = CHECKPOINTS[name]
-        assert save is not None
         save(make_target("qwen3"), folder / "first")
         return folder / "first", save_changed(folder / "first", folder / "second", 0.1)
 
-    return make
+    return lambda name: make(CHECKPOINTS[name])  # type: ignore[arg-type]
 
 
 def swap_at_random(engine: Engine, drafts: tuple[Path, Path], seed: int) -> Callable[..., None]:
@@ -396,6 +394,7 @@ def test_drafts_are_changed_with_a_key_and_where_an_option_says_so(
         ServeConfig(target=byte_target, draft_folder="nowhere").check_inputs()
 
 
+@pytest.mark.slow
 def test_a_server_swaps_while_it_answers(tmp_path: Path) -> None:
     """A real engine: streams go on, the version is in their ends and in the metrics."""
     shutil.copytree(TRAINED / "eagle3", tmp_path / "good")
