@@ -189,9 +189,7 @@ def test_a_draft_reads_from_the_start_that_was_chosen(
     assert np.array_equal(windows._rounds.sum(axis=0)[:, :2], rounds)
 
 
-@pytest.mark.parametrize(
-    "drafter", some_of(["eagle", "eagle3", "eagle3 window", "eagle3.1 deep"], ["eagle", "eagle3.1 deep"])
-)
+@pytest.mark.parametrize("drafter", some_of(["eagle", "eagle3", "eagle3 window", "eagle3.1 deep"], ["eagle3.1 deep"]))
 def test_a_draft_that_is_seldom_asked_knows_the_steps_between(
     drafter: str, make_target: MakeTarget, make_draft: MakeDraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:

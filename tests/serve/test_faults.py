@@ -108,15 +108,16 @@ def test_no_time_is_measured_by_the_wall_clock() -> None:
     assert set(files) == {"serve/http/app.py", "serve/http/writers.py", "serve/http/responses.py"}
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_loses_nothing(byte_target: str) -> None:
     """A request that was taken is answered to its end; one that comes later is told, or finds nobody."""
     with running(script(byte_target, "max_model_len=4096")) as process, ThreadPoolExecutor(48) as pool:
-        url = read_banner(process)[2]
+        client = httpx.Client(base_url=read_banner(process)[2], timeout=120)
 
         def ask(index: int) -> str:
             body = {**SLOW, "max_tokens": 300, "stream": index % 2 == 0}
             try:
-                answer = httpx.post(f"{url}{COMPLETIONS}", json=body, timeout=120)
+                answer = client.post(COMPLETIONS, json=body)
             except httpx.TransportError:
                 return "nobody"
             if answer.status_code != 200:
@@ -127,7 +128,7 @@ def test_sigterm_under_load_loses_nothing(byte_target: str) -> None:
         for child in children:  # the engine, so that no request ends before all are open
             child.suspend()
         answers = [pool.submit(ask, index) for index in range(24)]
-        wait_until(lambda: httpx.get(f"{url}/health", timeout=120).json()["open_requests"] == 24, "all are open")
+        wait_until(lambda: client.get("/health").json()["open_requests"] == 24, "all are open")
         process.send_signal(signal.SIGTERM)
         for child in children:
             child.resume()

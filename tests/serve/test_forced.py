@@ -193,7 +193,7 @@ def test_answers_are_those_without(
     temperature: float, options: dict[str, Any], tokenizer: Any, expected: dict[float, Tokens]
 ) -> None:
     """Beside a request without a grammar; each engine answers twice, the second time after cached prompts."""
-    free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=40, temperature=0.0)
+    free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=16, temperature=0.0)
     engine = build_engine(TARGET, device="cpu", grammar_drafts=True, **options)
     for _ in range(2):
         answers = run(engine, [*requests(tokenizer, NAMES, temperature), free])
@@ -227,7 +227,7 @@ def test_captured_passes_have_room_for_them(temperature: float, tokenizer: Any, 
 def test_they_teach_what_forced_tokens_accept(tokenizer: Any) -> None:
     """Also beside requests without a grammar, whose drafts' bins stay theirs."""
     engine = build_engine(TARGET, device="cpu", grammar_drafts=True)
-    free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=60, ignore_eos=True)
+    free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=30, ignore_eos=True)
     run(engine, [free, *requests(tokenizer, ("forced text",), 0.0)])
     tried = engine.planner.policy.acceptance.num_tried
     assert tried[is_forced(np.arange(len(tried)))].sum() > 20

@@ -870,7 +870,7 @@ def test_no_request_waits_for_slow_masks_of_others(
         make_request(f"{index}", [5, 6, index], max_tokens=6, temperature=1.0, grammar=Grammar("regex", f"[a-{c}]*"))
         for index, c in enumerate("uvwxyz")
     ]
-    free = make_request("free", [5, 6, 7], max_tokens=30, temperature=1.0, ignore_eos=True)
+    free = make_request("free", [5, 6, 7], max_tokens=12, temperature=1.0, ignore_eos=True)
     expected = plain_answers(target, [*requests, free])
     is_open = threading.Event()
     fill = Matcher.fill

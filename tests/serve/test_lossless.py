@@ -161,18 +161,15 @@ def reference(make_target: MakeTarget) -> Reference:
     ("drafter", "sampling", "sizes", "family"),
     [
         *drafted(
-            ["eagle tree", "ngram first", "dflash", "eagle3"],
+            ["ngram first", "eagle3", "dflash", "eagle tree"],
             SAMPLINGS,
             [(1, 8), (16, 8), (16, 1)],
             FEW,
             in_gate=[
-                ("dflash2 tree", "plain", (16, 8), "qwen3"),
-                ("lilicorr", "greedy", (16, 8), "qwen3"),
                 ("none", "full", (16, 1), "mistral-window"),
-                ("none", "processed", (16, 1), "llama"),
             ],
         ),
-        *drafted(["ngram", "eagle tree", "eagle3"], ["greedy", "plain"], [(1, 8)], SINKS_AND_CAPS),
+        *drafted(["ngram", "eagle3"], ["greedy", "plain"], [(1, 8)], SINKS_AND_CAPS),
         *drafted(["eagle3", "ngram"], ["greedy", "plain"], [(16, 8)], MIXTURES),
     ],
 )
@@ -257,7 +254,7 @@ def test_the_reference_is_transformers_generate(family: str, make_target: MakeTa
     gate_of(
         product(("eagle3", "dflash", "eagle", *BLOCKS), sorted((FAMILIES | RELATIVES).keys() - {"qwen3", "llama"})),
         [
-            *(("eagle3", family) for family in ("gemma3", "phi4-longrope", *LATER)),
+            *(("eagle3", family) for family in ("gemma3", "phi4-longrope", "gemma4-experts", "laguna", "muse-glimmer")),
         ],
     ),
 )
@@ -286,7 +283,7 @@ def test_rows_of_one_batch_sample_each_in_its_own_way(
     ("drafter", "case", "family"),
     gate_of(
         product(SEVERAL, product([16, 1], ["stop token", "max_tokens"]), KINDS),
-        [("dflash", (16, "stop token"), "qwen3"), ("eagle tree", (1, "max_tokens"), "mistral-window")],
+        [("eagle tree", (16, "stop token"), "qwen3"), ("dflash", (1, "max_tokens"), "mistral-window")],
     ),
 )
 def test_an_answer_may_end_inside_a_draft(
@@ -314,7 +311,10 @@ def test_an_answer_may_end_inside_a_draft(
 
 
 @grouped("drafter")
-@pytest.mark.parametrize(("drafter", "family"), drafted(["eagle3", "ngram"], KINDS))
+@pytest.mark.parametrize(
+    ("drafter", "family"),
+    gate_of(product([*DRAFTERS, *BLOCKS], KINDS), [("eagle3", "qwen3"), ("ngram", "mistral-window")]),
+)
 def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build: BuildDrafted) -> None:
     endless = [
         make_request(str(seed), random_prompt(5, seed), temperature=1.0, seed=seed, max_tokens=40, ignore_eos=True)
@@ -354,7 +354,7 @@ def test_preemption_changes_no_token(
     ]
     options = {"page_size": page_size, "max_running": 6, "prefill_budget": 16}
     engine = build(family, drafter, kv_cache_tokens=size, **options)
-    for _ in range(3 if drafter in LEARNING else 1):  # repeated answers grow by leaps
+    for _ in range(2 if drafter in LEARNING else 1):  # repeated answers grow by leaps
         assert tokens_of(run(engine, requests)) == reference(family, requests)
     assert engine.scheduler.num_preemptions > 0
 
@@ -566,7 +566,7 @@ def record(engine: Engine, proposals: Proposals) -> None:
     ("drafter", "page_size", "family"),
     gate_of(
         product(SEVERAL, [1, 16], [*KINDS, "qwen3-windows", "qwen3-moe-windows"]),
-        [("eagle tree", 16, "qwen3-moe-windows")],
+        [("eagle tree", 16, "qwen3-windows")],
     ),
 )
 def test_a_proposal_depends_on_its_text_alone(drafter: str, page_size: int, family: str, build: BuildDrafted) -> None:
