@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 DEPTH = 3
 FAMILIES = ("gemma4", "gemma4-shared", "gemma4 in clusters")  # the second's last layers read those before them
 CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 6}
-requests_of = partial(sized_requests, temperature=0.7, max_tokens=18)
+requests_of = partial(sized_requests, temperature=0.7, max_tokens=24)
 MakeAssistant = Callable[[str], Path]
 
 
