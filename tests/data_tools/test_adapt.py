@@ -33,7 +33,7 @@ DRAFT = ROOT / "tests" / "assets" / "eagle3"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Logs of two servers, and old data."""
     folder = tmp_path_factory.mktemp("logs")
-    engine = build_engine(TINY, DRAFT, device="cpu")
+    engine = build_engine(TINY, DRAFT, device="cpu", max_running=30)
     params = SamplingParams(max_tokens=40, temperature=0.0)
     prompts = {str(seed): [1, 300 + seed, 17, 25] for seed in range(30)}
     answers = run(engine, [Request(id=name, prompt=prompt, params=params) for name, prompt in prompts.items()])

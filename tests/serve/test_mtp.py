@@ -59,7 +59,7 @@ def test_proposals_equal_those_of_transformers(
 ) -> None:
     target = make_mtp(kind)
     engine = build_engine(target.folder, "mtp", drafter=options, **engine_options)
-    requests = sized_requests(temperature=temperature, max_tokens=12)
+    requests = sized_requests(temperature=temperature, max_tokens=7)
     answers = run_checked(engine, Oracle(target, TreeOptions(**options)), requests)
     assert tokens_of(answers) == plain_answers(target.folder, requests)
     assert sum(answer.counts.drafted_tokens for answer in answers.values()) > 0
@@ -92,7 +92,7 @@ def test_a_module_may_read_states_before_the_final_norm(kind: str, options: dict
     target = make_mtp(kind)
     drafter = options | {"hidden": "before_norm"}
     oracle = Oracle(target, TreeOptions(**options), "before_norm")
-    requests = sized_requests(temperature=0.8, max_tokens=12)
+    requests = sized_requests(temperature=0.8, max_tokens=7)
     run_checked(build_engine(target.folder, "mtp", drafter=drafter), oracle, requests)
 
 
@@ -405,7 +405,7 @@ def test_a_head_changes_no_token(
     if kind == "qwen3-next":
         options["prefill_budget"] = HYBRID_BUDGET
     server = build_engine(folder, "mtp", drafter=drafter, **options)
-    lengths, max_tokens = ((14, 15, 16), 32) if engine == "preempted" else ((9, 33, 40, 67), 10)
+    lengths, max_tokens = ((14, 15, 16), 32) if engine == "preempted" else ((9, 33, 40, 67), 6)
     requests = sized_requests(lengths, temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
     expected = plain_answers(folder, requests)
     for _ in range(2):

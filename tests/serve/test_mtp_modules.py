@@ -68,7 +68,7 @@ def test_proposals_equal_those_of_transformers(
     drafting = build_engine(
         target.folder, "mtp", drafter=DRAFTED[drafted], width=options.verified_nodes, **ENGINES[engine]
     )
-    requests = sized_requests((1, 2, 3, 9, 33), temperature=temperature, max_tokens=12)
+    requests = sized_requests((1, 2, 3, 9, 33), temperature=temperature, max_tokens=7)
     answers = run_checked(drafting, Oracle(target, options), requests)
     assert tokens_of(answers) == plain_answers(target.folder, requests)
     assert sum(answer.counts.drafted_tokens for answer in answers.values()) > 0
@@ -98,7 +98,7 @@ def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transforme
     cached = 16 if count == 1 else 0  # later modules lack the end of the first page
     assert answers["next"].counts.cached_tokens == cached
     engine = build_engine(target.folder, "mtp", width=4, kv_cache_tokens=80, prefill_budget=16)
-    requests = [make_request(str(seed), random_prompt(15, seed), seed=seed) for seed in range(3)]
+    requests = [make_request(str(seed), random_prompt(15, seed), seed=seed, max_tokens=16) for seed in range(3)]
     run_checked(engine, oracle, requests)
     assert engine.scheduler.num_preemptions > 0
 

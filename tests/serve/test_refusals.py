@@ -44,7 +44,7 @@ NEEDED = {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "input"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(fields=BODIES)
 def test_a_refused_body_is_a_sentence(kind: Any, fields: dict[str, Any]) -> None:
     needed = {name: value for name, value in NEEDED.items() if name in kind.model_fields and kind is not TokenizeBody}

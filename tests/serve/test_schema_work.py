@@ -288,13 +288,9 @@ def grown(seeds: range) -> Iterator[tuple[Schema, list[Any]]]:
         yield grower.grow(), [grower.value() for _ in range(25)]
 
 
-def test_small_schemas_of_hostile_kinds_mean_what_jsonschema_says() -> None:
-    assert compare(grown(range(1500))) > 500
-
-
-@pytest.mark.slow
-def test_many_small_schemas_of_hostile_kinds_mean_what_jsonschema_says() -> None:
-    assert compare(grown(range(1500, 60_000))) > 20_000
+@pytest.mark.parametrize("seeds", [range(500), pytest.param(range(500, 60_000), marks=pytest.mark.slow)])
+def test_small_schemas_of_hostile_kinds_mean_what_jsonschema_says(seeds: range) -> None:
+    assert compare(grown(seeds)) > 0.34 * len(seeds)
 
 
 def test_what_is_beside_one_another_holds_together() -> None:
@@ -307,10 +303,10 @@ def test_what_is_beside_one_another_holds_together() -> None:
         first, second, third = rng.choices(parts, k=3)
         return rng.choice(parts[:-1]) | {"allOf": [first, second], "$ref": "#/$defs/d", "$defs": {"d": third}}
 
-    assert compare((joined(), values) for _ in range(600)) > 200
+    assert compare((joined(), values) for _ in range(300)) > 100
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 3000), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 3000), marks=pytest.mark.slow)])
 def test_mixed_hostile_schemas_are_read_or_refused_within_the_steps(seeds: range) -> None:
     """Two kinds at a time, one within the other where a place is left."""
     for seed in seeds:

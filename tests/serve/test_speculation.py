@@ -42,7 +42,7 @@ TRACE = Speculation(trace=True)
 
 def requests_of(count: int = 6, **params: Any) -> list[Request]:
     return [
-        make_request(str(seed), random_prompt(4 + 5 * seed, seed), max_tokens=20 + seed, seed=seed, **params)
+        make_request(str(seed), random_prompt(4 + 5 * seed, seed), max_tokens=14 + seed, seed=seed, **params)
         for seed in range(count)
     ]
 

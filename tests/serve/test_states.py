@@ -37,7 +37,6 @@ from slipstream.tests.spec_targets import NaiveAttention, Reference, save_spec, 
 
 HYBRIDS = ("delta nets", "recurrent")
 NUM_REQUESTS = 10
-NUM_NIGHTLY = 100
 
 
 @dataclass(slots=True)
@@ -169,25 +168,20 @@ def check_traffic(
 
 
 @pytest.mark.parametrize(
-    ("name", "drafter"),
-    gate_of(product(HYBRIDS, DRAFTERS), [("delta nets", "ngram"), ("recurrent", "tree")]),
+    ("name", "drafter", "num_requests"),
+    gate_of(
+        product(HYBRIDS, DRAFTERS, [NUM_REQUESTS, 100]),
+        [("delta nets", "tree", NUM_REQUESTS), ("recurrent", "ngram", NUM_REQUESTS)],
+    ),
 )
 def test_states_are_those_of_the_text(
-    name: str, drafter: str, folders: dict[str, Path], references: dict[str, Reference]
+    name: str, drafter: str, num_requests: int, folders: dict[str, Path], references: dict[str, Reference]
 ) -> None:
     """Rounds of a request without drafts after others with, and beside those of others; slots used again."""
-    situations = check_traffic(name, drafter, folders[name], references[name], NUM_REQUESTS)
+    situations = check_traffic(name, drafter, folders[name], references[name], num_requests)
     assert (situations.beside_drafts > 0) == (drafter != "none")
     if drafter == "ngram":
         assert situations.after_drafts > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "drafter"), list(product(HYBRIDS, DRAFTERS)))
-def test_states_of_long_traffic(
-    name: str, drafter: str, folders: dict[str, Path], references: dict[str, Reference]
-) -> None:
-    check_traffic(name, drafter, folders[name], references[name], NUM_NIGHTLY)
 
 
 @pytest.mark.slow

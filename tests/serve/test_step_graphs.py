@@ -197,7 +197,7 @@ def test_the_kernels_of_captured_steps(
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU")
     rng = random.Random(0)
-    requests = sized_requests((1, 9, 33), max_tokens=9, temperature=0.7)
+    requests = sized_requests((1, 9, 33), max_tokens=5, temperature=0.7)
     expected = plain_answers(make_target("mistral-window"), requests)
     config = configure("mistral-window", drafter, page_size=1, max_running=2, prefill_budget=16)
     engine = play(config)
@@ -217,7 +217,7 @@ def traffic(target: Path) -> tuple[dict[str, Request], Tokens]:
     return kinds, tokens_of(run(build_engine(target, kv_cache_tokens=4096), list(kinds.values())))
 
 
-@pytest.mark.parametrize("num_requests", [24, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [16, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["mixed"]))
 def test_mixed_traffic_with_aborts_and_preemption(
     drafter: str,
@@ -295,7 +295,7 @@ LENGTHS = (1, 5, 31, 32, 33, 64, 70, 95, 130)  # around captured sizes, and beyo
 )
 def test_prompts_of_all_lengths(drafter: str, page_size: int, captured: int, configure: Configure) -> None:
     """Answers, what of the drafts was accepted, and the KV of target and draft; again with a filled cache."""
-    requests = sized_requests(LENGTHS, max_tokens=6, temperature=0.6, top_k=30)
+    requests = sized_requests(LENGTHS, max_tokens=4, temperature=0.6, top_k=30)
     options = {"page_size": page_size, "max_running": 6, "kv_cache_tokens": 4096, "prefill_budget": 96}
     config = configure("qwen3", drafter, prefill_graph_tokens=captured, **options)
     expected = plain_answers(Path(config.target), requests)
@@ -413,7 +413,7 @@ def test_every_step_fits_a_captured_one(drafter: str, captured: int, configure: 
     }
     engine = play(configure("qwen3", drafter, **options))
     lengths = [1] * 2 * MOST_CHUNKS + [1, 2, 3, 33, 40, 1, 96, 97, 230, 64] * 3
-    requests = [make_request(str(i), random_prompt(n, i), max_tokens=5) for i, n in enumerate(lengths)]
+    requests = [make_request(str(i), random_prompt(n, i), max_tokens=3) for i, n in enumerate(lengths)]
     recorded = record(engine)
     run(engine, requests)
     assert sum(replays_of(engine).values()) == len(recorded) > 0

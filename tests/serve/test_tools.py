@@ -75,7 +75,8 @@ class Sampler:
         while len(tokens) < limit and not matcher.is_over:
             bits = np.unpackbits(matcher.allowed([0], [-1]).view(np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits[: len(self.tokenizer)])
-            [token] = rng.choices(allowed.tolist(), self._weights[allowed])
+            sums = self._weights[allowed].cumsum()
+            token = int(allowed[sums.searchsorted(rng.random() * sums[-1], side="right")])
             assert matcher.push([token])
             tokens.append(token)
         if not matcher.is_over:
@@ -205,7 +206,7 @@ def mix(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
         formats[name] = chat.answer(choice, tokens, grammar)
         for seed in range(2):
             params = {"grammar": formats[name].grammar, "logit_bias": likely, "temperature": 1.0, "seed": seed}
-            requests.append(make_request(f"{name} {seed}", list(tokens), max_tokens=48, **params))
+            requests.append(make_request(f"{name} {seed}", list(tokens), max_tokens=36, **params))
     return requests, formats
 
 

@@ -68,6 +68,7 @@ def test_the_targets_head_becomes_better(
     assert all(".mlp.gate." in name or ".experts." in name for name in still), "experts that no token went to"
 
 
+@pytest.mark.slow
 def test_several_modules_become_better(
     tmp_path: Path, target_path: Path, save_data: SaveData, run_flags: Flags
 ) -> None:
