@@ -27,13 +27,13 @@ from slipstream.tests.serve.engine_runs import SAMPLINGS, build_engine, make_req
 from slipstream.tests.serve.test_overlap import build_overlapping
 
 BATCH = 6  # bodies at a time, beside one other request
-CONTEXT = 64
+CONTEXT = 96
 MOST_TRIES = 200
 
 
 @pytest.fixture(scope="module", params=[build_engine, pytest.param(build_overlapping, marks=SLOW)])
 def engine(request: pytest.FixtureRequest, shallow: Path) -> Iterator[Engine]:
-    options = {"max_model_len": CONTEXT, "kv_cache_tokens": 96, "page_size": 1, "grammar_drafts": True}
+    options = {"max_model_len": CONTEXT, "kv_cache_tokens": 128, "page_size": 1, "grammar_drafts": True}
     built = request.param(shallow, "ngram", **options)
     yield built
     built.close()
@@ -52,13 +52,11 @@ def bystanders(shallow: Path) -> dict[str, tuple[Request, list[int]]]:
     grammar = Grammar("regex", "[a-c ]{5,30}")
     kinds: list[dict[str, Any]] = [
         *SAMPLINGS.values(),
-        {"min_tokens": 9, "bad_words": ((5, 6), (11,)), "temperature": 0.5},
+        {"min_tokens": 20, "bad_words": ((5, 6), (11,)), "temperature": 0.5},
         {"grammar": grammar, "temperature": 1.0},
         {"logprobs": 3, "speculation": {"trace": True}},
     ]
-    requests = [
-        make_request(f"beside {index}", prompt, seed=index, max_tokens=12, **kind) for index, kind in enumerate(kinds)
-    ]
+    requests = [make_request(f"beside {index}", prompt, seed=index, **kind) for index, kind in enumerate(kinds)]
     alone = build_engine(shallow, max_running=1)
     answers = tokens_of(run(alone, requests))
     alone.close()

@@ -217,7 +217,7 @@ def traffic(target: Path) -> tuple[dict[str, Request], Tokens]:
     return kinds, tokens_of(run(build_engine(target, kv_cache_tokens=4096), list(kinds.values())))
 
 
-@pytest.mark.parametrize("num_requests", [16, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [24, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["mixed"]))
 def test_mixed_traffic_with_aborts_and_preemption(
     drafter: str,
