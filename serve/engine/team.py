@@ -193,8 +193,11 @@ class Team:
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
-            for member in self.members:
-                selector.register(member.life, selectors.EVENT_READ, member)
+            try:
+                for member in self.members:
+                    selector.register(member.life, selectors.EVENT_READ, member)
+            except ValueError:  # `close` has closed the sockets
+                return
             while not (self._is_closed or self.failure):
                 began = time.monotonic()
                 try:

@@ -53,6 +53,7 @@ def test_ranks_that_have_started_are_taken() -> None:
     assert {member.process.pid for member in team.members} == started
     assert not members._prepared
     team.close()
+    team._watch()  # as its thread, where that begins late
 
 
 def lose_a_rank(target: str, end: Connection) -> None:
