@@ -221,9 +221,7 @@ def mix_experts_triton(
     few = FEW_ROWS if is_fused and tile_rows == ALL_ROWS and format_of(weights.down) == "plain" else 0
     options = {"TOP_K": top_k, "ROWS": tile_rows, "FEW": few, "PRECISION": "ieee", **pdl_options(x.device)}
     gated, plain = (tiling or choose_tiling(block_rows, matrix, x) for matrix in weights[:2])
-    few_gated, few_plain = gated, plain
-    if few:
-        few_gated, few_plain = (tiling or choose_tiling(few, matrix, x) for matrix in weights[:2])
+    few_gated, few_plain = (tiling or choose_tiling(few or block_rows, matrix, x) for matrix in weights[:2])
     clamped = weights.activation if isinstance(weights.activation, Clamped) else None
     limits = clamped or Clamped(0.0, 0.0)
     in_blocks = kernel == "experts, large tiles"
