@@ -1,4 +1,4 @@
-"""Triton's interpreter, two to three times as fast, and with products whose bits do not depend on the processor."""
+"""Triton's interpreter, three to four times as fast, and with products whose bits do not depend on the processor."""
 
 from dataclasses import replace
 from types import FunctionType
@@ -10,13 +10,18 @@ from numpy.typing import NDArray
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+UNWRAPPED = {tl.tensor, int, float, bool, str, type(None)}
+
 
 def prepare() -> None:
     """Patches the interpreter of this process, before kernels are launched."""
     check_no_overflows()
     patch_once_per_launch()
+    call_directly()
+    make_handles_unchecked()
     know_types()
     leave_equal_types()
+    know_constants()
     add_products_in_order()
 
 
@@ -81,6 +86,33 @@ def patch_once_per_launch() -> None:
     interpreter._patch_lang = patch_unless_done
 
 
+def call_directly() -> None:
+    """Functions of triton.language look at their keywords twice, and at the kinds of all arguments."""
+    semantic = {"_semantic": interpreter.interpreter_semantic}
+    unwrap = tl.core._unwrap_if_constexpr
+
+    def patch_function(module: Any, name: str, function: Any, _: Any, scope: Any) -> None:
+        function = getattr(function, "__wrapped__", function)
+        scope.set_attr(module, name, lambda *args, **options: function(*args, **options | semantic))
+
+    def unwrap_others(value: Any) -> Any:
+        return value if type(value) in UNWRAPPED else unwrap(value)
+
+    interpreter._patch_attr = patch_function
+    tl.core._unwrap_if_constexpr = unwrap_others
+
+
+def make_handles_unchecked() -> None:
+    """The interpreter compares the sizes of numbers with their type whenever it holds an array."""
+
+    def init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data = data
+        self.dtype = dtype
+        self.attr = attr or {}
+
+    interpreter.TensorHandle.__init__ = init_handle
+
+
 def know_types() -> None:
     """Each operation makes the type and the shape of its tile anew, and checks them; few are different."""
     find_dtype = interpreter._get_np_dtype
@@ -89,7 +121,7 @@ def know_types() -> None:
     dtypes: dict[str, np.dtype[Any]] = {}
     types: dict[tuple[Any, ...], dict[str, Any]] = {}
     sizes: dict[tuple[Any, ...], Any] = {}
-    shapes: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[int, dict[str, Any]] = {}
 
     def known_dtype(dtype: Any) -> np.dtype[Any]:
         name = dtype.scalar.name
@@ -105,7 +137,7 @@ def know_types() -> None:
         vars(self).update(types[key], element_ty=element_ty)
 
     def known_shape(self: Any, handle: Any, type: Any) -> None:
-        key = (*type.shape,) if type.is_block() else ()
+        key = id(shape_of(type))
         if key not in shapes:
             init_tensor(self, handle, type)
             shapes[key] = dict(vars(self))
@@ -120,6 +152,7 @@ def leave_equal_types() -> None:
     """Operands of one type, or of one shape (see `know_types`), are mostly converted to it with a type made anew."""
     cast = TritonSemantic.cast
     broadcast = TritonSemantic.broadcast_impl_value
+    shapes: dict[tuple[int, int], Any] = {}
 
     def cast_others(self: Any, operand: Any, dtype: Any, *rounding: Any, **options: Any) -> Any:
         if operand.type.scalar is dtype and not rounding and not options:
@@ -127,9 +160,58 @@ def leave_equal_types() -> None:
         return cast(self, operand, dtype, *rounding, **options)
 
     def broadcast_others(self: Any, left: Any, right: Any) -> Any:
-        if getattr(left.type, "shape", None) is getattr(right.type, "shape", ()):
+        key = (id(shape_of(left.type)), id(shape_of(right.type)))
+        if key[0] == key[1]:
             return left, right
-        return broadcast(self, left, right)
+        if key not in shapes:
+            operands = broadcast(self, left, right)
+            shapes[key] = shape_of(operands[0].type)
+            return operands
+        return stretched(left, shapes[key]), stretched(right, shapes[key])
 
     TritonSemantic.cast = cast_others
     TritonSemantic.broadcast_impl_value = broadcast_others
+
+
+def shape_of(type: Any) -> Any:
+    """Returns the shape of a tile's type, of which there is one object (see `know_types`), and None of a number's."""
+    return getattr(type, "shape", None)
+
+
+def stretched(operand: Any, shape: Any) -> Any:
+    """Returns the operand, or a tile of `shape` that repeats it."""
+    if shape_of(operand.type) is shape:
+        return operand
+    data = operand.handle.data
+    if shape_of(operand.type) is None:
+        data = np.full(shape.values, data)
+    else:
+        data = np.broadcast_to(data, shape.values)
+    handle = interpreter.TensorHandle(data, operand.handle.dtype.scalar)
+    return tl.tensor(handle, tl.block_type(operand.dtype, shape))
+
+
+def know_constants() -> None:
+    """Operands of one type need no promotion, and a number becomes the same tile in each step of a loop."""
+    check = TritonSemantic.binary_op_type_checking_impl
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    def check_others(self: Any, left: Any, right: Any, *flags: bool, **options: bool) -> Any:
+        first = isinstance(left, tl.tensor)
+        tile = left if first else right
+        divides = len(flags) == 4
+        if options or not isinstance(tile, tl.tensor):
+            return check(self, left, right, *flags, **options)
+        if first and isinstance(right, tl.tensor):
+            if left.dtype is not right.dtype or divides or left.dtype.is_ptr():
+                return check(self, left, right, *flags)
+            return self.broadcast_impl_value(left, right)
+        key = (repr(right if first else left), first, tile.dtype.name, id(shape_of(tile.type)), flags)
+        if key not in constants:
+            operands = check(self, left, right, *flags)
+            if operands[1 - first] is not tile:
+                return operands
+            constants[key] = operands[first]
+        return (tile, constants[key]) if first else (constants[key], tile)
+
+    TritonSemantic.binary_op_type_checking_impl = check_others
