@@ -132,7 +132,7 @@ class Planner:
         self._number = 0
         self._sent_version = -1  # version of the acceptance table that the runner has
         self._launched: dict[int, Launched] = {}  # by number of the plan
-        self._admissions: list[Admission] = []  # since the last plan
+        self._admissions: dict[int, Admission] = {}  # since the last plan, by slot
         self._offers: dict[int, Offer] = {}  # by slot: the proposal that the next step may verify
         self._offered = set[int]()  # slots whose proposal is the host's
         self._decoding: list[Sequence] = []  # of the last step without prompts, which `_traits` are of
@@ -140,7 +140,7 @@ class Planner:
 
     def admitted(self, sequence: Sequence) -> None:
         """Notes that the scheduler gave the sequence a slot."""
-        self._admissions.append(admission_of(sequence))
+        self._admissions[sequence.slot] = admission_of(sequence)
         self.policy.admit(sequence.slot)
         self.alarm.admit(sequence)
 
@@ -157,7 +157,7 @@ class Planner:
         bounds = tuple([sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences])
         plan = StepPlan(
             number=self._number,
-            admissions=tuple(self._admissions),
+            admissions=tuple(self._admissions.values()),
             pages=self._new_pages(traits.everyone),
             chunks=tuple(map(prompt_chunk, chunks)),
             slots=traits.slots,

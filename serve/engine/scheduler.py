@@ -353,7 +353,6 @@ class Scheduler:
             if not self._admit(sequence):
                 self._is_stalled = True
                 return
-            self._waiting.remove(sequence)
             yield sequence
 
     def _next_waiting(self) -> Sequence:
@@ -380,6 +379,7 @@ class Scheduler:
         if not self.cache.admit(sequence.table, sequence.tokens, num_tokens, headroom, limit, shares=shares):
             assert self._running, "an empty cache is too small for a request that add() accepted"
             return False
+        self._waiting.remove(sequence)
         sequence.slot = self._free_slots.pop()
         sequence.num_computed = len(sequence.table.nodes) * self.cache.page_size
         if sequence.num_preemptions == 0:

@@ -16,11 +16,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from slipstream import runtime
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.host_work import HostWork
+from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.schemas import CompletionBody
 from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar, Request, SamplingParams
+from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.tests.serve.cache_invariants import check_scheduler
@@ -264,24 +268,33 @@ def test_stream_draws_requests_as_there_is_room(plain: LLM) -> None:
     assert ended == num_drawn == 40
 
 
-def test_generation_can_be_interrupted_and_started_again(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("place", "name"), [(Engine, "step"), (HostWork, "admit"), (InFlight, "read")])
+def test_generation_can_be_interrupted_and_started_again(
+    place: type, name: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = tokens_of(plain.generate(PROMPTS, PARAMS))
-    steps = 0
+    call = getattr(place, name)
+    calls = 0
 
-    def interrupted(step: Callable[[], list[object]] = plain.engine.step) -> list[object]:
-        nonlocal steps
-        steps += 1
-        if steps == 4:
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = call(*arguments)
+        if calls == 4:
             raise KeyboardInterrupt
-        return step()
+        return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(plain.engine, "step", interrupted)
+        patch.setattr(place, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             plain.generate(PROMPTS, PARAMS)
     assert not plain.engine.has_work, "what was cut off does not run on"
     check_scheduler(plain.engine.scheduler)
+    plans: list[StepPlan] = []
+    monkeypatch.setattr(plain.engine, "trace", lambda event, plan: plans.append(plan) if event == "planned" else None)
     assert tokens_of(plain.generate(PROMPTS, PARAMS)) == expected
+    for plan in plans:
+        assert len({admission.slot for admission in plan.admissions}) == len(plan.admissions)
 
 
 @pytest.mark.parametrize("last_pass", [1, 3])  # that breaks off: the prompt's, a later step's
