@@ -197,6 +197,7 @@ class LLM:
         progress: bool,
     ) -> list[Generation]:
         """Answers token ids. `every` has the params of each prompt, `formats` say how to read its answer."""
+        self._check_idle()
         stop = check_texts("stop", stop)
         words = check_texts("bad_words", bad_words)
         bad_tokens = spellings(self.tokenizer, words)
@@ -273,8 +274,10 @@ class LLM:
     def stream(self, requests: Iterable[Request]) -> Generator[Output, None, None]:
         """Yields the Outputs of all requests as they come. Takes requests while the engine has room, however many.
 
-        Closing the generator, or an error, aborts the requests that have not ended.
+        Closing the generator, or an error, aborts the requests that have not ended. Raises ValueError while requests of
+        another call are open, whose outputs it would take.
         """
+        self._check_idle()
         pending = iter(requests)
         added: set[str] = set()
         more = True
@@ -293,6 +296,12 @@ class LLM:
         finally:
             for name in added:
                 self.engine.abort(name)
+
+    def _check_idle(self) -> None:
+        if self.engine.has_work:
+            raise ValueError(
+                f"{self.engine.num_open} requests of another call are open; take all outputs of its stream, or close it"
+            )
 
 
 def check_prompts(prompts: Sequence[str | list[int]]) -> None:

@@ -31,6 +31,7 @@ from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.serve.engine_runs import VOCAB, Tokens, build_engine, make_request, random_prompt, run
 from slipstream.tests.sources import ROOT, TINY
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 PROMPTS = [random_prompt(length, length) for length in (4, 20, 1, 9, 33)]
 PARAMS = [
@@ -266,6 +267,18 @@ def test_stream_draws_requests_as_there_is_room(plain: LLM) -> None:
         ended += output.finish_reason is not None
         assert num_drawn - ended <= 2 * 4 + 4, "at most two batches wait, and one has just ended"
     assert ended == num_drawn == 40
+
+
+def test_an_open_stream_keeps_its_outputs(plain: LLM) -> None:
+    requests = [make_request(str(index), [5 + index], max_tokens=9, ignore_eos=True) for index in range(2)]
+    stream = plain.stream(requests)
+    outputs = [next(stream)]
+    with user_error("2 requests of another call are open; take all outputs"):
+        plain.generate([[7]], PARAMS[0])
+    with user_error("2 requests of another call are open"):
+        next(plain.stream([make_request("other", [7])]))
+    outputs += stream
+    assert sum(len(output.tokens) for output in outputs) == 2 * 9
 
 
 @pytest.mark.parametrize(("place", "name"), [(Engine, "step"), (HostWork, "admit"), (InFlight, "read")])
