@@ -7,7 +7,7 @@ the answer of one replica, from its first token to its last.
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,7 @@ class Fleet(Protocol):
 class ReplicaCounts:
     """Requests that this ingress sent to one replica."""
 
-    draft: str
+    draft: str = ""  # not known yet
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     lost: int = 0  # ended with it
     resumed: int = 0  # taken over from another one
@@ -115,7 +115,7 @@ class FleetClient:
         """`fleets`: the replicas of one draft, or of two, of which the second get `share` of the calls."""
         self.fleets = fleets
         self.replicas: dict[str, ReplicaState] = {}
-        self.counts_of: dict[str, ReplicaCounts] = {}
+        self.counts_of = defaultdict[str, ReplicaCounts](ReplicaCounts)
         self.metrics: dict[str, float] = {}
         self.counts = EngineCounts()
         self._share = share
@@ -164,6 +164,7 @@ class FleetClient:
         answers = await asyncio.gather(*(fleet.states() for fleet in self.fleets))
         for state in (state for states in answers for state in states):
             self.replicas[state.name] = state
+            self.counts_of[state.name].draft = state.draft
             self._heard_at[state.name] = now
         for name in [name for name, heard_at in self._heard_at.items() if now - heard_at > STALE_SECONDS]:
             del self._heard_at[name]
@@ -199,7 +200,7 @@ class FleetClient:
                     await self._follow(ticket)
                     return
                 except ReplicaLost as error:
-                    self._counts(ticket).lost += 1
+                    self.counts_of[ticket.call.replica].lost += 1
                     self.drop(ticket.call.replica)
                     is_left = ticket.is_aborted and not ticket.has_begun  # nobody waits for it
                     if attempt == ATTEMPTS - 1 or is_left:
@@ -224,7 +225,7 @@ class FleetClient:
             if isinstance(reply, Failure):
                 raise {"refused": ValueError, "failed": EngineError, "lost": ReplicaLost}[reply.kind](reply.reason)
             if is_first and ticket.call.avoid:
-                self._counts(ticket).resumed += 1
+                self.counts_of[ticket.call.replica].resumed += 1
             if is_first and ticket.is_aborted and not ticket.is_behind:
                 self._forward_abort(ticket)  # it was aborted before it had a replica
             is_first = False
@@ -247,7 +248,7 @@ class FleetClient:
         if unseen is not None:
             ticket.receiver.receive(unseen)
         if is_last:
-            counts = self._counts(ticket)
+            counts = self.counts_of[ticket.call.replica]
             counts.finished[str(output.finish_reason)] += 1
             if output.stats is not None and output.stats.rounds:
                 counts.accept_length.observe(output.stats.decoded_tokens / output.stats.rounds)
@@ -257,11 +258,6 @@ class FleetClient:
     def _end(self, ticket: Ticket, error: Exception) -> None:
         if self._tickets.pop(ticket.request.id, None) is not None:
             ticket.receiver.fail(error)
-
-    def _counts(self, ticket: Ticket) -> ReplicaCounts:
-        name = ticket.call.replica
-        state = self.replicas.get(name)
-        return self.counts_of.setdefault(name, ReplicaCounts("" if state is None else state.draft))
 
 
 def first_state(states: Iterable[ReplicaState]) -> ReplicaState | None:

@@ -1,5 +1,6 @@
 """One /metrics for all ingresses and replicas: the families of each, with labels that say whose they are."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -79,10 +80,10 @@ def join(families: dict[str, Metric], family: Metric, labels: Mapping[str, str])
 
 def joined_counts(reports: Iterable[IngressReport]) -> dict[str, ReplicaCounts]:
     """Adds up, by replica, the counts of all ingresses."""
-    total: dict[str, ReplicaCounts] = {}
+    total = defaultdict[str, ReplicaCounts](ReplicaCounts)
     for report in reports:
         for name, counts in report.replicas.items():
-            place = total.setdefault(name, ReplicaCounts(counts.draft))
+            place = total[name]
             place.draft = place.draft or counts.draft
             place.finished.update(counts.finished)
             place.lost += counts.lost

@@ -57,6 +57,7 @@ class ScriptedFleet:
     scripts: list[list[Reply]]  # of the first call, of the second
     aborts: list[Abort] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    replicas: list[ReplicaState] = field(default_factory=list)
     has_gate: bool = False  # replies come one at each call of `step`
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class ScriptedFleet:
         self.aborts.append(message)
 
     async def states(self) -> list[ReplicaState]:
-        return []
+        return self.replicas
 
 
 @dataclass

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.serve.fleet.client import FleetClient
+from slipstream.serve.fleet.client import FleetClient, ReplicaCounts
 from slipstream.serve.fleet.options import DeployConfig
-from slipstream.serve.fleet.replica import Abort, Failure, Reply
+from slipstream.serve.fleet.replica import Abort, Failure, ReplicaState, Reply
 from slipstream.serve.http.engine_client import EngineError
 from slipstream.serve.options import LearnOptions, ServeConfig
-from slipstream.serve.request import Output, Request, RequestStats, SamplingParams, TokenTrace
+from slipstream.serve.request import EngineInfo, Output, Request, RequestStats, SamplingParams, TokenTrace
 from slipstream.tests.serve.check_server import FOLDER, Case, cases_of, faults_of
 from slipstream.tests.serve.fake_engine import logprobs_of
 from slipstream.tests.serve.fake_server import COMPLETIONS, MODEL, write_target
@@ -197,6 +197,22 @@ def test_a_receiver_that_raises_ends_its_request_alone() -> None:
     assert "failed to handle the answer to call-0" in str(broken.error)
     assert fleet.aborts == [Abort("call-0", "replica 0")]
     assert healthy.tokens == TEXT
+
+
+def test_a_request_that_ends_before_the_state_of_its_replica_is_known_counts_for_its_draft() -> None:
+    fleet = ScriptedFleet([outputs_of(TEXT, [], is_whole=True)])
+
+    async def run() -> ReplicaCounts:
+        client = FleetClient([fleet])
+        waiter = Waiter()
+        client.submit(request_of(), waiter)
+        await waiter.ended.wait()
+        fleet.replicas = [ReplicaState("replica 0", "other", EngineInfo(256, 128, 1024), 0, None)]
+        await client.refresh()
+        return client.counts_of["replica 0"]
+
+    counts = asyncio.run(run())
+    assert (counts.draft, counts.finished) == ("other", {"length": 1})
 
 
 def test_a_share_of_calls_gets_the_second_draft() -> None:
