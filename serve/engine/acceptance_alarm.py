@@ -211,7 +211,6 @@ class AcceptanceAlarm:
         self.charts: dict[str, dict[str, Chart]] = {"day": {}, "training": {}}  # by record and category
         self.records: dict[str, dict[Key, Record]] = {}  # by client; the last used last
         self.trial: DraftTrial | None = None  # of the draft's weights
-        self._first_on_trial = 0  # number of its first request
         self._before: Memory = ({}, None, {})  # records, training and facts of the weights before
         self._clock = clock
         self._open: dict[int, OpenRequest] = {}  # by slot
@@ -229,7 +228,6 @@ class AcceptanceAlarm:
             pooled.add(record.moments)
         level = pooled.level if pooled.requests >= LEAST_REQUESTS else None
         self.trial = DraftTrial(levels, level, trial_rounds) if trial_rounds else None
-        self._first_on_trial = self._number + 1
         self._before = self.records, self.trained, self.facts
         self._begin({}, trained, facts)
 
@@ -238,7 +236,9 @@ class AcceptanceAlarm:
         self._begin(*self._before)
 
     def _begin(self, records: dict[str, dict[Key, Record]], trained: Baseline | None, facts: Mapping[str, str]) -> None:
-        """Begins to observe other weights with what is known of them."""
+        """Begins to observe other weights with what is known of them. Requests that run are observed no more: their
+        drafts read KV of both."""
+        self._open.clear()
         self.records = records
         self.trained = trained
         self.facts = {**facts}
@@ -268,7 +268,8 @@ class AcceptanceAlarm:
         self._sums[slots] += rates
         self._rounds[slots] += 1
         for slot in slots[self._rounds[slots] >= SEGMENT].tolist():
-            self._end_segment(slot)
+            if slot in self._open:
+                self._end_segment(slot)
 
     def release(self, sequence: Sequence) -> None:
         """Ends the observation of a request that still has its slot."""
@@ -337,7 +338,7 @@ class AcceptanceAlarm:
                 self._update_collapse(request)
         request.last = rate
         request.num_observed += num_rounds
-        if self.trial is not None and request.number >= self._first_on_trial:
+        if self.trial is not None:
             self.trial.observe(request.number, (client, labels, is_first), request.rate, weight, num_rounds)
         self._compare(request, labels, segment, record)
         record.add(segment, self._clock(), is_doubted=self._is_doubted((ALL, *labels), client))
@@ -345,7 +346,7 @@ class AcceptanceAlarm:
     def _count_rounds(self, request: OpenRequest) -> None:
         """Tells a trial of the rounds since the last call."""
         num_rounds = request.sequence.stats.rounds
-        if self.trial is not None and request.number >= self._first_on_trial:
+        if self.trial is not None:
             self.trial.num_all += num_rounds - request.rounds
         request.rounds = num_rounds
 
