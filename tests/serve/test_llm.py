@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from slipstream import runtime
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.host_work import HostWork
 from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.schemas import CompletionBody
@@ -281,57 +280,44 @@ def test_an_open_stream_keeps_its_outputs(plain: LLM) -> None:
     assert sum(len(output.tokens) for output in outputs) == 2 * 9
 
 
-@pytest.mark.parametrize(("place", "name"), [(Engine, "step"), (HostWork, "admit"), (InFlight, "read")])
+@pytest.mark.parametrize(
+    ("place", "name", "last_call"),
+    [
+        (lambda engine: engine, "step", 4),
+        (lambda engine: engine.host, "admit", 4),
+        (lambda _: InFlight, "read", 4),
+        (lambda engine: engine.runner.target.layers[1], "forward", 1),  # of prompts
+        (lambda engine: engine.runner.target.layers[1], "forward", 3),
+    ],
+)
 def test_generation_can_be_interrupted_and_started_again(
-    place: type, name: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
+    place: Callable[[Engine], Any], name: str, last_call: int, plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = tokens_of(plain.generate(PROMPTS, PARAMS))
-    call = getattr(place, name)
-    calls = 0
+    """Nor is shared what a broken pass has not computed: the prompts are new."""
+    engine = drafted.engine
+    prompts = [[last_call, *prompt] for prompt in PROMPTS]
+    call = getattr(place(engine), name)
+    num_calls = 0
 
     def interrupted(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
+        nonlocal num_calls
+        num_calls += 1
         result = call(*arguments)
-        if calls == 4:
+        if num_calls == last_call:
             raise KeyboardInterrupt
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(place, name, interrupted)
+        patch.setattr(place(engine), name, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            plain.generate(PROMPTS, PARAMS)
-    assert not plain.engine.has_work, "what was cut off does not run on"
-    check_scheduler(plain.engine.scheduler)
+            drafted.generate(prompts, PARAMS)
+    assert not engine.has_work, "what was cut off does not run on"
+    check_scheduler(engine.scheduler)
     plans: list[StepPlan] = []
-    monkeypatch.setattr(plain.engine, "trace", lambda event, plan: plans.append(plan) if event == "planned" else None)
-    assert tokens_of(plain.generate(PROMPTS, PARAMS)) == expected
+    monkeypatch.setattr(engine, "trace", lambda event, plan: plans.append(plan) if event == "planned" else None)
+    assert tokens_of(drafted.generate(prompts, PARAMS)) == tokens_of(plain.generate(prompts, PARAMS))
     for plan in plans:
         assert len({admission.slot for admission in plan.admissions}) == len(plan.admissions)
-
-
-@pytest.mark.parametrize("last_pass", [1, 3])  # that breaks off: the prompt's, a later step's
-def test_what_a_broken_pass_has_not_computed_is_not_shared(
-    last_pass: int, plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = random_prompt(40, last_pass)
-    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    layer = drafted.engine.runner.target.layers[1]
-    num_passes = 0
-
-    def interrupted(*args: object, forward: Callable[..., object] = layer.forward) -> object:
-        nonlocal num_passes
-        num_passes += 1
-        if num_passes == last_pass:
-            raise KeyboardInterrupt
-        return forward(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(layer, "forward", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            drafted.generate([prompt], params)
-    check_scheduler(drafted.engine.scheduler)
-    assert tokens_of(drafted.generate([prompt], params)) == tokens_of(plain.generate([prompt], params))
 
 
 def test_progress_counts_answers(plain: LLM, capsys: pytest.CaptureFixture[str]) -> None:
