@@ -37,7 +37,11 @@ def load_drafter(source: DraftSource, values: dict[str, Any], target: Target) ->
     """Builds what `plan_draft` plans, not yet attached."""
     options = build_options(options_for(source), values)
     ngram, first = _ngram_options(source, options)
-    stages = [] if ngram is None else [_ngram_stage()(ngram, target.config.vocab_size, first)]
+    stages: list[HostStage] = []
+    if ngram is not None:
+        from slipstream.serve.drafters.ngram.stage import NgramStage  # here: its core is compiled code
+
+        stages = [NgramStage(ngram, target.config.vocab_size, first)]
     return find_drafter(source).load(source, options, target), stages
 
 
@@ -72,8 +76,3 @@ def build_options(options: type, values: dict[str, Any]) -> Any:
     if unknown:
         raise ValueError(f"drafter option {unknown[0]!r} does not exist; valid: {', '.join(names) or '(none)'}")
     return options(**values)
-
-
-def _ngram_stage() -> Any:
-    """Loaded where it is needed: its core is compiled code."""
-    return importlib.import_module("slipstream.serve.drafters.ngram.stage").NgramStage

@@ -260,8 +260,6 @@ class RequestState:
 
     def store(self, requests: Tensor, proposal: HostProposal) -> None:
         """Replaces the stored proposals of the requests in `requests` (B,), except where the count is 0."""
-        if not any(proposal.counts):
-            return
         host = torch.from_numpy(proposal.nodes)
         if self.device.type == "cuda" and not host.is_pinned():
             host = host.pin_memory()
