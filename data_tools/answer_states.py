@@ -102,7 +102,6 @@ class AnswerStates:
         """Writes a shard of what has ended since the last one."""
         if not self._documents:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         documents = [Document.of(slot, turn.tokens, mask) for slot, (turn, mask) in enumerate(self._documents)]
         number = len(self.index.shards)
         first = sum(shard.count for shard in self.index.shards)

@@ -14,6 +14,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,16 +28,13 @@ from slipstream.data_tools.answers import AnswerReader, EngineAnswers
 from slipstream.data_tools.capture_states import choose_format
 from slipstream.data_tools.dialogue import Dialogue, DialogueReader, Result
 from slipstream.data_tools.endpoints import EndpointAnswers, shared_model
-from slipstream.data_tools.options import (
-    counted,
-    show_table,
-)
+from slipstream.data_tools.options import counted, show_table
 from slipstream.data_tools.rows import check_data
 from slipstream.data_tools.target_tokenizer import ChatTemplate, TargetTokenizer, load_target_tokenizer
 from slipstream.data_tools.verb_options import CaptureConfig, RegenerateConfig
-from slipstream.models.files.atomic import LineFile, atomic_file, write_json
+from slipstream.models.files.atomic import FolderLock, LineFile, atomic_file, write_json
 from slipstream.models.files.checkpoint import Values, read_json, resolve, weights_fingerprint
-from slipstream.models.files.outputs import check_output_file
+from slipstream.models.files.outputs import check_output_file, check_working_folder
 from slipstream.models.files.state_store import StateIndex
 from slipstream.models.files.text import read_key
 from slipstream.serve.llm import LLM
@@ -254,25 +252,24 @@ def answer_all(config: RegenerateConfig, source: Source, dialogues: Iterator[Dia
     if config.states is None:
         EngineAnswers(**shared, llm=LLM(config.target, config.draft, **engine)).run(dialogues)
         return
-    states = open_states(config, source)
-    llm = LLM(config.target, config.draft, keep_states=states.layers, **engine)
-    llm.engine.on_states = lambda sequence, read: states.note(
-        sequence.request.id, sequence.tokens, read(len(sequence.tokens))
-    )
+    with open_states(config, source) as states:
+        llm = LLM(config.target, config.draft, keep_states=states.layers, **engine)
+        llm.engine.on_states = lambda sequence, read: states.note(
+            sequence.request.id, sequence.tokens, read(len(sequence.tokens))
+        )
 
-    def end(result: Result) -> None:
-        states.end(result.id, result.row)
-        progress.write(result)
+        def end(result: Result) -> None:
+            states.end(result.id, result.row)
+            progress.write(result)
 
-    shared["on_result"] = end
-    try:
+        shared["on_result"] = end
         EngineAnswers(**shared, llm=llm).run(dialogues)
-    finally:
-        states.write()
 
 
-def open_states(config: RegenerateConfig, source: Source) -> AnswerStates:
-    """Raises ValueError for a folder with other states."""
+@contextmanager
+def open_states(config: RegenerateConfig, source: Source) -> Iterator[AnswerStates]:
+    """Yields the states to keep, and writes what is left of them in the end. Raises ValueError for a folder with other
+    states, and for one that another process writes."""
     assert config.states is not None
     assert source.target is not None
     path = resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
@@ -292,7 +289,12 @@ def open_states(config: RegenerateConfig, source: Source) -> AnswerStates:
         shards=(),
         command=f"slipstream regenerate --states {config.states}",
     )
-    return AnswerStates(Path(config.states), identity, int(capture.shard_gb * 1e9))
+    with FolderLock(Path(config.states), "states"):
+        states = AnswerStates(Path(config.states), identity, int(capture.shard_gb * 1e9))
+        try:
+            yield states
+        finally:
+            states.write()
 
 
 def check_files(config: RegenerateConfig, dropped_path: Path, report_path: Path) -> None:
@@ -304,6 +306,8 @@ def check_files(config: RegenerateConfig, dropped_path: Path, report_path: Path)
     )
     for name, is_ours, kind in kinds:
         check_output_file(name, is_ours, kind, config.inputs(), overwrite=True)
+    if config.states is not None:
+        check_working_folder(config.states, config.inputs(), "states")
 
 
 def is_report(path: Path) -> bool:

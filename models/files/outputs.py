@@ -126,13 +126,13 @@ def begins_with(beginning: bytes) -> Callable[[Path], bool]:
     return begins
 
 
-def check_working_folder(output: str, inputs: Inputs) -> None:
+def check_working_folder(output: str, inputs: Inputs, option: str = "output") -> None:
     """For programs that add or replace single files in a folder: raises ValueError if `output` is a file, an input or
     inside one, or cannot be written."""
     path = Path(output)
-    _check_is_folder(path, "output")
-    _check_writable(path, path.resolve(), "output")
-    _check_apart(path, inputs, "output", may_hold=True)
+    _check_is_folder(path, option)
+    _check_writable(path, path.resolve(), option)
+    _check_apart(path, inputs, option, may_hold=True)
 
 
 def _check_file_place(output: Path, inputs: Inputs, option: str) -> None:

@@ -8,6 +8,7 @@ from transformers import Qwen3Config
 
 from slipstream.data_tools import prepare, state_shards
 from slipstream.data_tools.capture_states import main as capture
+from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import read_header
 from slipstream.models.files.state_store import StateStore, shard_path
 from slipstream.tests.data_tools.chats import CHATML, build_tokenizer
@@ -80,6 +81,17 @@ def test_states_of_another_format_are_not_mixed(target: Path, tmp_path: Path, ca
         *("--states-dtype", "fp32"),
     )
     assert "holds states of another target, or in another format" in message
+
+
+def test_a_folder_that_cannot_be_written_costs_no_answers(target: Path, tmp_path: Path, capsys: Any) -> None:
+    """A file, and a folder to which another run writes its shards."""
+    folder = tmp_path / "states"
+    file = tmp_path / "rows.jsonl"
+    assert f"states {file} is a file" in error(capsys, tmp_path, "--target", target, "--states", file)
+    with FolderLock(folder):
+        assert "is being written by process" in error(capsys, tmp_path, "--target", target, "--states", folder)
+    assert not (tmp_path / "out.jsonl").read_text()
+    assert not folder.exists()
 
 
 def test_an_endpoint_gives_no_states(tmp_path: Path, capsys: Any) -> None:
