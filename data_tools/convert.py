@@ -235,22 +235,26 @@ def heads_of(values: Values) -> set[str]:
     return {part for part, field in fields.items() if values.get(field)}
 
 
-def check_whole_vocabulary(draft: Draft, maker: str) -> None:
+def check_markov_draft(draft: Draft, maker: str) -> set[str]:
+    """Returns the heads of a draft in `maker`'s layout. Raises ValueError for parts that it does not have."""
+    fields = draft.values["dflash_config"]
+    heads = heads_of(fields)
+    parts = heads | {"tap_norms", "context_norms", "output_gate"} & fields.keys()
+    if odd := sorted(parts - {"markov_rank", "confidence_head"}):
+        raise ValueError(f"{maker}'s layout has no draft with {', '.join(odd)}: use sglang, slipstream or another")
     if draft.values.get("draft_vocab_size"):
         raise ValueError(
             f"this draft has a vocabulary of its own (draft_vocab_size); {maker}'s drafts have the target's"
         )
+    return heads
 
 
 def block_to_deepspec(draft: Draft, target: Source) -> Draft:
     """DeepSpec's files: all fields at the top, and copies of the target's embedding and head."""
     fields = dict(draft.values["dflash_config"])
-    heads = heads_of(fields)
-    if heads - {"markov_rank", "confidence_head"}:
-        raise ValueError(f"DeepSpec has no draft with {', '.join(sorted(heads))}: use another layout")
+    heads = check_markov_draft(draft, "DeepSpec")
     if not draft.values["sample_from_anchor"]:
         raise ValueError("this draft does not predict at the anchor (sample_from_anchor); DeepSpec's drafts all do")
-    check_whole_vocabulary(draft, "DeepSpec")
     flat = {
         "markov_rank": 0,
         "markov_head_type": "vanilla",
@@ -259,31 +263,38 @@ def block_to_deepspec(draft: Draft, target: Source) -> Draft:
         **fields,
     }
     values = {name: value for name, value in draft.values.items() if name != "dflash_config"}
-    dtype = dtype_of(draft.tensors)
-    copies = {key: copy.to(dtype) for key, copy in target.shared.items()}
     values |= {**flat, "architectures": ["Qwen3DSparkModel"]}
-    return draft._replace(values=values, tensors={**copies, **draft.tensors})
+    return draft._replace(values=values, tensors={**copied(target.shared, draft), **draft.tensors})
 
 
 def block_to_modelopt(draft: Draft, _target: Source) -> Draft:
     """ModelOpt's files: heads' tensors without a prefix, and shift_label for the convention."""
     fields = draft.values["dflash_config"]
-    from_anchor = draft.values["sample_from_anchor"]
-    heads = heads_of(fields)
-    if heads - {"markov_rank", "confidence_head"}:
-        raise ValueError(f"ModelOpt's files of {', '.join(sorted(heads))} are those of layout sglang: use it")
-    check_whole_vocabulary(draft, "ModelOpt")
+    heads = check_markov_draft(draft, "ModelOpt")
+    is_causal = draft.values["use_sliding_window"] and not draft.values["sliding_window_non_causal"]
+    if is_causal and "full_attention" in draft.values["layer_types"]:
+        raise ValueError(
+            "slots of this draft see later ones of their block in some layers alone (layer_types), and ModelOpt's in "
+            "all or in none: use another layout"
+        )
     nested = {name: value for name, value in fields.items() if name != "enable_confidence_head"}
     nested |= {
         "projector_type": "dspark" if heads else "dflash",
-        "causal": False,
-        "shift_label": from_anchor,
+        "causal": is_causal,
+        "shift_label": draft.values["sample_from_anchor"],
         "use_confidence_head": "confidence_head" in heads,
     }
     names = {prefix: name for name, prefix in MODELOPT_NAMES.items()}
     tensors = {_renamed(key, names): tensor for key, tensor in draft.tensors.items()}
     values = {**draft.values, "architectures": ["DFlashDraftModel"], "dflash_config": nested}
     return draft._replace(values=values, tensors=tensors)
+
+
+def copied(shared: Tensors, draft: Draft) -> dict[str, Tensor]:
+    """Returns copies of the target's tensors in the draft's dtype: files hold each by itself, also where the target has
+    one for both."""
+    dtype = dtype_of(draft.tensors)
+    return {key: tensor.to(dtype, copy=True) for key, tensor in shared.items()}
 
 
 def _renamed(key: str, beginnings: Mapping[str, str]) -> str:
@@ -293,10 +304,10 @@ def _renamed(key: str, beginnings: Mapping[str, str]) -> str:
 
 def block_to_speculators(draft: Draft, target: Source) -> Draft:
     """With copies of the target's embedding and head; the head has the rows of the draft's vocabulary."""
-    copies = dict(target.shared)
+    shared = dict(target.shared)
     if "t2d" in draft.tensors:
-        copies[HEAD] = copies[HEAD][draft.tensors["t2d"]]
-    return _speculators_draft(draft, draft.tensors, copies, target)
+        shared[HEAD] = shared[HEAD][draft.tensors["t2d"]]
+    return _speculators_draft(draft, draft.tensors, shared, target)
 
 
 def eagle_to_sglang(draft: Draft, target: Source) -> Draft:
@@ -319,12 +330,10 @@ def eagle3_to_speculators(draft: Draft, target: Source) -> Draft:
     return _speculators_draft(draft, tensors, {EMBEDDING: target.shared[EMBEDDING]}, target)
 
 
-def _speculators_draft(draft: Draft, tensors: Tensors, copies: Tensors, target: Source) -> Draft:
-    dtype = dtype_of(draft.tensors)
+def _speculators_draft(draft: Draft, tensors: Tensors, shared: Tensors, target: Source) -> Draft:
     architectures = read_json(target.path / "config.json").get("architectures") or []
     values = to_speculators(draft.values, draft.values["target"], architectures)
-    tensors = {**{key: copy.to(dtype) for key, copy in copies.items()}, **tensors}
-    return draft._replace(values=values, tensors=tensors)
+    return draft._replace(values=values, tensors={**copied(shared, draft), **tensors})
 
 
 FORMS = {

@@ -70,7 +70,7 @@ def _block_kind(values: Values) -> str:
     config = values["dflash_config"]
     has_markov = bool(config.get("markov_rank") or config.get("enable_confidence_head"))
     has_second = bool(config.get("conv_kernel_size")), bool(config.get("selector_rank"))
-    odd = [name for name, value in config.items() if name not in BLOCK_FIELDS and value not in (None, False, 0, 1)]
+    odd = [name for name in config if name not in BLOCK_FIELDS]
     if any(has_second) and (has_markov or not all(has_second)):
         odd += [name for name in ("conv_kernel_size", "selector_rank", "markov_rank") if config.get(name)]
     if all(has_second) and values.get("draft_vocab_size"):

@@ -53,6 +53,18 @@ def test_a_round_trip_through_every_layout_is_bit_identical(variant: str, runs: 
     runs.assert_round_trips(draft)
 
 
+@pytest.mark.parametrize("layout", ["speculators", "deepspec"])
+def test_copies_of_a_tied_target_are_two_in_its_dtype_too(layout: str, runs: Runs) -> None:
+    draft = save(runs, sample_from_anchor=True)
+    file = draft / "model.safetensors"
+    save_file({key: x.float() for key, x in load_file(file).items()}, file)
+    values = values_of(draft) | {"torch_dtype": "float32"}
+    (draft / "config.json").write_text(json.dumps(values))
+    folder, _ = runs.convert(draft, layout)
+    assert {"embed_tokens.weight", "lm_head.weight"} <= load_file(folder / file.name).keys()
+    assert_equal_checkpoints(draft, runs.convert(folder, "slipstream")[0])
+
+
 def test_the_layout_of_speculators_holds_the_targets_embedding_and_head(runs: Runs) -> None:
     draft = save(runs, draft_vocab_size=50)
     folder, _ = runs.convert(draft, "speculators")

@@ -19,9 +19,9 @@ from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoint
 from slipstream.tests.random_targets import MakeTarget, change_json
 from slipstream.tests.tables import table_of
 
-ALL_WINDOWED: dict[str, Any] = {"windowed_layers": (0, 1), "sliding_window": 6, "sliding_window_non_causal": True}
+WINDOWED: dict[str, Any] = {"windowed_layers": (0, 1), "sliding_window": 6}
 HEADS: dict[str, dict[str, Any]] = {
-    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4, **ALL_WINDOWED},
+    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4, **WINDOWED},
     "dspark": {"markov_rank": 8, "confidence_head": True, "sample_from_anchor": True},
     "bonus dspark": {"markov_rank": 8},
     "gated": {"markov_rank": 8, "markov_head_type": "gated", "sample_from_anchor": True},
@@ -31,7 +31,10 @@ HEADS: dict[str, dict[str, Any]] = {
         "conv_kernel_size": 2,
     },
 }
-HEADS["dflash2, causal windows"] = {**HEADS["dflash2"], "sliding_window_non_causal": False}
+HEADS |= {"windows": WINDOWED, "a window": {**WINDOWED, "windowed_layers": (1,)}}
+HEADS |= {"norms of states": {"tap_norms": True}, "norms of the context": {"context_norms": True}}
+HEADS["dflash2, causal windows"] = HEADS["dflash2"]
+HEADS["dflash2"] = {**HEADS["dflash2"], "sliding_window_non_causal": True}
 Save = Callable[[Path, Path, Path], None]  # draft, target, folder
 PEERS: dict[str, tuple[str, Save]] = {  # layout of another trainer: heads, and what writes it
     "z-lab DFlash 2": ("dflash2", lambda draft, _, folder: peer_drafts.save_as_zlab_dflash2(draft, folder)),

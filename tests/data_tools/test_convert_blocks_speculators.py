@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.tests.data_tools.conversion import Runs
-from slipstream.tests.data_tools.test_convert_blocks import ALL_WINDOWED, load, save
+from slipstream.tests.data_tools.test_convert_blocks import WINDOWED, load, save
 from slipstream.train.batches import collate
 from slipstream.train.blocks import SDPABlockAttention, find_blocks
 
@@ -23,10 +23,13 @@ CANDIDATES = 4
 # It counts a window from the anchor, as no server does; so here windows are wider than the text.
 DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash2": ("dflash2", {"sliding_window": 40}),
-    "dflash2, all of the context": ("dflash2", dict.fromkeys(ALL_WINDOWED) | {"windowed_layers": ()}),
+    "dflash2, all of the context": (
+        "dflash2",
+        {"sliding_window_non_causal": False, "sliding_window": None, "windowed_layers": ()},
+    ),
     "dspark": ("dspark", {}),
     "dspark, fill-in": ("dspark", {"sample_from_anchor": False, "confidence_head": False}),
-    "dspark, causal windows": ("dspark", ALL_WINDOWED | {"sliding_window": 40, "sliding_window_non_causal": False}),
+    "dspark, causal windows": ("dspark", WINDOWED | {"sliding_window": 40}),
     "gated": ("gated", {}),
 }
 
