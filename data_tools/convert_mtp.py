@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.data_tools.options import show_table
 from slipstream.data_tools.verb_options import ConvertConfig
+from slipstream.models.drafts.adapters import read_chain
 from slipstream.models.drafts.base import EMBEDDING, HEAD, DraftFiles, build_draft
 from slipstream.models.drafts.mtp import MTP, MTPConfig, drop_later_copies, file_keys, is_later_copy
 from slipstream.models.files.atomic import atomic_folder, put_json
@@ -35,6 +36,7 @@ from slipstream.models.files.checkpoint import (
     write_tensors,
 )
 from slipstream.models.files.outputs import CHECKPOINT, FolderKind
+from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.formats.base import Tensors
 from slipstream.models.layers.quantized import CACHE_SCALES
 from slipstream.models.targets.adapt import NORM
@@ -91,14 +93,18 @@ class Source:
 
 def stitch(config: ConvertConfig, draft: Path, source: Source) -> None:
     """Writes a copy of the target with the MTP head of the checkpoint `draft` to `config.output`."""
+    draft, adapters = read_chain(draft)
     files = DraftFiles(read_json(draft / "config.json"), read_draft_tensors(draft))
     module = source.build(files, draft)
+    for adapter in adapters:
+        adapter.merge(module)
+    read = module.file_tensors(public_tensors(module)) if adapters else files.tensors
     if not module.config.form:
         raise ValueError(
             f"input {config.input} is an MTP head in no target's form, since files of {source.config.architecture} "
             "have no such layer: serve it with Slipstream"
         )
-    tensors = {key: tensor for key, tensor in files.tensors.items() if key not in ("d2t", "t2d")}
+    tensors = {key: tensor for key, tensor in read.items() if key not in ("d2t", "t2d")}
     places = source.places()
     keys = file_keys(places, source.config)
     with atomic_folder(Path(config.output), TARGET.check) as folder:

@@ -16,9 +16,10 @@ from transformers.modeling_layers import MtpModel
 
 from slipstream.data_tools.convert import main
 from slipstream.data_tools.convert_mtp import link
-from slipstream.models.drafts.base import write_draft
+from slipstream.models.drafts.base import load_draft, write_draft
 from slipstream.models.drafts.mtp import MTP, MTPConfig, load_mtp
 from slipstream.models.files.checkpoint import INDEX, read_tensors
+from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.families import MTP_FORMS
 from slipstream.tests.mtp_targets import KINDS, MakeMTP, module_tensors
@@ -26,6 +27,7 @@ from slipstream.tests.pairwise import some_of
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_targets import MakeTarget, change_json, load_model
 from slipstream.tests.serve.engine_runs import build_engine, plain_answers, run, sized_requests, tokens_of
+from slipstream.tests.serve.test_draft_adapters import save_adapter
 from slipstream.train.mtp import copy_weights
 
 IGNORED = {"glm4-moe": r"model\.layers\.4\..*", "hy-v3": r"model\.layers\.4\..*"}
@@ -101,6 +103,18 @@ def test_the_way_back_gives_the_same_draft(kind: str, count: int, make_mtp: Make
     values, expected = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("back", "draft"))
     assert values["target"] == str(copy)
     assert {name for name in values if values[name] != expected[name]} == {"target", "target_fingerprint"}
+
+
+@pytest.mark.parametrize("kind", ["glm4-moe", "qwen3-5"])
+def test_an_adapter_is_merged_into_the_head(kind: str, make_mtp: MakeMTP, tmp_path: Path) -> None:
+    target = make_mtp(kind).folder
+    draft = save_trained(target, tmp_path / "draft")
+    adapter = save_adapter(target, tmp_path / "draft", tmp_path / "adapter", 2, seed=1)
+    module = load_draft(MTP, adapter, load_config(target), torch.bfloat16, torch.device("cpu"))
+    expected = module.file_tensors(public_tensors(module))
+    copied = read_tensors(convert(adapter, tmp_path / "copy", "--layout=target"))
+    assert all(torch.equal(copied[name].bfloat16(), expected[name].bfloat16()) for name in draft)
+    assert any(not torch.equal(expected[name], draft[name]) for name in draft)
 
 
 def test_files_without_the_head_are_shared_and_nothing_else_is_copied(make_mtp: MakeMTP, tmp_path: Path) -> None:
