@@ -30,7 +30,8 @@ from slipstream.train.push_options import PushConfig
 from slipstream.train.trackers import read_lines
 
 PUSHED = FolderKind("a draft for the hub", ("README.md", "config.json", "run.json"), (r"model.*", r"metrics\.jsonl"))
-PATH = re.compile(r"[^\s,={}\[\]()\"']*/[^\s,={}\[\]()\"':]*")  # words with a slash
+# Paths that say where they begin, which may have spaces, and other words with a slash.
+PATH = re.compile(r"(?<![^\s,={}\[\](\"'])(?:~\w*|\.{0,2})/[^,={}\[\]()\"':]*|[^\s,={}\[\]()\"']*/[^\s,={}\[\]()\"':]*")
 KEEP = {".gitattributes"}  # which the hub writes itself
 Files = dict[str, bytes | Path]  # name -> contents, or the file that has them
 
@@ -169,7 +170,7 @@ def without_paths(value: Any, local: frozenset[str] = frozenset()) -> Any:
         return [without_paths(item, local) for item in value]
     if not isinstance(value, str):
         return value
-    if value.startswith(("/", "~", "./", "../")) and "{" not in value:  # a path with spaces, too
+    if value.startswith(("/", "~", "./", "../")) and "{" not in value:  # a path with other marks, too
         return PurePath(value).name
     return PATH.sub(last_part, value)
 

@@ -139,12 +139,14 @@ def test_nothing_local_is_published(run_folder: Path, tmp_path: Path, target_pat
 def test_paths_are_shortened_and_names_of_the_hub_are_not(tmp_path: Path) -> None:
     values = {
         "argv": ["/home/me/x.py", "--data.path={/a/b: 1, /c/d e: 2}", "--target=owner/model", "https://hub/x/y"],
+        "with spaces": ["--data.path=~/my data/x", "--data.path={/a b/c d: 1, ../e f/g: 2}", "--run=[/a b, ./c d/e]"],
         "run": {"target_path": "/home/me/t", "converted": f"{tmp_path}/My Draft", "folders": {"~/data/x": 0.5}},
         "target": "assets/tiny",
         "steps": [1, None, 2.5],
     }
     assert push.without_paths(values, frozenset({"assets/tiny"})) == {
         "argv": ["x.py", "--data.path={b: 1, d e: 2}", "--target=owner/model", "https://hub/x/y"],
+        "with spaces": ["--data.path=x", "--data.path={c d: 1, g: 2}", "--run=[a b, e]"],
         "run": {"converted": "My Draft", "folders": {"x": 0.5}},
         "target": "tiny",
         "steps": [1, None, 2.5],
