@@ -11,7 +11,7 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import shutil
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -274,16 +274,14 @@ def confirm(config: CaptureConfig) -> None:
 def capture_shards(job: Job, numbers: list[int], capturer: Capturer, show: bool) -> None:
     """Writes one shard while the next is computed."""
     total = sum(job.index.shards[number].num_tokens for number in numbers)
-    write: Future[None] | None = None
     with ThreadPoolExecutor(1) as writer, tqdm(total=total, unit="token", unit_scale=True, disable=not show) as bar:
+        write = writer.submit(lambda: None)  # none before the first
         for number in numbers:
             span = job.index.shards[number]
             shard = capturer.capture(span, job.documents(span), bar.update)
-            if write is not None:
-                write.result()
-            write = writer.submit(job.folder.write, number, shard)
-        if write is not None:
             write.result()
+            write = writer.submit(job.folder.write, number, shard)
+        write.result()
 
 
 def verify_all(folder: StateFolder, output: Path, index: StateIndex) -> None:

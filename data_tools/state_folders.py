@@ -16,6 +16,7 @@ import shlex
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from pathlib import Path
@@ -47,13 +48,13 @@ WRITERS = 8  # files written at once: a small file waits for the disk (fsync) lo
 ROW = Features({"input_ids": List(Value("int64")), "loss_mask": List(Value("int64")), "seq_len": Value("int64")})
 
 
+@dataclass(frozen=True)
 class CaptureFolder:
     """A capture on disk. Shards are its parts that are computed, and repaired, one at a time."""
 
-    def __init__(self, path: Path, index: StateIndex, splits: Mapping[str, Dataset]) -> None:
-        self.path = path
-        self.index = index
-        self.splits = splits
+    path: Path
+    index: StateIndex
+    splits: Mapping[str, Dataset]
 
 
 class ShardFolder(CaptureFolder):
