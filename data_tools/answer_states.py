@@ -159,7 +159,10 @@ class AnswersCapturer(Capturer):
         if number not in self._shards:
             digest = replace(self.answers, shards=()).digest
             span = self.answers.shards[number]
-            self._shards[number] = open_shard(self.folder, number, span, self.form, digest)
+            try:
+                self._shards[number] = open_shard(self.folder, number, span, self.form, digest)
+            except ValueError as error:
+                raise ValueError(f"{error}; leave --answers out, and all states are computed anew") from error
         return self._shards[number]
 
     def run(self, batches: Iterable[list[Document]], shard: ShardTensors, advance: Callable[[int], object]) -> None:

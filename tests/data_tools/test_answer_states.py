@@ -52,8 +52,8 @@ def test_a_capture_of_answers_runs_no_target(
     assert_same_states(store, expected, tolerance)
 
 
-def test_what_a_killed_run_lost_is_computed(target: Path, tmp_path: Path, capsys: Any) -> None:
-    """The second run continues the first; a shard of the first is damaged."""
+def test_what_a_killed_run_lost_is_computed(target: Path, tmp_path: Path, capsys: Any, exits: Any) -> None:
+    """The second run continues the first; a shard of the first is damaged, later beyond use."""
     for count in (5, 12):
         run(
             *(tmp_path, "--target", target, "--max-tokens", 12),
@@ -71,6 +71,9 @@ def test_what_a_killed_run_lost_is_computed(target: Path, tmp_path: Path, capsys
     store = captured(target, tmp_path, "copied", "--dtype=fp32", "--answers", tmp_path / "states")
     assert "1 documents were computed anew" in capsys.readouterr().out
     assert_same_states(store, expected, 1e-4)
+    file.write_bytes(content[:50])
+    with exits("; leave --answers out, and all states are computed anew"):
+        captured(target, tmp_path, "again", "--dtype=fp32", "--answers", tmp_path / "states")
 
 
 def test_states_of_another_format_are_not_mixed(target: Path, tmp_path: Path, capsys: Any) -> None:
