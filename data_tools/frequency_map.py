@@ -123,10 +123,13 @@ def combine(parts: Sequence[Counted]) -> Counted:
                 f"the parts come from different tokenizers ({first.tokenizer_hash[:12]} of {len(first.counts)} ids, "
                 f"{part.tokenizer_hash[:12]} of {len(part.counts)}); counts can only be added for one tokenizer"
             )
+    if len(parts) == 1:
+        return first
+    hashes = sorted(part.data_hash for part in parts)
     return Counted(
         counts=np.sum([part.counts for part in parts], axis=0),
         tokenizer_hash=first.tokenizer_hash,
-        data_hash=_joint_hash([part.data_hash for part in parts]),
+        data_hash=hashlib.sha256(" ".join(hashes).encode()).hexdigest(),
         kept_ids=tuple(sorted({token for part in parts for token in part.kept_ids})),
     )
 
@@ -212,11 +215,6 @@ def count_rows(config: FrequencyMapConfig, kind: type[RowTokenizer]) -> Counted:
         data_hash=digest.hexdigest(),
         kept_ids=kept_ids(counts, target.special_ids, target.end_ids),
     )
-
-
-def _joint_hash(hashes: list[str]) -> str:
-    """One hash for several datasets in any order; a single dataset keeps its own."""
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(sorted(hashes)).encode()).hexdigest()
 
 
 main = partial(run, frequency_map, FrequencyMapConfig, "slipstream frequency-map")
