@@ -2,8 +2,8 @@
 adapt` read them. They are the text of users, so nothing is written without this option; requests with a `cache_salt`
 never are.
 
-Invariant: a slow or full disk costs lines, never a request: a thread writes, and a line for which there is no room is
-dropped. The file is opened for each line, so that it can be moved away.
+Invariant: a slow or full disk costs whole lines, never a request: a thread writes, and a line for which there is no
+room is dropped. The file is opened for each line, so that it can be moved away.
 """
 
 import json
@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any
@@ -61,12 +62,25 @@ class AnswerLog:
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
             try:
-                with open(self._path, "ab", opener=private) as file:
-                    file.write(json.dumps(line).encode() + b"\n")
+                with open(self._path, "ab", buffering=0, opener=private) as file:
+                    append(file, json.dumps(line).encode() + b"\n")
             except OSError as error:
                 self.num_lost += 1
                 if self.num_lost == 1:
                     logger.warning("answer_log %s: answers are not logged: %s", self._path, error.strerror)
+
+
+def append(file: FileIO, line: bytes) -> None:
+    """Raises OSError, and leaves the file as it was, if there is no room for the line: its beginning alone would spoil
+    the line after it, too."""
+    size = file.tell()
+    try:
+        num_written = 0
+        while num_written < len(line):
+            num_written += file.write(line[num_written:])
+    except OSError:
+        file.truncate(size)
+        raise
 
 
 def private(path: str, flags: int) -> int:

@@ -259,11 +259,12 @@ class Report:
 
 
 class RareWarnings(logging.Filter):
-    """Drops uvicorn's equal warnings: it has one for each request that is no HTTP, so a client could fill the disk."""
+    """Drops equal warnings of uvicorn and asyncio: they have one for each request that is no HTTP, and for each event
+    that is written after a client has left, so a client could fill the disk."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._reports = defaultdict[str, Report](Report)  # by text, which uvicorn's code holds
+        self._reports = defaultdict[str, Report](Report)  # by text, which their code holds
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno != logging.WARNING or self._reports[record.msg].is_due()

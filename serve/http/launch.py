@@ -31,6 +31,7 @@ from slipstream.serve.logs import say
 from slipstream.serve.options import ServeConfig
 
 GRACE_SECONDS = 3  # for open connections to receive their last error at shutdown
+WARNING_LOGGERS = ("uvicorn.error", "asyncio")
 FAILURE_SECONDS = 5.0  # /health reports the engine's failure for so long before the server exits
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
-        logging.getLogger("uvicorn.error").addFilter(self._rare_warnings)
+        for name in WARNING_LOGGERS:
+            logging.getLogger(name).addFilter(self._rare_warnings)
         if self.warning is not None:
             logger.warning(self.warning)
         asyncio.get_running_loop().set_exception_handler(LoopErrors())
@@ -100,7 +102,10 @@ class Server(uvicorn.Server):
         left = math.ceil(deadline - time.monotonic())  # for clients that are still reading their answers
         self.config.timeout_graceful_shutdown = max(GRACE_SECONDS, left)
         await super().shutdown(sockets)
-        logging.getLogger("uvicorn.error").removeFilter(self._rare_warnings)
+        if not self.force_exit:
+            await asyncio.to_thread(self.api.close)  # before the signal, which uvicorn raises again, ends the process
+        for name in WARNING_LOGGERS:
+            logging.getLogger(name).removeFilter(self._rare_warnings)
 
     async def _end_with_engine(self) -> None:
         engine = self._engine
@@ -129,8 +134,7 @@ async def prepare(config: ServeConfig, listener: socket.socket, engine: EngineCl
             info, text = await asyncio.gather(engine.start(config), asyncio.to_thread(TargetText.read, config))
             async with aclosing(Trials.of(config)) as trials:
                 api = Api(config, Frontend(config, info, text), engine, guard, trials)
-                with closing(api):
-                    yield Server(api, engine, config, listener)
+                yield Server(api, engine, config, listener)
         finally:
             await engine.stop()
 

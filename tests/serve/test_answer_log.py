@@ -1,6 +1,7 @@
 """The log of answers: what it holds is what clients got, and `prepare` reads it."""
 
 import json
+import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,3 +95,20 @@ def test_a_disk_that_cannot_be_written_costs_lines(
     for _ in range(6):
         log.add(REQUEST, [3, 4], "stop")
     assert log.num_lost == 3 + 2
+
+
+def test_a_line_without_room_leaves_nothing_in_the_file(log: Path) -> None:
+    """The limit of a file's size stops a write in its middle, as a disk does that becomes full."""
+    answers = AnswerLog(log, "hash")
+    answers.add(REQUEST, [3], "stop")
+    wait_until(lambda: len(lines_of(log)) == 1, "the first line")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 50, limits[1]))
+    try:
+        answers.add(REQUEST, [4], "stop")
+        wait_until(lambda: answers.num_lost == 1, "the second line is lost")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    answers.add(REQUEST, [5], "stop")
+    answers.close()
+    assert [line["input_ids"] for line in lines_of(log)] == [[1, 2, 3], [1, 2, 5]]

@@ -159,3 +159,20 @@ def test_a_hundred_requests_that_are_no_http_are_one_line(
     logging.getLogger("uvicorn.error").error("a fault")
     logging.getLogger("uvicorn.error").error("a fault")
     assert [record.message for record in caplog.records[2:]] == ["another", "a fault", "a fault"]
+
+
+def test_a_hundred_events_for_a_client_that_has_left_are_one_line(
+    own_server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    connections_of_server = own_server.server_state.connections
+    with send(own_server, b""):
+        wait_until(lambda: len(connections_of_server) == 1, "the server has accepted it")
+        [state] = connections_of_server
+    wait_until(lambda: not connections_of_server, "the client has left")
+
+    async def write() -> None:
+        for _ in range(100):
+            state.transport.write(b"data: {}\n\n")
+
+    asyncio.run_coroutine_threadsafe(write(), state.loop).result(20)
+    assert [record.message for record in caplog.records] == ["socket.send() raised exception."]

@@ -177,6 +177,23 @@ def test_a_full_disk_costs_lines_of_the_log_and_no_request(byte_target: str) -> 
         assert process.wait(120) == 0
 
 
+@pytest.mark.slow
+def test_answers_are_logged_whole_before_a_signal_ends_the_server(byte_target: str, tmp_path: Path) -> None:
+    """The disk is slow, and the drain is over before the line is written."""
+    log = tmp_path / "answers.jsonl"
+    slow = """
+import time
+from slipstream.serve.http import answer_log
+answer_log.private = lambda *words, private=answer_log.private: time.sleep(1) or private(*words)
+"""
+    with running(slow + script(byte_target, f"answer_log={str(log)!r}")) as process:
+        answer = httpx.post(f"{read_banner(process)[2]}{COMPLETIONS}", json={"prompt": "abc", "max_tokens": 5})
+        assert answer.status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == -signal.SIGTERM
+    assert len(log.read_text().splitlines()) == 1
+
+
 def answers(client: httpx.Client) -> bool:
     try:
         return client.get("/ready").status_code == 200
