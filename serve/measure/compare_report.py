@@ -118,13 +118,9 @@ def speed(block: Pass) -> float:
 
 
 def ratio_of_means(baseline: Sequence[Pass], passes: Sequence[Pass], name: str) -> Ratio | None:
-    """Returns the ratio of the mean times `name`, over the passes in which both servers have some."""
-    means = [
-        (mean(base[name]), mean(block[name]))
-        for base, block in zip(baseline, passes, strict=True)
-        if base[name] and block[name]
-    ]
-    return paired_ratio([base for base, _ in means], [value for _, value in means]) if means else None
+    """Returns the ratio of the mean times `name`, over the passes in which both servers have some: not 0, as behind a
+    proxy that sends the pieces of an answer together."""
+    return paired_ratio(*([mean(block[name] or [0.0]) for block in blocks] for blocks in (baseline, passes)))
 
 
 def letter(server: int) -> str:

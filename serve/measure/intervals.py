@@ -29,10 +29,12 @@ class Ratio:
         return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
 
 
-def paired_ratio(base: Sequence[float], values: Sequence[float]) -> Ratio:
-    """Returns the ratio of `values` to `base`, positive numbers in pairs: we take the logarithms of the pairs' ratios,
-    the means of any two of them, and the median of these."""
-    logs = [math.log(value / reference) for reference, value in zip(base, values, strict=True)]
+def paired_ratio(base: Sequence[float], values: Sequence[float]) -> Ratio | None:
+    """Returns the ratio of `values` to `base`, numbers in pairs: we take the logarithms of the pairs' ratios, the means
+    of any two of them, and the median of these. A pair with a 0 has no ratio; None if no pair has one."""
+    logs = [math.log(value / reference) for reference, value in zip(base, values, strict=True) if reference and value]
+    if not logs:
+        return None
     means = sorted((first + second) / 2 for first, second in combinations_with_replacement(logs, 2))
     value = math.exp(median(means))
     if len(logs) < LEAST_PAIRS:

@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.serve.load import Answer, Client, LoadResult
 from slipstream.serve.measure.compare import CompareConfig, Side, compare, main, measure_level
-from slipstream.serve.measure.compare_report import compare_passes
+from slipstream.serve.measure.compare_report import compare_passes, shown_table
 from slipstream.serve.measure.intervals import Ratio, critical_rank_sum, paired_ratio
 from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import read_questions
@@ -38,10 +38,26 @@ def test_rank_sums() -> None:
 
 def test_an_interval_by_hand() -> None:
     ratio = paired_ratio([1.0] * 6, [math.exp(log) for log in (-0.02, -0.01, 0.0, 0.01, 0.03, 5.0)])
+    assert ratio is not None
     assert ratio.low == pytest.approx(math.exp(-0.02))
     assert ratio.high == pytest.approx(math.exp(5.0))
     assert ratio.value == pytest.approx(math.exp(0.01))  # of the 21 means, the eleventh
     assert paired_ratio([1.0] * 5, [2.0] * 5) == Ratio(pytest.approx(2.0), None, None)
+    assert paired_ratio([1.0, 0.0, 3.0], [2.0, 5.0, 0.0]) == Ratio(pytest.approx(2.0), None, None)
+
+
+@pytest.mark.parametrize("zero", ["tokens", "token_ms", "ttft_ms"])
+@pytest.mark.parametrize("places", [(0,), (1,), (0, 1)])
+def test_a_figure_that_is_0_has_no_ratio(zero: str, places: tuple[int, ...]) -> None:
+    """A server that answers nothing, or a proxy that sends the pieces of an answer together."""
+    times = {name: [1.0, 2.0] for name in ("ttft_ms", "token_ms", "gaps_ms")}
+    block = {"wall_s": 1.0, "tokens": 9, "rounds": 0, "decoded_tokens": 0, "answers": ["a"], **times}
+    none = {zero: 0 if zero == "tokens" else [0.0]}
+    sides = [block | none if place in places else block for place in range(2)]
+    comparisons = compare_passes([{"concurrency": 1, "sides": sides}] * 6, 2)
+    ratios = {"tokens": "speed", "token_ms": "token", "ttft_ms": "ttft"}
+    assert [name for name in ratios.values() if getattr(comparisons[1], name) is None] == [ratios[zero]]
+    assert "| 1 | B |" in shown_table(comparisons, ["A", "B"], greedy=True)
 
 
 @pytest.mark.parametrize(("slowed", "least_correct"), [(1.0, 17), (1.05, 18)])
@@ -108,7 +124,9 @@ def test_figures_are_those_of_plain_sums(questions: str, tmp_path: Path) -> None
     assert lines[1]["accept_length"] is None
     assert lines[1]["same_answers"] == 48
     speeds = [[b["tokens"] / b["wall_s"] for b in (p["sides"][place] for p in passes[:6])] for place in (0, 1)]
-    assert lines[1]["speed"]["value"] == pytest.approx(paired_ratio(*speeds).value)
+    ratio = paired_ratio(*speeds)
+    assert ratio is not None
+    assert lines[1]["speed"]["value"] == pytest.approx(ratio.value)
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
