@@ -131,7 +131,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"slipstream: error: unknown verb {name!r}; {hint}", file=sys.stderr)
         raise SystemExit(2)
     verb = VERBS[name]
-    run(lambda config: load(verb.program)(config), load(verb.options), f"slipstream {name}", rest[1:])
+    prog = f"slipstream {name}"
+    with errors_reported(None, prog):
+        options = load(verb.options)
+    run(lambda config: load(verb.program)(config), options, prog, rest[1:])
 
 
 def load(path: str) -> Any:

@@ -137,7 +137,8 @@ def run(
 def read(config_class: type[ConfigT], argv: Sequence[str] | None, prog: str) -> ConfigT:
     """Parses `argv` (default: the command line) and checks the inputs if `config_class` has `check_inputs`; --help
     shows the docstring of `config_class`."""
-    config = parse(config_class, argv, prog=prog, description=config_class.__doc__ or "")
+    with errors_reported(None, prog):
+        config = parse(config_class, argv, prog=prog, description=config_class.__doc__ or "")
     with errors_reported(config, prog):
         getattr(config, "check_inputs", lambda: None)()
     return config

@@ -8,10 +8,13 @@ serve --target Qwen/Qwen3-8B --draft none --port 9000
 
 import argparse
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, make_dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from slipstream.config import parse, read_options
 from slipstream.models.drafts.source import source_of
@@ -27,16 +30,27 @@ DESCRIPTION = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    signal.signal(signal.SIGTERM, end_by)
     argv = sys.argv[1:] if argv is None else argv
     engine = EngineClient()
-    if not {"-h", "--help", "--dry-run"} & set(argv):
-        engine.spawn()
     try:
+        if not {"-h", "--help", "--dry-run"} & set(argv):
+            engine.spawn()
         status = run(read_config(argv), engine)
+    except KeyboardInterrupt:
+        status = 0
     finally:
         engine.kill()
         release_streams()
     raise SystemExit(status)
+
+
+def end_by(number: int, _: FrameType | None) -> NoReturn:
+    """Ends this process at once by a signal. The system ignores one without a handler that is sent to the first process
+    of a container."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)  # as shells tell it
 
 
 def run(config: ServeConfig, engine: EngineClient) -> int:

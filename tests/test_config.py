@@ -177,3 +177,16 @@ def test_an_output_that_takes_no_more(monkeypatch: pytest.MonkeyPatch, capsys: p
     with errors_reported(None, "program"):
         print("text")
     release_streams()
+
+
+def test_ctrl_c_while_options_are_read_is_told_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slipstream.config.parse_or_exit", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        run(print, Options, "test", [])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "test: interrupted\n"

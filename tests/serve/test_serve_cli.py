@@ -268,3 +268,22 @@ def test_ctrl_c_while_the_engine_loads(byte_target: str) -> None:
         wait_until(lambda: any("spawn_main" in " ".join(x.cmdline()) for x in children()), "the engine's process runs")
         time.sleep(0.5)
         ended_by(server, signal.SIGINT)
+
+
+@pytest.mark.slow  # the real engine's process
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_first_process_of_a_container(end: signal.Signals, byte_target: str) -> None:
+    """While it reads its options and loads. The system drops signals for which such a process has no handler."""
+    container = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    try:
+        subprocess.run([*container, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no namespace of processes can be made here")
+    container += [sys.executable, "-m", "slipstream.serve.cli", "--target", byte_target, "--port", "0"]
+    with subprocess.Popen(container, stderr=subprocess.PIPE, text=True) as outside:
+        children = psutil.Process(outside.pid).children
+        wait_until(lambda: any(child.children() for child in children()), "it has started the engine's process")
+        [server] = children()
+        server.send_signal(end)
+        _, error = outside.communicate(timeout=120)
+        assert (outside.returncode, error) == ({signal.SIGINT: 0, signal.SIGTERM: 128 + end}[end], "")
