@@ -22,8 +22,8 @@ class Arguments(Protocol):
     """The reader returns the arguments as a whole, or not at all."""
 
     def feed(self, text: str, final: bool) -> Read:
-        """Returns the new part of the arguments and the text that follows them, which is None until they have ended.
-        Raises ValueError if the text turns out not to be arguments, which only happens if `is_whole`."""
+        """Returns the new part of the arguments and the text that follows them, which is None until they have ended. If
+        `is_whole`, an end without arguments: the text up to there was none."""
         ...
 
 
@@ -244,25 +244,24 @@ class PythonArguments:
                 self._depth += 1
             elif character in ")]}":
                 if self._depth == 0:
-                    return keyword_arguments(self._spell_markers("".join(self._pieces) + text[:index])), text[index:]
+                    arguments = self._spell_markers("".join(self._pieces) + text[:index])
+                    return keyword_arguments(arguments) or "", text[index:]
                 self._depth -= 1
         self._pieces.append(text)
-        if final:
-            raise ValueError("the call is cut off")
-        return "", None
+        return "", "" if final else None
 
 
-def keyword_arguments(text: str) -> str:
-    """Converts `a=1, b="x"` to a JSON object. Raises ValueError unless all are keywords with literal values."""
+def keyword_arguments(text: str) -> str | None:
+    """Converts `a=1, b="x"` to a JSON object; None unless all are keywords with literal values."""
     try:
         call = ast.parse(f"f({text}\n)", mode="eval").body
         assert isinstance(call, ast.Call)
         if call.args or any(keyword.arg is None for keyword in call.keywords):
-            raise ValueError("arguments without a keyword")
+            return None
         values = {str(keyword.arg): literal(keyword.value) for keyword in call.keywords}
         return written(values)
-    except (SyntaxError, TypeError, RecursionError, MemoryError, AssertionError) as error:
-        raise ValueError("no literal arguments") from error
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError, AssertionError):
+        return None
 
 
 def written(value: Any) -> str:

@@ -350,22 +350,22 @@ class AnswerParser:
     def _in_call(self, final: bool) -> bool:
         assert self._arguments is not None
         text = self._take(len(self._buffer))
+        piece, rest = self._arguments.feed(text, final)
+        if rest is not None:
+            self._buffer = rest
+            self.num_consumed -= len(rest)
         if self._arguments.is_whole:
-            self._call_text.append(text)
-        try:
-            piece, rest = self._arguments.feed(text, final)
-        except ValueError:
-            self._emit("content", "".join(self._call_text))
-            self._reads = self._text
-            return False
-        if piece and self._arguments.is_whole:
-            self._announce()
+            self._call_text.append(text.removesuffix(rest or ""))
+            if piece:
+                self._announce()
+            elif rest is not None:
+                self._emit("content", "".join(self._call_text))
+                self._reads = self._text
+                return True
         if piece:
             self._pieces.append(CallPiece(self.num_calls - 1, arguments=piece))
         if rest is None:
             return False
-        self.num_consumed -= len(rest)
-        self._buffer = rest
         self._reads = self._after_arguments
         return True
 
