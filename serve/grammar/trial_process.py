@@ -78,6 +78,8 @@ def fork(server: socket.socket, connection: socket.socket, vocabulary: Any) -> i
             server.close()
             run_trial(connection, vocabulary)
             status = 0
+        except EOFError:
+            pass  # the server ended before it sent the grammar
         except Exception as error:  # whose text may be a client's
             print(f"a grammar made its trial fail by {type(error).__name__}", file=sys.stderr)
             traceback.print_tb(error.__traceback__)

@@ -247,7 +247,8 @@ class Api:
         return [replace(request, params=replace(request.params, grammar=grammar)) for request in call.requests]
 
     async def _while_connected(self, disconnect: asyncio.Task[None], work: Coroutine[Any, Any, Result]) -> Result:
-        """Awaits `work` and cancels it when the client leaves. Raises ClientDisconnect."""
+        """Awaits `work` and cancels it when the client leaves. Raises ClientDisconnect; ApiError where uvicorn cancels
+        the request as the server ends."""
         task = asyncio.create_task(work)
         disconnect.add_done_callback(lambda _: task.cancel())
         try:
@@ -255,8 +256,7 @@ class Api:
         except asyncio.CancelledError:
             if disconnect.done():
                 raise ClientDisconnect from None
-            task.cancel()
-            raise
+            raise shutting_down() from None
 
     def _read(self, kind: type[AnyBody], use: Callable[[AnyBody], Result], fields: Fields) -> Result:
         """Checks the body and uses it. Runs on a thread of a pool."""
@@ -314,7 +314,7 @@ class Api:
 
     def _check_room(self, client: str, num_choices: int) -> None:
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down", code="server_shutting_down")
+            raise shutting_down()
         if (problem := self.engine_problem) is not None:
             raise ApiError(503, problem, code="engine_failed" if self.engine.failure else "engine_unresponsive")
         if self.engine.is_congested:
@@ -377,6 +377,10 @@ class PiecewiseResponse(JSONResponse):
             yield b"]"
 
 
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="server_shutting_down")
+
+
 def num_described(delta: Delta) -> int:
     return len(delta.scored) + len(delta.traced)
 
@@ -391,7 +395,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(503, f"no engine: {error}", code="engine_failed")
     cause = error.cause if isinstance(error, RequestFailed) else None
     if isinstance(cause, EngineStopped):
-        return ApiError(503, str(cause), code="server_shutting_down")
+        return shutting_down()
     if isinstance(cause, EngineError):
         return ApiError(500, str(cause), code="engine_failed")
     if isinstance(cause, ValueError):

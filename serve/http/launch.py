@@ -92,6 +92,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         engine = self._engine
         seconds = self._drain_timeout if self.api.is_draining else 0.0
+        self.api.is_draining = True  # after Ctrl-C, too
         deadline = time.monotonic() + seconds
         if seconds and engine.num_open:
             logger.warning("shutting down: waiting up to %g s for %d open requests", seconds, engine.num_open)

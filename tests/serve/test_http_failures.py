@@ -21,6 +21,7 @@ from slipstream.serve.http.launch import Server
 from slipstream.serve.http.limits import MAX_BODIES_BYTES, SHORT_BODY_BYTES, BodyReader, BoundedPool
 from slipstream.serve.http.writers import CompletionWriter
 from slipstream.serve.options import ServeConfig
+from slipstream.serve.request import Grammar
 from slipstream.tests.serve.fake_server import (
     COMPLETIONS,
     client_of,
@@ -288,3 +289,25 @@ def test_what_does_not_end_in_time_is_told(byte_target: str, drain_timeout: floa
             assert "shutting down" in answer.result().json()["error"]["message"]
             assert "shutting down" in stream.result().text.splitlines()[-2]
         wait_until(lambda: not psutil.pid_exists(server.api.engine.pid or 0), "the engine has ended")
+
+
+@pytest.mark.parametrize("is_tried", [False, True])
+def test_a_request_whose_grammar_is_tried_is_told_of_the_end(
+    is_tried: bool, byte_target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 5 if is_tried else 0.1)
+    waits = threading.Event()
+
+    with serving_with_client(byte_target) as (server, client), ThreadPoolExecutor() as pool:
+
+        async def admit(grammar: Grammar) -> Grammar:
+            waits.set()
+            while server.api.engine.failure is None or not is_tried:
+                await asyncio.sleep(0.01)
+            return grammar
+
+        monkeypatch.setattr(server.api.trials, "admit", admit)
+        answer = pool.submit(client.post, COMPLETIONS, json={"prompt": "x", "regex": "a"})
+        assert waits.wait(120)
+        server.handle_exit(signal.SIGINT, None)
+        assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (503, "server_shutting_down")
