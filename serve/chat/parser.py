@@ -67,25 +67,20 @@ class Parts:
 
     @property
     def reasoning(self) -> str:
-        return text_of(self.pieces, "reasoning")
+        return self._text("reasoning")
 
     @property
     def content(self) -> str:
-        return text_of(self.pieces, "content")
+        return self._text("content")
 
     @property
     def calls(self) -> list[CallPiece]:
-        return calls_of(self.pieces)
+        """The calls, the pieces of each joined."""
+        calls = joined(piece for piece in self.pieces if piece.kind == "call")
+        return [call for call in calls if isinstance(call, CallPiece)]
 
-
-def text_of(pieces: Iterable[Piece], kind: Literal["reasoning", "content"]) -> str:
-    return "".join([piece.text for piece in pieces if piece.kind == kind])
-
-
-def calls_of(pieces: Iterable[Piece]) -> list[CallPiece]:
-    """Joins the pieces of each call."""
-    calls = [piece for piece in pieces if piece.kind == "call"]
-    return [piece for piece in joined(calls) if isinstance(piece, CallPiece)] if calls else []
+    def _text(self, kind: Literal["reasoning", "content"]) -> str:
+        return "".join([piece.text for piece in self.pieces if piece.kind == kind])
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:

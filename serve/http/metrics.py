@@ -78,9 +78,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # of the HTTP process: process_resident_memory_bytes, ...
-        self._finished = self._counter("requests", "Finished sequences by finish reason.", "finish_reason")
-        for reason in FINISH_REASONS:  # so that a rate is known from the first one on
-            self._finished.labels(reason)
+        text = "Finished sequences by finish reason."
+        self._finished = self._counter("requests", text, "finish_reason", FINISH_REASONS)
         self._errors = self._counter("error_responses", "Error responses by status.", "status")
         self._totals = {
             "prompt_tokens": self._counter("prompt_tokens", "Prompt tokens of finished sequences."),
@@ -91,15 +90,11 @@ class Metrics:
             "rounds": self._counter("rounds", "Rounds of finished sequences: passes that verified a proposal."),
         }
         text = "Finished sequences that found some of their prompt cached: all that was known of it, or less."
-        self._prefix_hits = self._counter("prefix_hits", text, "kind")
-        self._idle_hits = self._counter("idle_hits", "Those that found tokens computed in idle time first.", "kind")
-        for kind in HIT_KINDS:
-            self._prefix_hits.labels(kind)
-            self._idle_hits.labels(kind)
+        self._prefix_hits = self._counter("prefix_hits", text, "kind", HIT_KINDS)
+        text = "Those that found tokens computed in idle time first."
+        self._idle_hits = self._counter("idle_hits", text, "kind", HIT_KINDS)
         text = "Prompt tokens that the prefix cache knew, but not what all layers need of them."
-        self._missed_tokens = self._counter("missed_tokens", text, "reason")
-        for reason in get_args(MissReason):
-            self._missed_tokens.labels(reason)
+        self._missed_tokens = self._counter("missed_tokens", text, "reason", get_args(MissReason))
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From request to first token.", TTFT_BOUNDS
         )
@@ -113,8 +108,12 @@ class Metrics:
         }
         self.accept_length = self._histogram("accept_length", "Tokens per round of finished sequences.", ACCEPT_BOUNDS)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, label: str = "", values: Sequence[str] = ()) -> Counter:
+        """`values` of the label begin at 0, so that a rate is known from the first one on."""
+        counter = Counter(f"{PREFIX}_{name}", text, [label] if label else [], registry=self.registry)
+        for value in values:
+            counter.labels(value)
+        return counter
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
         return Histogram(f"{PREFIX}_{name}", text, buckets=bounds, registry=self.registry)
