@@ -111,17 +111,19 @@ def test_swaps_at_random_steps_change_no_token(
 ) -> None:
     """Twice the same requests, so that prompts hit pages of several versions; two at once, so that some wait."""
     target = make_target("qwen3")
-    requests = uneven_requests(SAMPLINGS[sampling], 18)
+    requests = uneven_requests(SAMPLINGS[sampling], 24)
     engine = build_engine(
         target, drafts(drafter)[0], drafter=OPTIONS.get(drafter, {}), page_size=page_size, max_running=3, device="cpu"
     )
     engine.planner.policy = AnyPolicy(engine.planner, random.Random(0))
     expected = plain_answers(target, requests, device="cpu")
+    num_accepted = 0
     for seed in (0, 1):
         answers = run(engine, requests, swap_at_random(engine, drafts(drafter), seed))
         assert tokens_of(answers) == expected
+        num_accepted += sum(answer.counts.accepted_tokens for answer in answers.values())
     assert engine.counts().draft.num_swaps > 3
-    assert any(answer.counts.accepted_tokens for answer in answers.values())
+    assert num_accepted > 0
 
 
 def counts_of(answers: dict[str, Answer]) -> dict[str, tuple[int, list[int], str]]:
