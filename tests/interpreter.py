@@ -1,4 +1,4 @@
-"""Triton's interpreter, three to four times as fast, and with products whose bits do not depend on the processor."""
+"""Triton's interpreter, two to four times as fast, and with products whose bits do not depend on the processor."""
 
 from dataclasses import replace
 from types import FunctionType
