@@ -22,7 +22,7 @@ from slipstream.models.drafts.mtp import MTP
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
-from slipstream.serve.drafters.options import TreeOptions, widths_up_to
+from slipstream.serve.drafters.options import TreeOptions
 from slipstream.serve.drafters.vocabulary import DraftVocabulary
 from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.request_state import KVSlots, RequestState
@@ -42,18 +42,17 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.module = module
         self.vocabulary = vocabulary
         self.head = vocabulary.head
-        self.shape = options.shape
-        self.branches = options.topk > 1
+        self.options = options
         self.aux_layers = module.config.aux_layers
         self.attends_to_context = len(module.attention_specs) > 1
 
     @classmethod
     def plan_network(cls, options: TreeOptions, config: DraftConfig) -> base.DraftPlan:  # noqa: ARG003
         """A chain drafts from `hidden` and feeds back all tokens but the last; a tree all levels but the last."""
-        nodes = options.verified_nodes
         return base.DraftPlan(
-            widths=widths_up_to(nodes),
-            scratch=(0, 0, *(options.shape.within(width).expanded for width in range(2, nodes + 1))),
+            widths=options.widths,
+            scratch=(0, 0, *(options.shape.within(width).expanded for width in range(2, options.verified_nodes + 1))),
+            chain_nodes=options.chain_nodes,
             branches=options.topk > 1,
             lookahead=1,
         )
@@ -84,7 +83,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
 
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         self.take_adapters(batch.requests)
-        if self.branches and width > 2:  # two nodes are a chain: the best child alone
+        if width > self.options.chain_nodes:
             return self._propose_tree(batch, width)
         return self._propose_chain(batch, width)
 
@@ -119,7 +118,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         return self.module.head_input(states)
 
     def _propose_tree(self, batch: DraftBatch, width: int) -> Proposal:
-        shape = self.shape.within(width)
+        shape = self.options.shape.within(width)
         state = batch.state
         place = Place(state.pages[self.group], state.page_size, batch.requests, batch.lengths)
         candidates = Candidates.empty(len(batch.roots), shape, batch.roots.device)

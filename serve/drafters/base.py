@@ -42,6 +42,7 @@ class DraftPlan:
 
     widths: tuple[int, ...] = (1,)  # supported values of N, always with 1, the largest last
     scratch: tuple[int, ...] = ()  # by N: KV tokens that drafting writes beyond the committed ones; empty: none
+    chain_nodes: int = 0  # widths up to this one are chains, others trees; 0: all are alike
     branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
     layers: tuple[AttentionSpec, ...] = ()  # its layers, whose KV is kept beside the target's

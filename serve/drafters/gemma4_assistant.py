@@ -17,7 +17,7 @@ from slipstream.models.layers.linear import derive
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
-from slipstream.serve.drafters.options import AssistantOptions, widths_up_to
+from slipstream.serve.drafters.options import AssistantOptions
 from slipstream.serve.drafters.vocabulary import DraftVocabulary
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.request_state import RequestState
@@ -31,16 +31,16 @@ class Drafter(base.NetworkDrafter):
     def __init__(self, module: Gemma4Assistant, vocabulary: DraftVocabulary, options: AssistantOptions) -> None:
         self.module = module
         self.vocabulary = vocabulary
-        self.shape = options.shape
-        self.branches = options.topk > 1
+        self.options = options
         self.aux_layers = (module.config.target_num_layers,)
         self.clusters = module.masked_embedding
         self.cluster_ids = None if self.clusters is None else derive(self.clusters, self.clusters.cluster_ids)
 
     @classmethod
     def plan_network(cls, options: AssistantOptions, config: Gemma4AssistantConfig) -> base.DraftPlan:  # noqa: ARG003
-        widths = widths_up_to(options.verified_nodes)
-        return base.DraftPlan(widths=widths, branches=options.topk > 1, reads_target=True)
+        return base.DraftPlan(
+            widths=options.widths, chain_nodes=options.chain_nodes, branches=options.topk > 1, reads_target=True
+        )
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
@@ -55,7 +55,7 @@ class Drafter(base.NetworkDrafter):
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if width == 1:
             return super().propose(batch, width)
-        if self.branches and width > 2:  # two nodes are a chain: the best child alone
+        if width > self.options.chain_nodes:
             return self._propose_tree(batch, width)
         hidden = self.hidden[batch.requests]
         self._plan(batch, 1)
@@ -80,7 +80,7 @@ class Drafter(base.NetworkDrafter):
         self.attention.plan_writes(lengths, rows.slots)
 
     def _propose_tree(self, batch: DraftBatch, width: int) -> Proposal:
-        shape = self.shape.within(width)
+        shape = self.options.shape.within(width)
         place = Place(batch.state.pages[0], NO_PAGES, batch.requests, batch.lengths)
         candidates = Candidates.empty(len(batch.roots), shape, batch.roots.device)
         tokens = batch.roots

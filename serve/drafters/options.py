@@ -125,6 +125,21 @@ class ShapeOptions:
     def verified_nodes(self) -> int:
         return self.nodes or (min(TREE_NODES, self.most_nodes) if self.topk > 1 else self.depth + 1)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of nodes that an engine can choose from, the whole chain's among them."""
+        nodes = self.verified_nodes
+        return tuple(sorted({*widths_up_to(nodes), min(self.depth + 1, nodes)}))
+
+    @property
+    def chain_nodes(self) -> int:
+        """Nodes up to which proposals are chains, wider ones trees: as many as a chain has, but the widest is a tree.
+        Chains cost the draft less, since a level of theirs has one node and not `topk`."""
+        nodes = self.verified_nodes
+        if self.topk == 1:
+            return nodes
+        return max(2, *(width for width in self.widths if width < min(self.depth + 2, nodes)))
+
 
 @dataclass(frozen=True, slots=True)
 class TreeOptions(AdapterOptions, ShapeOptions):

@@ -68,7 +68,7 @@ class BudgetPolicy:
     `widths`: numbers of nodes that the draft network may propose, with the root, 1 included. `most_nodes`: limit for a
     request, if the host proposes more; `node_rows`: limit for all requests, if that is less than the rows of the
     largest pass. `fixed`: every request gets that many nodes instead. `itl_ms`: allows only steps that will most likely
-    (95 %) take no longer, if there are any. `num_slots`: of requests.
+    (95 %) take no longer, if there are any. `num_slots`: of requests. `chain_nodes`: see `ProposalStats`.
 
     The caller calls `choose` once for each step, in their order, and later, with the results, `record` and
     `costs.observe`.
@@ -84,6 +84,7 @@ class BudgetPolicy:
         fixed: int | None = None,
         itl_ms: float | None = None,
         num_slots: int = 256,
+        chain_nodes: int = 0,
     ) -> None:
         self.costs = costs
         self.widths = sorted(widths)
@@ -93,7 +94,7 @@ class BudgetPolicy:
         self.itl_ms = itl_ms
         self.acceptance = AcceptanceStats()
         self.host_wait = HostWait()
-        self.proposals = ProposalStats(max(2, self.widths[-1]))
+        self.proposals = ProposalStats(max(2, self.widths[-1]), chain_nodes)
         self._prober = Prober(len(self.widths), is_fitted=costs.is_fitted)
         self._best_width = BestWidth(len(self.widths))
         self._stored = self._best_width.index  # index of the stored proposals' width

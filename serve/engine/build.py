@@ -400,6 +400,7 @@ def make_planner(
         fixed=config.width,
         itl_ms=config.itl_ms,
         num_slots=config.max_running,
+        chain_nodes=plan.draft.chain_nodes,
     )
     prefill_backend = runner.passes.attention["prefill"]
     graphs = None

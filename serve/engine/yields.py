@@ -37,37 +37,44 @@ class Curve(NamedTuple):
 class ProposalStats:
     """Counts how often each bucket of probabilities occurs at each place of the draft network's proposals.
 
-    Nodes come best first, so a narrow proposal counts as the beginning of a wide one.
+    Nodes come best first, so a narrow proposal counts as the beginning of a wide one. But those of up to `chain_nodes`
+    nodes are chains, which tell nothing of wider ones, trees; 0: all are alike.
     """
 
-    def __init__(self, most_nodes: int) -> None:
+    def __init__(self, most_nodes: int, chain_nodes: int = 0) -> None:
+        self._chain_nodes = chain_nodes
         places = np.arange(most_nodes - 1)
         self._bins = np.minimum(places, PLACES - 1)[:, None] * BUCKETS + np.arange(BUCKETS)
-        self._seen = np.zeros((most_nodes - 1, BUCKETS))  # proposals, decayed
+        self._seen = np.zeros((2, most_nodes - 1, BUCKETS))  # chains and others, decayed
         buckets = (BUCKETS * 0.8 ** (places + 1)).astype(int)  # until some are seen
-        self._seen[places, np.minimum(buckets, BUCKETS - 1)] = 1.0
+        self._seen[:, places, np.minimum(buckets, BUCKETS - 1)] = 1.0
 
     def record(self, bins: Ints) -> None:
         """Counts proposals: (B, N) bins of all nodes of each, verified or not; -1 roots and unused nodes. Proposals of
         the host do not count."""
-        drafted = bins[:, 1 : len(self._seen) + 1]
-        rows, columns = ((drafted >= 0) & (drafted < NETWORK_BINS)).nonzero()
-        index = columns * BUCKETS + drafted[rows, columns] % BUCKETS
+        drafted = bins[:, 1 : self._seen.shape[1] + 1]
+        is_drafted = (drafted >= 0) & (drafted < NETWORK_BINS)
+        kinds = (is_drafted.sum(axis=1) >= self._chain_nodes).astype(int)
+        rows, columns = is_drafted.nonzero()
+        index = np.ravel_multi_index((kinds[rows], columns, drafted[rows, columns] % BUCKETS), self._seen.shape)
         self._seen += np.bincount(index, minlength=self._seen.size).reshape(self._seen.shape)
-        total = self._seen.sum(axis=1, keepdims=True)
+        total = self._seen.sum(axis=2, keepdims=True)
         self._seen *= SEEN / np.maximum(total, SEEN)
 
     def curves(self, widths: Sequence[int], probabilities: Floats) -> list[Curve]:
         """Returns the curve of the mean proposal of each width."""
-        shares = self._seen / self._seen.sum(axis=1, keepdims=True)
-        places, buckets = (shares > 1e-4).nonzero()
-        shares = shares[places, buckets]
+        shares = self._seen / self._seen.sum(axis=2, keepdims=True)
+        kinds, places, buckets = (shares > 1e-4).nonzero()
+        shares = shares[kinds, places, buckets]
         expected = probabilities[self._bins[places, buckets]]
         order = np.argsort(-expected)
         shares = shares[order]
         expected = expected[order]
         places = places[order]
-        width_shares = np.where(places < np.array(widths)[:, None] - 1, shares, 0.0)
+        kinds = kinds[order]
+        nodes = np.array(widths)[:, None]
+        is_of_width = (places < nodes - 1) & (kinds == (nodes > self._chain_nodes))
+        width_shares = np.where(is_of_width, shares, 0.0)
         return list(map(Curve, _sums(width_shares), _sums(width_shares * expected)))
 
 

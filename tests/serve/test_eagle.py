@@ -243,6 +243,18 @@ def test_trees_on_the_kernels_backend(make_target: MakeTarget, make_draft: MakeD
     run_checked(engine, Oracle(target, draft, TreeOptions(**options)), sized_requests(temperature=0.8))
 
 
+@pytest.mark.parametrize(
+    ("width", "drafted"), [(4, {"depth": 3}), (5, {"depth": 4}), (8, {"depth": 4, "topk": 3, "nodes": 8})]
+)
+def test_narrow_proposals_of_a_tree_are_chains(
+    width: int, drafted: dict[str, Any], make_target: MakeTarget, make_draft: MakeDraft
+) -> None:
+    target = make_target("llama")
+    draft = make_draft("llama", "eagle")
+    engine = build_engine(target, draft, drafter={"depth": 4, "topk": 3, "nodes": 9}, width=width)
+    check_proposals(engine, Oracle(target, draft, TreeOptions(**drafted)), target, sized_requests(temperature=0.8))
+
+
 def test_the_widths_and_scratch_of_a_tree() -> None:
     shape = TreeOptions(depth=3, topk=4).shape
     assert (shape.candidates, shape.expanded) == (36, 8)
@@ -250,6 +262,12 @@ def test_the_widths_and_scratch_of_a_tree() -> None:
     assert TreeOptions().verified_nodes == 4
     assert TreeOptions(depth=3, topk=4).verified_nodes == 16
     assert TreeOptions(depth=1, topk=4).verified_nodes == 5
+    options = TreeOptions(depth=4, topk=4)
+    assert options.widths == (1, 2, 4, 5, 8, 16)
+    assert options.chain_nodes == 5
+    assert TreeOptions(depth=4, topk=4, nodes=4).chain_nodes == 2, "the widest is a tree"
+    assert TreeOptions(depth=4, topk=4, nodes=2).chain_nodes == 2
+    assert TreeOptions(depth=4).chain_nodes == 5
 
 
 def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: MakeTarget, make_draft: MakeDraft) -> None:
