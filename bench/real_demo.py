@@ -7,6 +7,7 @@ runs. Ends with a table by category of MT-bench, report.json and the training ru
 """
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +50,7 @@ LEVELS = (1, 16)  # conversations at once
 VOCABULARY = 16_000  # tokens that the draft may guess
 RUNNING = 256  # answers that the target writes at once
 CACHE_TOKENS = 65_536  # of each of the two servers, which share the GPU
+TREES = ("--drafter.depth", "5", "--drafter.topk", "4")  # of drafts that go on token by token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,8 @@ def demo(config: RealDemoConfig) -> None:
     with step("5/5 Report"):
         program("train/report.py", run=output / "draft")
         write_report(config.drafter, output, time.perf_counter() - began)
-    print_next_steps(draft, output, time.perf_counter() - began)
+    command = ["serve", "--draft", str(draft), *serving_options(config.drafter)]
+    print_next_steps(command, output, time.perf_counter() - began)
 
 
 def prompts() -> Iterator[Row]:
@@ -141,7 +144,7 @@ def measure(config: RealDemoConfig, target: Path, draft: Path, output: Path) -> 
     command = [sys.executable, "-m", "slipstream.serve.cli", "--target", str(target)]
     options = ["--kv-cache-tokens", str(CACHE_TOKENS)]
     plain = [*command, "--draft", "none", *options]
-    drafting = [*command, "--draft", str(draft), *options]
+    drafting = [*command, "--draft", str(draft), *serving_options(config.drafter), *options]
     print_command(plain)
     with running_server(plain) as baseline:
         print_command(drafting)
@@ -150,6 +153,10 @@ def measure(config: RealDemoConfig, target: Path, draft: Path, output: Path) -> 
                   "--questions", *MEASURED, "--num-questions", str(config.measured_questions),
                   "--concurrency", ",".join(map(str, LEVELS)), "--max-tokens", str(config.max_tokens),
                   "--output", str(output / "accept")])  # fmt: skip
+
+
+def serving_options(drafter: str) -> Sequence[str]:
+    return TREES if drafter in ("eagle", "eagle3", "mtp") else ()
 
 
 def write_report(drafter: str, output: Path, seconds: float) -> None:
@@ -184,14 +191,14 @@ def identical_answers(rows: Iterable[Row]) -> tuple[int, int]:
     return sum(drafted == plain for drafted, plain in pairs), len(pairs)
 
 
-def print_next_steps(draft: Path, output: Path, seconds: float) -> None:
+def print_next_steps(command: Sequence[str], output: Path, seconds: float) -> None:
     print(
         f"\nDone in {duration(seconds)}. Look at:\n"
         f"  {output}/draft/report.html     the training run: curves, answers, options\n"
         f"  {output}/accept/accept.png     accept lengths by category, accept rates, speed-up\n"
         f"  {output}/report.json           the figures above\n"
         "Try next:\n"
-        f"  .venv/bin/serve --draft {draft}     # then open http://127.0.0.1:8000/ in a browser\n"
+        f"  .venv/bin/{shlex.join(command)}     # then open http://127.0.0.1:8000/ in a browser\n"
         "  docs/real_model.md: the same steps for a model of your own"
     )
 
