@@ -152,7 +152,12 @@ def write_dataset(
         rows_file = Dataset.from_file(str(rows_path))
         empty = [name for name, count in ((WEIGHTS, writer.weighted), (CATEGORY, writer.categorized)) if not count]
         rows_file = rows_file.remove_columns(empty)
-        dataset = DatasetDict({name: rows_file.select(numbers) for name, numbers in splits.items()})
+        dataset = DatasetDict(
+            {  # datasets would name the rows by the time of their file
+                name: rows_file.select(rows, new_fingerprint=f"{report['data_hash']:.32}-{name}")
+                for name, rows in splits.items()
+            }
+        )
         categories = dataset["heldout"][CATEGORY] if writer.categorized else []
         report["heldout_categories"] = dict(Counter(name for name in categories if name is not None).most_common())
         # datasets saves an empty split in no file at all and then cannot load it.

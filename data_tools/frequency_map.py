@@ -63,14 +63,14 @@ def frequency_map(config: FrequencyMapConfig) -> None:
     """Writes the files that `config` asks for and prints the coverage curve."""
     check_files(config)
     token_map = build_map(count(config), config.size)
-    token_map.write(Path(config.output))
-    print(f"{config.output}:")
+    if config.plot is not None:  # first, since it takes longest: until then a kill leaves nothing
+        plot_coverage(token_map, Path(config.plot), config.accept_rates)
     if config.sglang_pt is not None:
         token_map.write_sglang(Path(config.sglang_pt))
     if config.fr_spec is not None:
         token_map.write_fr_spec(Path(config.fr_spec))
-    if config.plot is not None:
-        plot_coverage(token_map, Path(config.plot), config.accept_rates)
+    token_map.write(Path(config.output))
+    print(f"{config.output}:")
     print(coverage_table(token_map, config.accept_rates))
 
 

@@ -210,7 +210,7 @@ def write_adapter(
         for name, pair in factors.items()
         for letter, tensor in zip("AB", pair, strict=True)
     }
-    write_tensors(folder / WEIGHTS, tensors, {"format": "pt", FINGERPRINT: fingerprint})
+    write_tensors(folder / WEIGHTS, tensors, {FINGERPRINT: fingerprint})
     for name, content in ((CONFIG, values), ("config.json", config), ("run.json", run)):
         put_json(folder / name, content)
 

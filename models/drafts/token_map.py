@@ -135,9 +135,9 @@ class TokenMap:
     def write(self, path: Path) -> None:
         """One safetensors file: d2t, t2d, counts and the metadata as JSON."""
         tensors = {"d2t": self.d2t, "t2d": self.t2d, "counts": self.counts.contiguous()}
-        metadata = {"format": "pt", METADATA_KEY: json.dumps(self.metadata)}
+        metadata = json.dumps(self.metadata)
         with atomic_file(path) as temporary, disk_errors(path):
-            save_file(tensors, temporary, metadata)
+            save_file(tensors, temporary, {METADATA_KEY: metadata})  # one entry, since several have no fixed order
             temporary.chmod(0o644)  # safetensors creates files that only their owner may read
 
     @classmethod

@@ -253,9 +253,10 @@ def write_checkpoint(
 
 
 def write_tensors(file: Path, tensors: Mapping[str, "Tensor"], metadata: dict[str, str] | None = None) -> None:
-    """Writes a safetensors file."""
+    """Writes a safetensors file, whose entries of `metadata` would have no fixed order if they were several."""
     from safetensors.torch import save_file
 
+    assert not metadata or len(metadata) == 1
     with disk_errors(file.parent):
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, file, metadata)
     file.chmod(0o644)  # safetensors creates files that only their owner may read

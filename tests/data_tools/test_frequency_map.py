@@ -4,10 +4,13 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from datasets import load_from_disk
+from matplotlib.figure import Figure
 
 from slipstream.data_tools import frequency_map, prepare
 from slipstream.data_tools.dataset import Conversation, write_dataset
@@ -106,6 +109,26 @@ def test_the_plot_and_the_loss_at_given_rates(tmp_path: Path, data: Path, capsys
     assert "   1.75  100.0%" in output
     assert "at accept rates a_k of 0.5 0.25 with the whole vocabulary" in output
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_data_give_the_same_bytes(tmp_path: Path, data: Path) -> None:
+    token_map = run(tmp_path, "--data", data / "prepared")
+    files = [tmp_path / f"{number}.safetensors" for number in range(12)]
+    for file in files:
+        token_map.write(file)
+    assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_a_run_that_ends_while_it_draws_is_repeated(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, exits: Any
+) -> None:
+    flags = [f"--data={data / 'prepared'}", *(f"--{name}={tmp_path / name}" for name in ("output", "plot", "fr-spec"))]
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", Mock(side_effect=KeyboardInterrupt))
+        with exits("", 130):
+            frequency_map.main(flags)
+    frequency_map.main(flags)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fr-spec", "output", "plot"]
 
 
 def test_merged_maps_add_their_counts_in_any_order(tmp_path: Path, data: Path) -> None:

@@ -59,9 +59,9 @@ def test_dataset_and_report(tmp_path: Path, target: Path, capsys: pytest.Capture
 
 
 def test_seed_decides_the_order(tmp_path: Path, target: Path) -> None:
-    def order(*options: str) -> tuple[list[Any], str]:
+    def order(*options: str) -> tuple[list[Any], str, str]:
         dataset, report = prepare(tmp_path, target, ROWS, *options)
-        return list(dataset["train"]["input_ids"]), report["data_hash"]
+        return list(dataset["train"]["input_ids"]), report["data_hash"], dataset["train"]._fingerprint
 
     assert order("--seed", "1") == order("--seed", "1")
     assert order("--seed", "1")[0] != order("--seed", "2")[0]
