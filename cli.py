@@ -3,6 +3,8 @@
 Invariant: a verb runs the program itself, so `slipstream prepare X` and `python data_tools/prepare.py X` are the same.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -134,12 +136,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     prog = f"slipstream {name}"
     with errors_reported(None, prog):
         options = load(verb.options)
-    run(lambda config: load(verb.program)(config), options, prog, rest[1:])
+    run(lambda config: load(verb.program, prog)(config), options, prog, rest[1:])
 
 
-def load(path: str) -> Any:
-    module, name = path.split(":")
-    return getattr(import_module(f"slipstream.{module}"), name)
+def load(path: str, prog: str = "slipstream") -> Any:
+    """Ctrl-C ends the process at once: in libraries that are being imported an exception is lost, becomes another one
+    (numpy) or aborts the process (torch)."""
+
+    def end(*_: object) -> None:
+        os.write(2, f"{prog}: interrupted\n".encode())
+        os._exit(130)
+
+    handler = signal.getsignal(signal.SIGINT)
+    if handler == signal.default_int_handler:  # else Ctrl-C is ignored, or another program's
+        signal.signal(signal.SIGINT, end)
+    try:
+        module, name = path.split(":")
+        return getattr(import_module(f"slipstream.{module}"), name)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def overview(*group: str) -> str:

@@ -56,6 +56,19 @@ TRAINING = [  # programs of `accelerate launch`, which runs the file itself
         ("--target=/no/target --output=o --data.path=here", 1, "/no/target does not exist; name a folder or a hub id"),
     )
 ]
+INTERRUPTED = """
+import signal, sys
+from slipstream import cli
+class Library:  # makes something else of an interrupt, as numpy does
+    def find_spec(self, name, *_):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("read the manual") from None
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Library())
+cli.load("data_tools.prepare:prepare", "slipstream prepare")
+"""
 WRONG = [(f"{verb} {line}", option) for verb, (line, value, _) in LINES.items() for option in ("--outptu=x", value)]
 Reply = Callable[[str], tuple[str, str]]
 
@@ -88,6 +101,11 @@ def reply(tmp_path_factory: pytest.TempPathFactory) -> Reply:
 def test_a_training_program_answers_before_it_imports_torch(line: str, status: int, words: str, reply: Reply) -> None:
     assert reply(line)[0] == str(status)
     assert words in reply(line)[1]
+
+
+def test_ctrl_c_ends_a_program_that_is_being_imported() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "slipstream prepare: interrupted\n")
 
 
 def test_every_verb_is_tried() -> None:
