@@ -133,8 +133,11 @@ class Line:
         self._out.flush()
 
     def receive(self) -> Any:
-        """Blocks for the next message. Raises EOFError or OSError at the end."""
-        return pickle.load(self._in)
+        """Blocks for the next message. Raises EOFError or OSError at the end, in a message, too."""
+        try:
+            return pickle.load(self._in)
+        except pickle.UnpicklingError as error:
+            raise EOFError from error
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)

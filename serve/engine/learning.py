@@ -24,7 +24,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from pickle import UnpicklingError
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -153,7 +152,7 @@ class Learner:
             self._await_memory()
 
     def _await_memory(self) -> None:
-        with suppress(EOFError, OSError, UnpicklingError):
+        with suppress(EOFError, OSError):
             self._line.receive()
             return
         status = self.process.wait()
@@ -262,7 +261,7 @@ class Learner:
     def _receive(self) -> None:
         while True:
             began = time.monotonic()
-            with suppress(EOFError, OSError, UnpicklingError):
+            with suppress(EOFError, OSError):
                 while True:
                     message = self._line.receive()
                     if isinstance(message, StateQuestion):

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -94,6 +95,10 @@ def test_states_arrive_as_they_were(dtype: torch.dtype) -> None:
         assert (text.client, text.tokens, text.num_prompt, text.scales) == ("a", [1, 2], 1, None)
         assert text.states.dtype == dtype
         assert torch.equal(text.states.float(), values.float())
+    ends[0].sendall(pickle.dumps(text)[:-1])
+    ends[0].shutdown(socket.SHUT_WR)
+    with pytest.raises(EOFError):
+        receiver.receive()
     for end in ends:
         end.close()
 
