@@ -84,7 +84,8 @@ def test_another_server_can_be_asked(
     servers: Servers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = str(servers("bytes")[0].base_url)
-    monkeypatch.setattr("sys.argv", ["check", "--url", url, "--extensions", str(FOLDER / "tokens.yaml")])
+    files = [str(FOLDER / f"{name}.yaml") for name in ("tokens", "limits")]
+    monkeypatch.setattr("sys.argv", ["check", "--url", url, "--extensions", *files])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 0
