@@ -403,7 +403,8 @@ def sections_of(name: str) -> list[str]:
 
 
 def _option(word: str, types: dict[str, Any]) -> tuple[str, str | None]:
-    """Name with underscores and the value after '=', if any; other words and the keys of mappings pass unchanged."""
+    """Name with underscores and the value after '=', if any. Other words pass unchanged, and so do keys that name
+    folders or adapters, not options."""
     if word == "-o":
         return "--output", None
     if not word.startswith("--"):
@@ -413,8 +414,10 @@ def _option(word: str, types: dict[str, Any]) -> tuple[str, str | None]:
     if types.get(option.removeprefix("no_")) in SWITCHES and option not in types and not equals:
         return f"--{option.removeprefix('no_')}", "false"
     if option not in types:
-        field, dot, key = name.partition(".")
-        option = field.replace("-", "_") + dot + key
+        mappings = (mapping for mapping, kind in types.items() if kind == dict[str, Any])
+        depth = next((mapping.count(".") + 2 for mapping in mappings if option.startswith(f"{mapping}.")), 1)
+        parts = name.split(".", depth)
+        option = ".".join([part.replace("-", "_") for part in parts[:depth]] + parts[depth:])
     return f"--{option}", value if equals else None
 
 

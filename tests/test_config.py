@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -48,6 +48,24 @@ class Lists:
     """Numbers."""
     names: tuple[str, ...] = ()
     """Texts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mappings:
+    """Options with keys that a user names."""
+
+    @dataclass(frozen=True)
+    class Part:
+        engine_options: dict[str, Any] = field(default_factory=dict)
+
+    part: Part = field(default_factory=Part)
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+def test_keys_that_are_names_of_options_may_have_dashes() -> None:
+    flags = ["--part.engine-options.max-running", "3", "--weights.my-data=2"]
+    options = parse(Mappings, flags, prog="test", description="A test.")
+    assert (options.part.engine_options, options.weights) == ({"max_running": 3}, {"my-data": 2.0})
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
