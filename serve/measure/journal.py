@@ -21,7 +21,7 @@ class Journal(LineFile):
     """The results in `path`.
 
     `identity` says which target and draft are measured; None: nobody tells. Raises ValueError, and leaves the file as
-    it is, if another process writes it, if it is not one of `program`'s, or if it was begun with other options or for
+    it is, if another process writes it, if it is not one of `program`'s, or if its results are of other options or of
     another identity. `anew` empties a file of `program`.
     """
 
@@ -40,8 +40,7 @@ class Journal(LineFile):
         super().__init__(path)
         try:
             head = self._read(program)
-            continues = head[OPTIONS] is not None and not anew
-            if continues:
+            if self.results and not anew:
                 self._check_options(head[OPTIONS], new_head[OPTIONS])
                 self._check_identity(head.get(IDENTITY), new_head[IDENTITY])
             else:

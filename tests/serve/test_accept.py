@@ -387,3 +387,9 @@ def test_counters_are_read() -> None:
     assert read_counts('vllm:num_requests_running{engine="0"} 1.0\n') is None
     assert read_counts(None) is None
     assert read_counts("sglang:token_usage NaN\nsglang:spec_accept_length 2.5\n") is None
+
+
+def test_a_run_without_an_answer_does_not_bind_the_next(tmp_path: Path) -> None:
+    for options in ({"depth": 1}, {"depth": 2}):
+        with Journal(tmp_path / "answers.jsonl", "accept", options, None) as journal:
+            assert not journal.results
