@@ -160,8 +160,10 @@ def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]
 
 
 def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict[str, Answer]:
-    """Runs as `run`. After every step each decoding request's stored proposal and its scores must be the oracle's for
-    its text. It is asked after the run, for a request's longest text first (`KnownStates`)."""
+    """Runs as `run`, with the widest proposals. After every step each decoding request's stored proposal and its scores
+    must be the oracle's for its text. It is asked after the run, for a request's longest text first (`KnownStates`)."""
+    policy = engine.planner.policy
+    policy.fixed = policy.widths[-1]
     proposed = record_proposals(engine.runner.drafter)
     steps: list[tuple[Request, list[int], tuple[Any, ...], list[float]]] = []
 
