@@ -93,7 +93,8 @@ class ShapeOptions:
     depth: int = 3
     """Depth of a proposal: tokens drafted one after the other."""
     topk: int = 1
-    """Continuations drafted for each token; 1: a chain."""
+    """Continuations drafted for each token of a tree, which proposals of more than depth + 1 nodes are; 1: chains
+    alone."""
     nodes: int | None = None
     """Most nodes that the target verifies, root included. Default: depth + 1 for a chain, up to 16 for a tree."""
 
