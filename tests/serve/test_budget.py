@@ -57,7 +57,7 @@ class World:
         return self.nodes(self.rng.beta(3, 1, (batch, width - 1)))
 
     def nodes(self, drafted: NDArray[np.float64]) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Those of drafts (B, N - 1) with these probabilities."""
+        """The same of drafts (B, N - 1) that are accepted with these probabilities."""
         batch, count = drafted.shape
         paths = np.cumprod(drafted, axis=1)
         bins = np.full((batch, 1 + count), -1, np.int32)
