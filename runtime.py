@@ -82,6 +82,29 @@ def blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+@contextmanager
+def held_interrupt() -> Iterator[None]:
+    """Has Ctrl-C wait for the end of what must not be broken off; a second one does not wait."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield  # no interrupt comes to this thread
+        return
+    is_held = False
+
+    def hold(*_: object) -> None:
+        nonlocal is_held
+        is_held = True
+        signal.signal(signal.SIGINT, handler)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if is_held:
+            signal.raise_signal(signal.SIGINT)
+
+
 def end_with_parent() -> None:
     """Ends this worker process when the program that started it ends: without one, workers wait for work for ever."""
     parent = multiprocessing.parent_process()

@@ -213,7 +213,8 @@ class LLM:
                 answers[index].add(output)
                 ended = output
                 if answers[index].text.stopped and not output.finish_reason:
-                    ended = self.engine.abort(output.request_id) or output
+                    with runtime.held_interrupt():
+                        ended = self.engine.abort(output.request_id) or output
                 if ended.finish_reason and index not in done:
                     done[index] = answers[index].generation(ended)
                     bar.update()
@@ -255,7 +256,9 @@ class LLM:
         changed then."""
         if trial_rounds < 0:
             raise ValueError(f"trial_rounds is {trial_rounds}; give a number of rounds, or 0 for no trial")
-        return self.engine.swap_draft(self.engine.stage_draft(draft), trial_rounds).version
+        staged = self.engine.stage_draft(draft)
+        with runtime.held_interrupt():
+            return self.engine.swap_draft(staged, trial_rounds).version
 
     def close(self) -> None:
         """Ends the engine and lets its drafter save its state. Do not use the LLM afterwards. Raises OSError where the
@@ -274,8 +277,9 @@ class LLM:
     def stream(self, requests: Iterable[Request]) -> Generator[Output, None, None]:
         """Yields the Outputs of all requests as they come. Takes requests while the engine has room, however many.
 
-        Closing the generator, or an error, aborts the requests that have not ended. Raises ValueError while requests of
-        another call are open, whose outputs it would take.
+        Closing the generator, or an error, aborts the requests that have not ended. Ctrl-C does so after the step at
+        hand, a second one at once. Raises ValueError while requests of another call are open, whose outputs it would
+        take.
         """
         self._check_idle()
         pending = iter(requests)
@@ -287,15 +291,19 @@ class LLM:
                     request = next(pending, None)
                     more = request is not None
                     if request is not None:
-                        self.engine.add(request)
-                        added.add(request.id)
-                for output in self.engine.step():
+                        with runtime.held_interrupt():
+                            self.engine.add(request)
+                            added.add(request.id)
+                with runtime.held_interrupt():
+                    outputs = self.engine.step()
+                for output in outputs:
                     if output.finish_reason:
                         added.discard(output.request_id)
                     yield output
         finally:
-            for name in added:
-                self.engine.abort(name)
+            with runtime.held_interrupt():
+                for name in added:
+                    self.engine.abort(name)
 
     def _check_idle(self) -> None:
         if self.engine.has_work:

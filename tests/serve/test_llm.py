@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -281,19 +282,29 @@ def test_an_open_stream_keeps_its_outputs(plain: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "last_call"),
+    ("place", "name", "last_call", "count"),
     [
-        (lambda engine: engine, "step", 4),
-        (lambda engine: engine.host, "admit", 4),
-        (lambda _: InFlight, "read", 4),
-        (lambda engine: engine.runner.target.layers[1], "forward", 1),  # of prompts
-        (lambda engine: engine.runner.target.layers[1], "forward", 3),
+        (lambda engine: engine, "add", 4, 1),
+        (lambda engine: engine.scheduler, "on_release", 2, 1),
+        (lambda engine: engine.scheduler.cache, "release", 2, 1),
+        (lambda engine: engine, "step", 4, 2),
+        (lambda engine: engine.host, "admit", 4, 2),
+        (lambda _: InFlight, "read", 4, 2),
+        (lambda engine: engine.runner.target.layers[1], "forward", 1, 2),  # of prompts
+        (lambda engine: engine.runner.target.layers[1], "forward", 3, 2),
     ],
 )
 def test_generation_can_be_interrupted_and_started_again(
-    place: Callable[[Engine], Any], name: str, last_call: int, plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch
+    place: Callable[[Engine], Any],
+    name: str,
+    last_call: int,
+    count: int,
+    plain: LLM,
+    drafted: LLM,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor is shared what a broken pass has not computed: the prompts are new."""
+    """By `count` signals, of which a second breaks a step off. Nor is shared what a broken pass has not computed: the
+    prompts are new."""
     engine = drafted.engine
     prompts = [[last_call, *prompt] for prompt in PROMPTS]
     call = getattr(place(engine), name)
@@ -304,7 +315,8 @@ def test_generation_can_be_interrupted_and_started_again(
         num_calls += 1
         result = call(*arguments)
         if num_calls == last_call:
-            raise KeyboardInterrupt
+            for _ in range(count):
+                signal.raise_signal(signal.SIGINT)
         return result
 
     with monkeypatch.context() as patch:
