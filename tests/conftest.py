@@ -53,7 +53,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def make_target(tmp_path_factory: pytest.TempPathFactory) -> "MakeTarget":
+def make_target(tmp_path_factory) -> "MakeTarget":
     """family -> folder of a random checkpoint of that family, made once per session."""
     from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, WIDE, save_random_target  # takes seconds
 
@@ -67,7 +67,7 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> "MakeTarget":
 
 
 @pytest.fixture(scope="session")
-def make_mtp(tmp_path_factory: pytest.TempPathFactory) -> "MakeMTP":
+def make_mtp(tmp_path_factory) -> "MakeMTP":
     """kind of KINDS, number of modules -> a random target with MTP heads, made once per session."""
     from slipstream.tests.mtp_targets import MtpModel, save_mtp_target  # takes a second, and not all tests need it
 
@@ -82,7 +82,7 @@ def make_mtp(tmp_path_factory: pytest.TempPathFactory) -> "MakeMTP":
 
 
 @pytest.fixture
-def exits(capsys: pytest.CaptureFixture[str]) -> Callable[..., AbstractContextManager[None]]:
+def exits(capsys) -> Callable[..., AbstractContextManager[None]]:
     """words, status -> a context that a program ends, with these words in its error and this status, any but 0 if none
     is given."""
 

@@ -118,10 +118,10 @@ def know_types() -> None:
     find_dtype = interpreter._get_np_dtype
     init_type = tl.block_type.__init__
     init_tensor = tl.tensor.__init__
-    dtypes: dict[str, np.dtype[Any]] = {}
-    types: dict[tuple[Any, ...], dict[str, Any]] = {}
-    sizes: dict[tuple[Any, ...], Any] = {}
-    shapes: dict[int, dict[str, Any]] = {}
+    dtypes = {}
+    types = {}
+    sizes = {}
+    shapes = {}
 
     def known_dtype(dtype: Any) -> np.dtype[Any]:
         name = dtype.scalar.name
@@ -152,7 +152,7 @@ def leave_equal_types() -> None:
     """Operands of one type, or of one shape (see `know_types`), are mostly converted to it with a type made anew."""
     cast = TritonSemantic.cast
     broadcast = TritonSemantic.broadcast_impl_value
-    shapes: dict[tuple[int, int], Any] = {}
+    shapes = {}
 
     def cast_others(self: Any, operand: Any, dtype: Any, *rounding: Any, **options: Any) -> Any:
         if operand.type.scalar is dtype and not rounding and not options:
@@ -194,7 +194,7 @@ def stretched(operand: Any, shape: Any) -> Any:
 def know_constants() -> None:
     """Operands of one type need no promotion, and a number becomes the same tile in each step of a loop."""
     check = TritonSemantic.binary_op_type_checking_impl
-    constants: dict[tuple[Any, ...], Any] = {}
+    constants = {}
 
     def check_others(self: Any, left: Any, right: Any, *flags: bool, **options: bool) -> Any:
         first = isinstance(left, tl.tensor)

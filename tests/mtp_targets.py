@@ -143,7 +143,7 @@ class NaiveMTP(NaiveEagle3):
         if self.zero_first:
             embeds = torch.cat((torch.zeros_like(embeds[:1]), embeds[1:]))
         positions = torch.arange(len(embeds))[None]
-        layer: Any = self.module.layers[index]
+        layer = self.module.layers[index]
         layer.use_post_norm = self.hidden == "after_norm"
         states = self.module.forward_layer(index, hidden[None], positions, None, inputs_embeds=embeds[None])[0]
         layer.use_post_norm = True
@@ -152,7 +152,7 @@ class NaiveMTP(NaiveEagle3):
     def logits(self, states: Tensor) -> Tensor:
         states = states.double()
         if self.hidden == "before_norm":
-            layer: Any = self.module.layers[0]
+            layer = self.module.layers[0]
             states = layer.post_norm(states)
         return states @ self.head.T
 
@@ -184,7 +184,7 @@ class NaiveModules(NaiveMTP):
         states = {}
         for row in range(len(text) - 1):
             self.read = {(): self.fuse(aux_states[: row + 1])}
-            states_of: dict[tuple[int, ...], Tensor] = {}
+            states_of = {}
             for step in range(min(num_steps, len(text) - 1 - row)):
                 path = text[row + 2 : row + 2 + step]
                 states_of[tuple(path)] = self._states_at(path, aux_states, text[: row + 2], states_of)

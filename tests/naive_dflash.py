@@ -131,7 +131,7 @@ class NaiveDFlash(NaiveLayers):
         """Tokens, parents and scores of the best nodes; sizes: nodes, K, slots of the block, children of a node."""
         count, depth, slots, topk = sizes
         candidates, mass, after, trust = self.lattice(aux_states, tokens, depth, slots, key, temperature)
-        nodes: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # score, candidates from the root on
+        nodes = [(0.0, ())]  # score, candidates from the root on
         for _, path in nodes:  # grows while it is read
             if len(path) < depth:
                 slot = len(path)

@@ -183,10 +183,10 @@ def grown_tree(
 
     `children_of` returns log-probabilities and tokens after a path, best first."""
     topk, depth = shape
-    candidates: list[tuple[float, list[int], int]] = []  # score, path, parent
+    candidates = []  # score, path, parent
     frontier = [-1]
     for _ in range(depth):
-        children: list[int] = []
+        children = []
         for parent in frontier:
             score, path = candidates[parent][:2] if parent >= 0 else (0.0, [])
             for value, token in children_of(path)[:topk]:

@@ -18,7 +18,7 @@ def pairwise(*factors: Collection[Any]) -> list[Any]:
     """For parametrize: the whole product. The gate keeps cases in which any two values of any two factors meet."""
     cases = list(product(*factors))
     missing = {pair for case in cases for pair in _pairs(case)}
-    gate_cases: list[Case] = []
+    gate_cases = []
     while missing:
         gate_cases.append(max(cases, key=lambda case: len(_pairs(case) & missing)))
         missing -= _pairs(gate_cases[-1])
@@ -61,8 +61,8 @@ def grouped(*keys: str) -> Callable[[Test], Test]:
 
         @functools.wraps(test)
         def run_all(*, cases: Sequence[Case], **fixtures: Any) -> None:
-            errors: list[BaseException] = []
-            skips: list[BaseException] = []
+            errors = []
+            skips = []
             for index, case in enumerate(cases):
                 values = dict(zip(names, case, strict=True))
                 try:
@@ -100,8 +100,8 @@ def _names(mark: pytest.Mark) -> Sequence[str]:
 
 def _batches(products: Sequence[pytest.Mark], keys: Sequence[int]) -> list[Any]:
     """The cases of the product, together where their values at `keys` and their marks are equal."""
-    cases: dict[tuple[str, ...], list[Case]] = {}
-    marks: dict[tuple[str, ...], list[pytest.Mark]] = {}
+    cases = {}
+    marks = {}
     for point in product(*([_marked(value, len(_names(mark))) for value in mark.args[1]] for mark in products)):
         case = tuple(value for values, _ in point for value in values)
         by_text = {repr(mark): mark for _, marks_of_value in point for mark in marks_of_value}
@@ -134,7 +134,7 @@ def _text(value: Any) -> str:
 @contextmanager
 def _fresh(fixtures: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
     """The fixtures of another case."""
-    changes: dict[str, Any] = {}
+    changes = {}
     if "tmp_path" in fixtures:
         changes["tmp_path"] = fixtures["tmp_path"] / str(index)
         changes["tmp_path"].mkdir()

@@ -244,7 +244,7 @@ def save_in_two_files(tensors: Tensors, apart: Path, folder: Path) -> None:
 
 def dequantized_weights(target: Target) -> Tensors:
     """Weights of the linear layers that are quantised, experts included, by their names in files."""
-    weights: Tensors = {}
+    weights = {}
 
     def add(parent: str, name: str, linear: QuantizedLinear) -> None:
         weight = linear.dequantized()

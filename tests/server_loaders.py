@@ -58,7 +58,7 @@ def decoder_layer(values: Values, name: str, width: int, norms: tuple[str, ...],
     inner = values["intermediate_size"]
     heads = values["num_attention_heads"] * values["head_dim"]
     groups = values["num_key_value_heads"] * values["head_dim"]
-    shapes: Shapes = {
+    shapes = {
         "self_attn.q_proj.weight": (heads, width),
         "self_attn.k_proj.weight": (groups, width),
         "self_attn.v_proj.weight": (groups, width),
@@ -78,7 +78,7 @@ def eagle3_shapes(values: Values, count: int, upper_norm: str, *, qk_norm: bool)
     hidden = values["hidden_size"]
     wide = values["target_hidden_size"] * count
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    shapes: Shapes = {
+    shapes = {
         "fc.weight": (hidden, wide),
         "norm.weight": (hidden,),
         "lm_head.weight": (values["draft_vocab_size"], hidden),
@@ -129,7 +129,7 @@ def sglang_eagle(values: Values, shapes: Shapes, _depth: int) -> None:
 
 def block_shapes(values: Values, fields: Values) -> Shapes:
     hidden = values["hidden_size"]
-    shapes: Shapes = {
+    shapes = {
         "fc.weight": (hidden, hidden * len(fields["target_layer_ids"])),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
@@ -163,7 +163,7 @@ def check_plain(values: Values) -> None:
 
 def plain_block(server: str) -> Callable[[Values, Shapes, int], None]:
     def load(values: Values, shapes: Shapes, depth: int) -> None:
-        heads: Shapes = {}
+        heads = {}
         if server == "vllm" and values.get("draft_vocab_size"):
             size = (values["draft_vocab_size"], values["hidden_size"])
             heads = {"lm_head.weight": size, "d2t": size[:1], "t2d": (values["vocab_size"],)}
@@ -185,7 +185,7 @@ def selector_block(server: str) -> Callable[[Values, Shapes, int], None]:
         fields = values["dflash_config"]
         assert server == "sglang" or fields["conv_kernel_size"] > 0
         rank = fields["selector_rank"]
-        heads: Shapes = {f"candidate_selector.{end}_codebook": (values["vocab_size"], rank) for end in ENDS}
+        heads = {f"candidate_selector.{end}_codebook": (values["vocab_size"], rank) for end in ENDS}
         heads["candidate_selector.hidden_projection.weight"] = (rank, values["hidden_size"])
         check_block(server, values, shapes, depth, heads)
 
@@ -213,7 +213,7 @@ def markov_block(server: str) -> Callable[[Values, Shapes, int], None]:
         hidden = values["hidden_size"]
         size = values.get("draft_vocab_size") or values["vocab_size"]
         assert rank > 0
-        heads: Shapes = {
+        heads = {
             "markov_head.markov_w1.weight": (values["vocab_size"], rank),
             "markov_head.markov_w2.weight": (size, rank),
         }

@@ -79,7 +79,7 @@ def plan_spec(
     spec: TargetSpec, target: Path, draft: str = "none", *, like_gpu: bool = False, **options: Any
 ) -> EnginePlan:
     """`like_gpu`: two steps in flight and captured passes, as tests play them."""
-    sizes: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 2048, "grammar_drafts": False, "device": "cpu"}
+    sizes = {"max_running": 8, "kv_cache_tokens": 2048, "grammar_drafts": False, "device": "cpu"}
     config = EngineConfig(**sizes | options | {"target": str(target), "draft": draft})
     facts = DeviceFacts.of(torch.device(config.device))
     plan = plan_draft(config.source, config.drafter, spec)

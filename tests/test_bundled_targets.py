@@ -26,7 +26,7 @@ def is_held_out(conversation_id: str) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokenizer(name: str) -> None:
+def test_tokenizer(name):
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / name)
     assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == list(range(20))
     for text in TEXTS:
@@ -36,7 +36,7 @@ def test_tokenizer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_chat_template_marks_the_assistant(name: str) -> None:
+def test_chat_template_marks_the_assistant(name):
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / name)
     roles = ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, TEXTS, strict=True)]
@@ -54,7 +54,7 @@ def test_chat_template_marks_the_assistant(name: str) -> None:
         assert (mask[len(prompt_ids) - 1], mask[len(prompt_ids)]) == (0, 1)
 
 
-def test_questions() -> None:
+def test_questions():
     with gzip.open(ASSETS / "gsm8k.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     assert [row["split"] for row in rows] == ["heldout"] * 381 + ["train"] * 3000
@@ -64,7 +64,7 @@ def test_questions() -> None:
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
 
 
-def test_prompts() -> None:
+def test_prompts():
     """The rule of assets/README.md."""
     with gzip.open(ASSETS / "gpteacher.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
@@ -78,7 +78,7 @@ def test_prompts() -> None:
         assert [message["role"] for message in row["messages"]] == ["user"]
 
 
-def test_mt_bench() -> None:
+def test_mt_bench():
     rows = [json.loads(line) for line in (ASSETS / "mt_bench.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == list(range(81, 161))
     assert all(len(row["turns"]) == 2 for row in rows)
@@ -86,7 +86,7 @@ def test_mt_bench() -> None:
 
 
 @each_case()
-def test_model_files(name: str, architecture: str, sizes: list[int], size: float) -> None:
+def test_model_files(name, architecture, sizes, size):
     folder = ASSETS / name
     assert sum(path.stat().st_size for path in folder.iterdir()) <= size
     config = json.loads((folder / "config.json").read_text())
@@ -99,7 +99,7 @@ def test_model_files(name: str, architecture: str, sizes: list[int], size: float
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_model_answers_like_gsm8k(name: str) -> None:
+def test_model_answers_like_gsm8k(name):
     folder = ASSETS / name
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

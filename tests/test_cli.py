@@ -5,8 +5,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -83,7 +81,7 @@ def without(verb: str, name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def reply(tmp_path_factory: pytest.TempPathFactory) -> Reply:
+def reply(tmp_path_factory) -> Reply:
     """line -> exit status and words of the command. One process answers all lines, and imports nothing heavy."""
     folder = tmp_path_factory.mktemp("lines")
     (folder / "here").mkdir()
@@ -98,29 +96,29 @@ def reply(tmp_path_factory: pytest.TempPathFactory) -> Reply:
 
 
 @pytest.mark.parametrize(("line", "status", "words"), TRAINING)
-def test_a_training_program_answers_before_it_imports_torch(line: str, status: int, words: str, reply: Reply) -> None:
+def test_a_training_program_answers_before_it_imports_torch(line, status, words, reply):
     assert reply(line)[0] == str(status)
     assert words in reply(line)[1]
 
 
-def test_ctrl_c_ends_a_program_that_is_being_imported() -> None:
+def test_ctrl_c_ends_a_program_that_is_being_imported():
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (130, "slipstream prepare: interrupted\n")
 
 
-def test_every_verb_is_tried() -> None:
+def test_every_verb_is_tried():
     assert LINES.keys() == cli.VERBS.keys()
 
 
 @pytest.mark.parametrize("verb", LINES)
-def test_help_imports_little(verb: str, reply: Reply) -> None:
+def test_help_imports_little(verb, reply):
     status, words = reply(f"{verb} --help")
     assert status == "0"
     assert f"usage: slipstream {verb}" in words
 
 
 @pytest.mark.parametrize(("line", "option"), WRONG)
-def test_unknown_options_and_wrong_values_are_refused_at_once(line: str, option: str, reply: Reply) -> None:
+def test_unknown_options_and_wrong_values_are_refused_at_once(line, option, reply):
     status, words = reply(f"{line} {option}")
     name = option.removeprefix("--").partition("=")[0]
     assert status == "2"
@@ -128,7 +126,7 @@ def test_unknown_options_and_wrong_values_are_refused_at_once(line: str, option:
 
 
 @pytest.mark.parametrize(("verb", "name"), REQUIRED)
-def test_required_options_are_marked_and_asked_for_at_once(verb: str, name: str, reply: Reply) -> None:
+def test_required_options_are_marked_and_asked_for_at_once(verb, name, reply):
     status, words = reply(without(verb, name))
     assert status == "2"
     assert f"error: {name} is empty; name " in words
@@ -136,7 +134,7 @@ def test_required_options_are_marked_and_asked_for_at_once(verb: str, name: str,
 
 
 @pytest.mark.parametrize("verb", LINES)
-def test_missing_inputs_are_refused_at_once(verb: str, reply: Reply) -> None:
+def test_missing_inputs_are_refused_at_once(verb, reply):
     status, words = reply(f"{verb} {LINES[verb][2]}")
     option, _, value = LINES[verb][2].split()[0].removeprefix("--").partition("=")
     assert status == "1"
@@ -144,13 +142,13 @@ def test_missing_inputs_are_refused_at_once(verb: str, reply: Reply) -> None:
 
 
 @each_case()
-def test_an_unknown_verb_is_answered_with_the_nearest(word: str, remedy: str, exits: Any) -> None:
+def test_an_unknown_verb_is_answered_with_the_nearest(word, remedy, exits):
     with exits(f"unknown verb {word!r}; {remedy}", 2):
         cli.main([word])
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+def options(tmp_path_factory) -> dict[str, set[str]]:
     """Names of all options, by verb; those of `serve` with every drafter."""
     classes = {verb: [cli.load(parts.options)] for verb, parts in cli.VERBS.items()}
     classes["serve"] = [options_class("ngram")]
@@ -165,7 +163,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_of_pages_have_options_that_exist(page: Path, options: dict[str, set[str]]) -> None:
+def test_commands_of_pages_have_options_that_exist(page, options):
     for verb, server, words in COMMAND.findall(page.read_text().replace("\\\n", " ")):
         names = options[verb or server] | {"config", "print_config", "help", "fast"}
         for flag in re.findall(r"(?<=--)[a-z][\w.-]*", words.partition("#")[0]):

@@ -4,7 +4,6 @@ import errno
 import os
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -62,7 +61,7 @@ class Mappings:
     weights: dict[str, float] = field(default_factory=dict)
 
 
-def test_keys_that_are_names_of_options_may_have_dashes() -> None:
+def test_keys_that_are_names_of_options_may_have_dashes():
     flags = ["--part.engine-options.max-running", "3", "--weights.my-data=2"]
     options = parse(Mappings, flags, prog="test", description="A test.")
     assert (options.part.engine_options, options.weights) == ({"max_running": 3}, {"my-data": 2.0})
@@ -76,9 +75,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @each_case()
-def test_a_value_of_the_wrong_type(
-    flag: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_value_of_the_wrong_type(flag, sentence, capsys, tmp_path):
     assert refusal(capsys, flag) == f"test: error: {sentence}"
     name, value = flag.removeprefix("--").split("=")
     file = tmp_path / "options.yaml"
@@ -88,16 +85,16 @@ def test_a_value_of_the_wrong_type(
 
 
 @pytest.mark.parametrize("words", ["--sizes 1 8", "--sizes 1,8", "--sizes=[1,8]", "--sizes [1] 8"])
-def test_lists_of_numbers(words: str) -> None:
+def test_lists_of_numbers(words):
     assert parse(Lists, words.split(), prog="test", description="A test.").sizes == (1, 8)
 
 
-def test_items_that_are_no_lists() -> None:
+def test_items_that_are_no_lists():
     words = ["--names", "[1].jsonl", "a,b", "[c, d]"]
     assert parse(Lists, words, prog="test", description="A test.").names == ("[1].jsonl", "a,b", "c", "d")
 
 
-def test_an_empty_section(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_empty_section(capsys, tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("size: 4\npart:\n")
     assert refusal(capsys, "--config", str(file)) == (
@@ -128,7 +125,7 @@ DEFAULTS = {"needed.rate": 0.5, "needed.kind": "fast", "slow.rate": 0.1, "slow.k
         ({"extra.rate": 7.0, "gone": 1}, {**DEFAULTS, "extra.kind": "fast"}),
     ],
 )
-def test_saved_options_are_completed_by_defaults(saved: dict[str, object], added: dict[str, object]) -> None:
+def test_saved_options_are_completed_by_defaults(saved, added):
     assert complete(saved, option_defaults(Nested)) == saved | added
 
 
@@ -166,10 +163,8 @@ NO_FILE = "check the path, or name another"
         (errno.ENOENT, None, f"[Errno {errno.ENOENT}] {ABSENT}"),
     ],
 )
-def test_errors_of_files_name_option_file_and_remedy(
-    code: int, file: str | None, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def program(_: Files) -> None:
+def test_errors_of_files_name_option_file_and_remedy(code, file, sentence, capsys):
+    def program(_):
         raise OSError(code, os.strerror(code), *([] if file is None else [file]))
 
     with pytest.raises(SystemExit) as ended:
@@ -177,7 +172,7 @@ def test_errors_of_files_name_option_file_and_remedy(
     assert (ended.value.code, capsys.readouterr().err) == (1, f"test: error: {sentence}\n")
 
 
-def test_an_output_that_takes_no_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_that_takes_no_more(monkeypatch, capsys):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as output:
@@ -197,10 +192,8 @@ def test_an_output_that_takes_no_more(monkeypatch: pytest.MonkeyPatch, capsys: p
     release_streams()
 
 
-def test_ctrl_c_while_options_are_read_is_told_in_a_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
+def test_ctrl_c_while_options_are_read_is_told_in_a_line(capsys, monkeypatch):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("slipstream.config.parse_or_exit", interrupt)

@@ -29,19 +29,18 @@ def unit_command() -> list[str]:
 def image_command() -> list[str]:
     """The container's entry point."""
     line = next(line for line in IMAGE.splitlines() if line.startswith("ENTRYPOINT"))
-    command: list[str] = json.loads(line.removeprefix("ENTRYPOINT"))
-    return command
+    return json.loads(line.removeprefix("ENTRYPOINT"))
 
 
 @pytest.mark.parametrize("command", [unit_command(), image_command()], ids=["unit", "image"])
-def test_commands_have_options_that_exist(command: list[str], tmp_path: Path) -> None:
+def test_commands_have_options_that_exist(command, tmp_path):
     assert Path(command[0]).name in PROJECT["project"]["scripts"]
     (tmp_path / "serve.yaml").write_text("target: x\n")
     options = [word.replace("${CREDENTIALS_DIRECTORY}", str(tmp_path)) for word in command[1:]]
     assert read_config(options).log_format == "json"
 
 
-def test_the_unit_hands_over_every_file_that_it_names() -> None:
+def test_the_unit_hands_over_every_file_that_it_names():
     """The server's user cannot read /etc/slipstream, which is root's alone."""
     names = {word.removeprefix("${CREDENTIALS_DIRECTORY}/") for word in unit_command() if "/" in word} - {
         unit_command()[0]
@@ -51,19 +50,19 @@ def test_the_unit_hands_over_every_file_that_it_names() -> None:
     assert all(name == file for name, file in handed.items())
 
 
-def test_the_unit_waits_longer_than_the_server_drains() -> None:
+def test_the_unit_waits_longer_than_the_server_drains():
     wait = re.search(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
     assert wait is not None
     assert int(wait[1]) >= read_config([]).drain_timeout + 15
 
 
-def test_the_image_installs_the_same_torch_as_the_package() -> None:
+def test_the_image_installs_the_same_torch_as_the_package():
     [torch] = [requirement for requirement in PROJECT["project"]["dependencies"] if requirement.startswith("torch>")]
     assert f'"{torch}"' in IMAGE
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
-def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+def test_systemd_understands_the_unit(tmp_path):
     (tmp_path / "slipstream.service").write_text(UNIT.replace(unit_command()[0], shutil.which("true") or ""))
     command = ["systemd-analyze", "verify", tmp_path / "slipstream.service"]
     verified = subprocess.run(command, capture_output=True, text=True)
@@ -144,15 +143,15 @@ def service() -> Any:
 
 
 @pytest.fixture(scope="module")
-def applications(service: Any) -> Any:
+def applications(service) -> Any:
     return yaml.safe_load(service["spec"]["serveConfigV2"])
 
 
-def test_kubernetes_understands_the_service(service: Any) -> None:
+def test_kubernetes_understands_the_service(service):
     jsonschema.validate(service, SERVICE, jsonschema.Draft202012Validator)
 
 
-def test_the_service_has_options_and_a_program_that_exist(applications: Any) -> None:
+def test_the_service_has_options_and_a_program_that_exist(applications):
     [application] = applications["applications"]
     module, function = application["import_path"].removeprefix("slipstream.").split(":")
     assert f"def {function}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
@@ -160,7 +159,7 @@ def test_the_service_has_options_and_a_program_that_exist(applications: Any) -> 
     assert (config.host, config.port) == (applications["http_options"]["host"], applications["http_options"]["port"])
 
 
-def test_the_service_has_the_release_room_and_files_that_its_application_needs(service: Any, applications: Any) -> None:
+def test_the_service_has_the_release_room_and_files_that_its_application_needs(service, applications):
     cluster = service["spec"]["rayClusterConfig"]
     [requirement] = PROJECT["project"]["optional-dependencies"]["ray"]
     assert requirement.startswith(f"ray[serve]>={cluster['rayVersion'].rpartition('.')[0]},")
@@ -176,6 +175,6 @@ def test_the_service_has_the_release_room_and_files_that_its_application_needs(s
     assert {"name": "RAY_SERVE_ENABLE_HA_PROXY", "value": "1"} in container["env"]
 
 
-def test_ray_understands_the_application(applications: Any) -> None:
+def test_ray_understands_the_application(applications):
     schema = pytest.importorskip("ray.serve.schema", reason="needs Ray: pip install -e '.[ray]'")
     schema.ServeDeploySchema(**applications)

@@ -5,7 +5,7 @@ import pytest
 from slipstream.tests.house import SUBJECT, num_tokens
 
 
-def test_comments_docstrings_and_layout_cost_nothing() -> None:
+def test_comments_docstrings_and_layout_cost_nothing():
     code = "x = 1\ndef f(a):\n    return a + x\n"
     documented = '"""Module."""\n\nx = 1  # one\n\n\ndef f(a):\n    """Function."""\n\n    return a + x\n'
     assert num_tokens(code) == 3 + 6 + 4
@@ -22,5 +22,5 @@ def test_comments_docstrings_and_layout_cost_nothing() -> None:
         ("serve: " + "x" * 66, False),
     ],
 )
-def test_subjects_have_an_area_and_are_short(subject: str, is_right: bool) -> None:
+def test_subjects_have_an_area_and_are_short(subject, is_right):
     assert bool(SUBJECT.fullmatch(subject)) == is_right

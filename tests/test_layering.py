@@ -93,7 +93,7 @@ OWNERS = {
 @cache
 def imports_of(file: Path) -> set[str]:
     """Every imported name, wherever it stands: "a.b" for `import a.b`; "a.b" and "a.b.c" for `from a.b import c`."""
-    names: set[str] = set()
+    names = set()
     for node in nodes_of(file):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -114,7 +114,7 @@ def is_within(module: str, prefixes: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("folder", ALLOWED)
-def test_imports_point_downwards(folder: str) -> None:
+def test_imports_point_downwards(folder):
     files = [file for file in FILES if file.parts[0] == folder]
     assert files
     wrong = {
@@ -127,7 +127,7 @@ def test_imports_point_downwards(folder: str) -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_rooms_of_serve_share_plain_data_alone(room: str) -> None:
+def test_rooms_of_serve_share_plain_data_alone(room):
     files = [file for file in FILES if file.parts[:2] == ("serve", room)]
     assert files
     rooms = tuple(f"serve.{name}" for name in ("http", "engine", "runner", "drafters", "attention"))
@@ -141,7 +141,7 @@ def test_rooms_of_serve_share_plain_data_alone(room: str) -> None:
     assert not wrong
 
 
-def test_a_single_server_imports_nothing_of_deployments() -> None:
+def test_a_single_server_imports_nothing_of_deployments():
     wrong = {
         f"{file} imports {module}"
         for file in FILES
@@ -152,7 +152,7 @@ def test_a_single_server_imports_nothing_of_deployments() -> None:
     assert not wrong
 
 
-def test_ray_is_imported_by_two_modules_alone() -> None:
+def test_ray_is_imported_by_two_modules_alone():
     users = {str(file) for file in FILES for name in imports_of(file) if is_within(name, ("ray",))}
     assert {user for user in users if not user.startswith("tests/")} == {
         "serve/fleet/application.py",
@@ -160,18 +160,18 @@ def test_ray_is_imported_by_two_modules_alone() -> None:
     }
 
 
-def test_no_modules_import_one_another_in_a_circle() -> None:
+def test_no_modules_import_one_another_in_a_circle():
     graph = {name: own_imports(file) - {name} for name, file in MODULES.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
-def test_everything_is_imported_by_its_full_name() -> None:
+def test_everything_is_imported_by_its_full_name():
     """`import models.target` would work from the root and nowhere else, and load a second copy."""
     folders = tuple(ALLOWED)
     assert not [f"{file}: {name}" for file in FILES for name in imports_of(file) if is_within(name, folders)]
 
 
-def test_only_the_drafters_folder_names_a_drafter() -> None:
+def test_only_the_drafters_folder_names_a_drafter():
     drafters = {name for name in MODULES if is_within(name, ("serve.drafters",))} - {
         "serve.drafters.base",
         "serve.drafters.options",
@@ -187,7 +187,7 @@ def test_only_the_drafters_folder_names_a_drafter() -> None:
     assert not wrong
 
 
-def test_weights_are_the_business_of_their_module() -> None:
+def test_weights_are_the_business_of_their_module():
     users = set()
     for file in FILES:
         called = {id(node.func) for node in nodes_of(file) if isinstance(node, ast.Call)}
@@ -198,14 +198,14 @@ def test_weights_are_the_business_of_their_module() -> None:
 
 
 @pytest.mark.parametrize("modules", NOT_LOADED)
-def test_light_modules_stay_light(modules: tuple[str, ...]) -> None:
+def test_light_modules_stay_light(modules):
     lines = [f"import slipstream.{module}" for module in modules]
     lines += ["import sys", f"loaded = [name for name in {NOT_LOADED[modules]} if name in sys.modules]"]
     lines += ["assert not loaded, loaded"]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd="/")
 
 
-def test_an_engine_starts_without_transformers_and_torchs_compiler() -> None:
+def test_an_engine_starts_without_transformers_and_torchs_compiler():
     """Each takes seconds to import. The bundled target's files say all that an engine needs of it. Not even `LLM`
     needs HTTP or trackers. OpenMP itself shows the settings that it read when torch was loaded (runtime.py)."""
     lines = ["import slipstream.runtime, sys", "from slipstream.serve.engine.build import build_engine"]
@@ -222,7 +222,7 @@ def test_an_engine_starts_without_transformers_and_torchs_compiler() -> None:
     assert "GOMP_SPINCOUNT = '1000'" in ended.stderr
 
 
-def test_trackers_are_imported_where_they_are_used() -> None:
+def test_trackers_are_imported_where_they_are_used():
     """Not at the top of any module, so that nothing needs them installed."""
     wrong = {
         f"{file} imports {name}"
@@ -236,7 +236,7 @@ def test_trackers_are_imported_where_they_are_used() -> None:
     assert not wrong
 
 
-def test_functions_are_short() -> None:
+def test_functions_are_short():
     long = []
     for file in FILES:
         for node in nodes_of(file):

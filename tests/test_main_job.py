@@ -74,9 +74,7 @@ def save_answers(llm: LLM, path: Path, train_rows: list[Tokens], heldout_rows: l
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
-def test_an_overfitted_draft_is_accepted_whole(
-    target: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture, drafter: str
-) -> None:
+def test_an_overfitted_draft_is_accepted_whole(target, tmp_path, caplog, drafter):
     """One batch learnt by heart: every round emits as many tokens as the draft and the target's own make."""
     program, flags, options, length, num_questions, num_rounds = DRAFTERS[drafter]
     questions = prompts(target, "heldout", num_questions)
@@ -107,7 +105,7 @@ def check_warning_for_another_tokenizer(draft: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.fixture(scope="module")
-def folder(target: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(target, tmp_path_factory) -> Path:
     """The target's answers and their token map; the tests serve the held-out questions."""
     folder = tmp_path_factory.mktemp("main_job")
     splits = {split: prompts(target, split, count) for split, count in (("train", 400), ("heldout", 64))}
@@ -118,7 +116,7 @@ def folder(target: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["eagle3", "dflash"])
-def trained(request: pytest.FixtureRequest, folder: Path) -> Path:
+def trained(request, folder) -> Path:
     """A draft trained for about two minutes by its recipe."""
     program, *_ = DRAFTERS[request.param]
     output = folder / request.param
@@ -132,7 +130,7 @@ def trained(request: pytest.FixtureRequest, folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_64_answers_are_the_same_with_and_without_the_draft(target: LLM, trained: Path, temperature: float) -> None:
+def test_64_answers_are_the_same_with_and_without_the_draft(target, trained, temperature):
     questions = prompts(target, "heldout", 64)
     alone = LLM(str(TINY), max_running=1)
     expected = [reply.tokens for reply in answer(alone, questions, 128, temperature)]
@@ -145,7 +143,7 @@ def test_64_answers_are_the_same_with_and_without_the_draft(target: LLM, trained
 
 
 @pytest.mark.slow
-def test_64_greedy_answers_are_those_of_transformers(target: LLM, trained: Path) -> None:
+def test_64_greedy_answers_are_those_of_transformers(target, trained):
     questions = prompts(target, "heldout", 64)
     served = answer(LLM(str(TINY), str(trained / "best")), questions, 128)
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
@@ -155,7 +153,7 @@ def test_64_greedy_answers_are_those_of_transformers(target: LLM, trained: Path)
 
 
 @pytest.mark.slow
-def test_the_simulated_accept_length_is_the_served_one(target: LLM, trained: Path) -> None:
+def test_the_simulated_accept_length_is_the_served_one(target, trained):
     """Both walk the same texts; they differ by bf16 weights on disk only."""
     records = read_metrics(trained / "metrics.jsonl")
     simulated = max(record["eval_accept_length"] for record in records if "eval_accept_length" in record)

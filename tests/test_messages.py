@@ -29,7 +29,7 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("target")
     build_tokenizer(TEMPLATE).save_pretrained(path)
     return path
@@ -60,9 +60,7 @@ SEEN = table_of(__file__, "seen")
 
 
 @pytest.mark.parametrize(("message", "role", "content", "name"), SEEN)
-def test_requests_and_rows_show_the_template_the_same(
-    folder: Path, message: dict[str, Any], role: str, content: str, name: str | None
-) -> None:
+def test_requests_and_rows_show_the_template_the_same(folder, message, role, content, name):
     messages = [*chat("How are you?", "fine"), message, *chat("What?")]
     plain = {"content": content, "role": role} | ({} if name is None else {"name": name})
     turn = f"<|im_start|>{sorted(plain.items())}<|im_end|>"
@@ -72,20 +70,20 @@ def test_requests_and_rows_show_the_template_the_same(
 
 
 @each_case()
-def test_calls_and_reasoning_are_shown_the_same(folder: Path, message: dict[str, Any]) -> None:
+def test_calls_and_reasoning_are_shown_the_same(folder, message):
     messages = [*chat("How are you?"), message, *chat("What?")]
     assert served(folder, messages) == trained({"messages": messages})
 
 
 @each_case()
-def test_tools_are_shown_the_same(folder: Path, function: dict[str, Any]) -> None:
+def test_tools_are_shown_the_same(folder, function):
     tools = [{"type": "function", "function": function}]
     assert '"name": "add"' in (rendered := served(folder, chat("Hi"), tools))
     assert rendered == trained({"messages": chat("Hi"), "tools": tools})
 
 
 @each_case()
-def test_what_a_request_may_not_hold_a_row_may_not(folder: Path, message: dict[str, Any], fault: str) -> None:
+def test_what_a_request_may_not_hold_a_row_may_not(folder, message, fault):
     messages = [*chat("How are you?"), message]
     with pytest.raises(ValueError, match=re.escape(fault)):
         trained({"messages": messages})
@@ -94,7 +92,7 @@ def test_what_a_request_may_not_hold_a_row_may_not(folder: Path, message: dict[s
 
 
 @pytest.mark.parametrize("options", [{}, {"date": "2025-03-05"}, {"date": "today"}])
-def test_requests_and_rows_see_the_same_date(folder: Path, options: dict[str, str]) -> None:
+def test_requests_and_rows_see_the_same_date(folder, options):
     rendered = served(folder, chat("Hi"), **options)
     assert rendered == trained({"messages": chat("Hi")}, **options)
     if options == {}:
@@ -104,10 +102,10 @@ def test_requests_and_rows_see_the_same_date(folder: Path, options: dict[str, st
 
 
 @pytest.mark.parametrize("config", [ConversationOptions, ServeConfig])
-def test_a_bad_date_is_a_sentence(config: Any) -> None:
+def test_a_bad_date_is_a_sentence(config):
     with pytest.raises(ValueError, match="date is '26 July'; write year-month-day, such as 2024-07-26, or today"):
         config(target="owner/model", date="26 July")
 
 
-def test_rows_remember_the_day_that_was_today() -> None:
+def test_rows_remember_the_day_that_was_today():
     assert len(ConversationOptions(date="today").date) == len("2024-07-26")

@@ -2,9 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,13 +13,13 @@ from slipstream.tests.user_errors import user_error
 
 
 @each_case()
-def test_bad_engine_options_are_sentences(field: str, value: Any, remedy: str) -> None:
+def test_bad_engine_options_are_sentences(field, value, remedy):
     with user_error(f"^{field} is {value!r}; {remedy}$"):
         EngineConfig(**{"target": "owner/model", field: value})
 
 
 @pytest.mark.parametrize(("objective", "ms"), [("throughput", None), ("itl=20ms", 20.0), ("itl=0.5ms", 0.5)])
-def test_an_objective_may_be_a_time(objective: str, ms: float | None) -> None:
+def test_an_objective_may_be_a_time(objective, ms):
     assert EngineConfig(target="owner/model", objective=objective).itl_ms == ms
 
 
@@ -29,26 +27,24 @@ def test_an_objective_may_be_a_time(objective: str, ms: float | None) -> None:
     ("budget", "captured", "tokens"),
     [(1024, 1024, 1024), (100, 1024, 100), (1024, 7, 7), (1024, 0, 0), (4096, None, 4096), (None, None, 1024)],
 )
-def test_captured_passes_take_no_more_of_a_prompt_than_any_other(
-    budget: int | None, captured: int | None, tokens: int
-) -> None:
+def test_captured_passes_take_no_more_of_a_prompt_than_any_other(budget, captured, tokens):
     config = EngineConfig(target="owner/model", prefill_budget=budget, prefill_graph_tokens=captured)
     assert config.captured_tokens == tokens
 
 
-def test_the_server_checks_the_engines_options_too() -> None:
+def test_the_server_checks_the_engines_options_too():
     with user_error("dtype is 'int8'"):
         ServeConfig(dtype="int8")
 
 
 @each_case()
-def test_bad_sampling_parameters_are_sentences(field: str, value: Any, remedy: str) -> None:
+def test_bad_sampling_parameters_are_sentences(field, value, remedy):
     with user_error(f"^{field} is {value}; it must be {remedy}$"):
         SamplingParams(**{"max_tokens": 5, field: value})
 
 
 @each_case()
-def test_a_bad_logit_bias_is_a_sentence(bias: Any, message: str) -> None:
+def test_a_bad_logit_bias_is_a_sentence(bias, message):
     with user_error(f"^{message}$"):
         SamplingParams(max_tokens=5, logit_bias=bias)
 
@@ -62,40 +58,40 @@ def test_a_bad_logit_bias_is_a_sentence(bias: Any, message: str) -> None:
         ("bad_words", lambda token: ((4, 5), (6, token))),
     ],
 )
-def test_what_is_no_token_id_is_a_sentence(field: str, holding: Callable[[Any], Any], token: Any) -> None:
+def test_what_is_no_token_id_is_a_sentence(field, holding, token):
     message = f"{field} has the token id {token!r}; it must be an integer from 0 up"
     with user_error(f"^{re.escape(message)}$"):
         SamplingParams(max_tokens=5, **{field: holding(token)})
 
 
-def test_stop_token_ids_are_kept_as_a_tuple() -> None:
+def test_stop_token_ids_are_kept_as_a_tuple():
     assert SamplingParams(max_tokens=5, stop_token_ids=[7, 8]).stop_token_ids == (7, 8)  # type: ignore[arg-type]
     with user_error("^stop_token_ids is 7; it must be a list of token ids$"):
         SamplingParams(max_tokens=5, stop_token_ids=7)  # type: ignore[arg-type]
 
 
-def test_a_logit_bias_is_kept_as_pairs() -> None:
+def test_a_logit_bias_is_kept_as_pairs():
     params = SamplingParams(max_tokens=5, logit_bias={9: -100, 3: 0.5})
     assert params.logit_bias == ((3, 0.5), (9, -100))
     assert params == SamplingParams(max_tokens=5, logit_bias=params.logit_bias)
     assert hash(params) == hash(SamplingParams(max_tokens=5, logit_bias=params.logit_bias))
 
 
-def test_limits_themselves_are_allowed() -> None:
+def test_limits_themselves_are_allowed():
     SamplingParams(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     SamplingParams(max_tokens=1, temperature=100.0, top_k=10**6, top_p=1e-6, min_p=1.0)
     SamplingParams(max_tokens=1, presence_penalty=-2, frequency_penalty=2, repetition_penalty=1e-3, logit_bias={0: 100})
     EngineConfig(max_model_len=1, max_running=1, prefill_budget=1, kv_cache_tokens=1, mem_fraction=0.98)
 
 
-def test_simulated_acceptance_is_a_length() -> None:
+def test_simulated_acceptance_is_a_length():
     EngineConfig(simulate_accept_length=2.5)
     for length in (0.5, float("inf"), float("nan")):
         with user_error(f"simulate_accept_length is {length}; it must be a number of tokens, at"):
             EngineConfig(simulate_accept_length=length)
 
 
-def test_the_target_is_the_one_asked_for_or_the_drafts(tmp_path: Path) -> None:
+def test_the_target_is_the_one_asked_for_or_the_drafts(tmp_path):
     folders = {name: tmp_path / name for name in ("draft", "named", "asked")}
     for folder in folders.values():
         folder.mkdir()
@@ -106,7 +102,7 @@ def test_the_target_is_the_one_asked_for_or_the_drafts(tmp_path: Path) -> None:
     assert find_target(EngineConfig(target=user_target)) == (user_target, folders["asked"])
 
 
-def test_the_drafts_target_is_sought_where_it_lay_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafts_target_is_sought_where_it_lay_in_training(tmp_path, monkeypatch):
     """Never on the hub, whose ids a relative folder may look like."""
     monkeypatch.chdir(tmp_path)
     draft = tmp_path / "draft"
@@ -126,13 +122,13 @@ def test_the_drafts_target_is_sought_where_it_lay_in_training(tmp_path: Path, mo
         find_target(EngineConfig(draft=str(draft)))
 
 
-def test_the_drafts_target_has_to_be_there(tmp_path: Path) -> None:
+def test_the_drafts_target_has_to_be_there(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"target": "/nowhere/model"}))
     with user_error("the target that draft .* names cannot be read .* add --target"):
         find_target(EngineConfig(draft=str(tmp_path)))
 
 
-def test_a_draft_without_a_target_needs_one(tmp_path: Path) -> None:
+def test_a_draft_without_a_target_needs_one(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with user_error(f"draft {tmp_path} names no target; add --target"):
         find_target(EngineConfig(draft=str(tmp_path)))

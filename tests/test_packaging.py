@@ -24,19 +24,19 @@ OF_OTHERS = {"encoder.py", "generation/utils.py", "prepare_data.py", "vllm/v1/sa
 IDENTIFIER = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
 
 
-def test_the_package_list_is_the_tree() -> None:
+def test_the_package_list_is_the_tree():
     folders = {file.parent for file in python_files() if file.parts[0] not in NOT_INSTALLED}
     packages = {".".join(("slipstream", *folder.parts)) for folder in folders}
     assert PROJECT["tool"]["setuptools"]["packages"] == sorted(packages)
     assert PROJECT["tool"]["setuptools"]["package-dir"] == {"slipstream": "."}
 
 
-def test_only_the_root_has_an_init_file() -> None:
+def test_only_the_root_has_an_init_file():
     """With one in kernels/, `import kernels` from the root would hide the package that transformers looks for."""
     assert [file for file in python_files() if file.name == "__init__.py"] == [Path("__init__.py")]
 
 
-def test_no_script_hides_an_installed_module() -> None:
+def test_no_script_hides_an_installed_module():
     elsewhere = [entry for entry in sys.path if "site-packages" in entry or ROOT not in Path(entry or ".").parents]
     elsewhere = [entry for entry in elsewhere if Path(entry or ".").resolve() != ROOT]
     for file in python_files():
@@ -46,18 +46,18 @@ def test_no_script_hides_an_installed_module() -> None:
             assert spec is None, f"{file} hides {spec.origin if spec else ''}"
 
 
-def test_no_file_is_named_after_nothing() -> None:
+def test_no_file_is_named_after_nothing():
     vague = {"utils", "util", "common", "helpers", "misc"}
     assert not [file for file in python_files() if vague & {*file.parent.parts, file.stem}]
 
 
 @pytest.mark.parametrize("script", PROJECT["project"]["scripts"])
-def test_console_scripts_lead_to_a_function(script: str) -> None:
+def test_console_scripts_lead_to_a_function(script):
     module, function = PROJECT["project"]["scripts"][script].split(":")
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_the_version_is_the_packages() -> None:
+def test_the_version_is_the_packages():
     module = PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"].removesuffix(".__version__")
     assert importlib.import_module(module).__version__
 
@@ -68,7 +68,7 @@ def anchor(heading: str) -> str:
     return text.strip().replace(" ", "-")
 
 
-def test_links_of_documents_lead_somewhere() -> None:
+def test_links_of_documents_lead_somewhere():
     broken = []
     for page in PAGES:
         for link in LINK.findall(prose(page)):
@@ -82,7 +82,7 @@ def test_links_of_documents_lead_somewhere() -> None:
     assert not broken
 
 
-def test_tables_of_documents_are_whole() -> None:
+def test_tables_of_documents_are_whole():
     """Each has a header and the line below it, and as many cells in every row; a `|` in code counts as text."""
     broken = []
     for page in PAGES:
@@ -98,7 +98,7 @@ def prose(page: Path) -> str:
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
-def test_pages_about_the_code_name_what_is_there() -> None:
+def test_pages_about_the_code_name_what_is_there():
     """Their files exist, and every identifier in backticks is a word of the sources."""
     files = python_files()
     sources = [(ROOT / file).read_text() for file in files if file.parts[0] != "tests"]
@@ -111,7 +111,7 @@ def test_pages_about_the_code_name_what_is_there() -> None:
     assert not unknown
 
 
-def test_sources_name_files_that_exist() -> None:
+def test_sources_name_files_that_exist():
     files = python_files()
     sources = [file for file in files if file.parts[0] != "tests"]
     unknown = {str(file): missing_files((ROOT / file).read_text(), files) - OF_OTHERS for file in sources}

@@ -21,7 +21,7 @@ def batches_of(test: Test) -> dict[str, Sequence[Any]]:
     return {param.id: param.values[-1] for param in test.pytestmark[-1].args[1]}  # type: ignore[attr-defined]
 
 
-def test_cases_of_equal_marks_and_keys_are_one_test() -> None:
+def test_cases_of_equal_marks_and_keys_are_one_test():
     @grouped("name")
     @pytest.mark.filterwarnings("error")
     @pytest.mark.parametrize("factor", [1, 2])
@@ -36,8 +36,8 @@ def test_cases_of_equal_marks_and_keys_are_one_test() -> None:
     assert [[mark.name for mark in param.marks] for param in batches.args[1]] == [[], ["slow"], ["slow"]]
 
 
-def test_all_cases_run_and_those_that_fail_are_named(tmp_path: Path) -> None:
-    runs: list[tuple[int, Path]] = []
+def test_all_cases_run_and_those_that_fail_are_named(tmp_path):
+    runs = []
 
     @grouped()
     @pytest.mark.parametrize("number", range(5))
@@ -57,7 +57,7 @@ def test_all_cases_run_and_those_that_fail_are_named(tmp_path: Path) -> None:
     assert len({folder for _, folder in runs}) == 5
 
 
-def test_a_case_does_not_see_what_another_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_does_not_see_what_another_patched(monkeypatch):
     monkeypatch.setenv("FROM_A_FIXTURE", "1")
 
     @grouped()
@@ -71,7 +71,7 @@ def test_a_case_does_not_see_what_another_patched(monkeypatch: pytest.MonkeyPatc
     assert "FROM_A_CASE" not in os.environ
 
 
-def test_a_skipped_case_hides_no_other() -> None:
+def test_a_skipped_case_hides_no_other():
     @grouped()
     @pytest.mark.parametrize("number", [0, 1])
     def skip_zero(number: int) -> None:
@@ -85,7 +85,7 @@ def test_a_skipped_case_hides_no_other() -> None:
         skip_zero(cases=[(0,), (0,)])
 
 
-def test_the_gate_has_no_case_of_a_marked_value() -> None:
+def test_the_gate_has_no_case_of_a_marked_value():
     cases = rotating([1, 2, pytest.param(3, marks=pytest.mark.gpu)], ["a", "b"])
     marks = {case.values: [mark.name for mark in case.marks] for case in cases}
     assert marks == {

@@ -18,9 +18,7 @@ OPENMP_USERS = ("torch", "accelerate", "transformers")  # importing one imports 
 
 
 @each_case()
-def test_the_policy_is_set_unless_the_user_has_set_one(
-    variables: dict[str, str], torch_came_first: bool, is_in_time: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_policy_is_set_unless_the_user_has_set_one(variables, torch_came_first, is_in_time, monkeypatch):
     for name in NAMES:
         monkeypatch.setenv(name, "")  # so that the end of the test restores it
         monkeypatch.delenv(name)
@@ -32,7 +30,7 @@ def test_the_policy_is_set_unless_the_user_has_set_one(
     assert {name: os.environ[name] for name in NAMES if name in os.environ} == (variables or {"GOMP_SPINCOUNT": "1000"})
 
 
-def test_a_worker_ends_with_a_program_that_is_killed() -> None:
+def test_a_worker_ends_with_a_program_that_is_killed():
     program = """if __name__ == "__main__":
     import os, time
     from concurrent.futures import ProcessPoolExecutor
@@ -49,9 +47,7 @@ def test_a_worker_ends_with_a_program_that_is_killed() -> None:
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-def test_a_long_stage_is_named_before_it_ends(
-    is_long: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_stage_is_named_before_it_ends(is_long, monkeypatch, caplog):
     class Timer:
         def __init__(self, seconds: float, function: Callable[..., None], args: tuple[str, ...]) -> None:
             self.ring = lambda: function(*args)
@@ -64,7 +60,7 @@ def test_a_long_stage_is_named_before_it_ends(
         def cancel(self) -> None:
             self.is_over = True
 
-    timers: list[Timer] = []
+    timers = []
     monkeypatch.setattr(runtime.threading, "Timer", Timer)
     caplog.set_level(logging.INFO)
     with runtime.stage("loading the weights"):
@@ -77,7 +73,7 @@ def test_a_long_stage_is_named_before_it_ends(
     assert caplog.messages[-1].startswith("loading the weights: 0.")
 
 
-def test_every_program_sets_it_before_it_imports_torch() -> None:
+def test_every_program_sets_it_before_it_imports_torch():
     late = []
     for file in python_files():
         source = (ROOT / file).read_text()
@@ -94,9 +90,7 @@ def test_every_program_sets_it_before_it_imports_torch() -> None:
 @pytest.mark.parametrize(
     ("cores", "load", "free"), [(2, 0.1, 2), (2, 0.9, 1), (2, 2.0, 1), (8, 0.6, 7), (8, 7.9, 1), (1, 1.0, 1)]
 )
-def test_busy_cores_are_left_to_others_and_said(
-    cores: int, load: float, free: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_busy_cores_are_left_to_others_and_said(cores, load, free, monkeypatch, capsys):
     monkeypatch.setattr(runtime, "usable_cores", lambda: cores)
     monkeypatch.setattr(runtime, "cores_in_use", lambda: load)
     assert runtime.free_cores() == free

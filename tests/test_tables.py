@@ -44,7 +44,7 @@ def repeated_keys(node: yaml.Node) -> Iterator[str]:
             yield from repeated_keys(item)
 
 
-def test_no_mapping_has_a_key_twice() -> None:
+def test_no_mapping_has_a_key_twice():
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     repeated = [
         f"{file.relative_to(ROOT)} {key}"
@@ -57,7 +57,7 @@ def test_no_mapping_has_a_key_twice() -> None:
     assert [*repeated_keys(yaml.compose("{a: 1, b: [{c: 1, 2: 1, c: 2}]}"))] == ["line 1: c"]
 
 
-def test_the_package_has_all_tables() -> None:
+def test_the_package_has_all_tables():
     installed = {
         str(file.relative_to(ROOT))
         for package, patterns in PACKAGE_DATA.items()
@@ -70,7 +70,7 @@ def test_the_package_has_all_tables() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_fields_of_rows_have_their_types(name: str) -> None:
+def test_fields_of_rows_have_their_types(name):
     for key, row in ROWS[name].items():
         for field, hint in get_type_hints(type(row)).items():
             value = getattr(row, field)
@@ -80,7 +80,7 @@ def test_fields_of_rows_have_their_types(name: str) -> None:
                 pytest.fail(f"{name}: {field} of {key} is {value!r}: {error}")
 
 
-def test_names_in_tables_are_those_of_the_code() -> None:
+def test_names_in_tables_are_those_of_the_code():
     for table in ("experts", "mtp", "tensor_names", "needed_too"):
         assert TABLES[table].keys() <= FAMILIES.keys(), table
     assert {*TEXT_PARTS.values()} <= FAMILIES.keys()
@@ -88,7 +88,7 @@ def test_names_in_tables_are_those_of_the_code() -> None:
     assert {*LAYOUTS["architectures"].values()} <= DRAFTERS.keys()
 
 
-def test_fields_without_effect_have_lists_of_values() -> None:
+def test_fields_without_effect_have_lists_of_values():
     places = [NEUTRAL_BY_PLACE[name] for name in ("completions", "message", "responses", "part")]
     places += [form["neutral"] for form in NEUTRAL_BY_PLACE["items"].values()]
     for place in places:

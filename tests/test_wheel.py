@@ -54,7 +54,7 @@ class Environment:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def environment(tmp_path_factory) -> Environment:
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
     subprocess.run(build, check=True, cwd=folder)
@@ -67,7 +67,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 @pytest.mark.slow
-def test_what_is_installed(environment: Environment) -> None:
+def test_what_is_installed(environment):
     report = json.loads(environment.run("python", "-c", INSIDE))
     for place in ("package", "core"):
         assert Path(report[place]).is_relative_to(environment.bin.parent), "not the checkout's"
@@ -80,7 +80,7 @@ def test_what_is_installed(environment: Environment) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("started_by", ["hand", "systemd", "container"])
-def test_the_installed_server_answers_and_drains(environment: Environment, started_by: str) -> None:
+def test_the_installed_server_answers_and_drains(environment, started_by):
     """Also as the unit and the image of deploy/ start it, with the same options, key and format of the log."""
     flags = ["--target", str(TINY), "--draft", "ngram", "--port", "0"]
     commands = {"hand": ["serve", "--log-format", "json"], "systemd": unit_command(), "container": image_command()}
@@ -109,5 +109,4 @@ def test_the_installed_server_answers_and_drains(environment: Environment, start
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), HEADERS)
     with urllib.request.urlopen(request) as answer:
-        reply: dict[str, Any] = json.load(answer)
-        return reply
+        return json.load(answer)

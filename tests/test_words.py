@@ -80,5 +80,5 @@ def faults_of(rule: Rule) -> dict[str, list[Fault]]:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_files_keep_the_rule(name: str) -> None:
+def test_files_keep_the_rule(name):
     assert not faults_of(RULES[name])

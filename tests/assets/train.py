@@ -118,8 +118,7 @@ def narrow(kind: type[DraftTraining], recipe: Recipe) -> type[DraftTraining]:
         @classmethod
         def new_draft(cls, options: Any, files: TargetFiles) -> DraftNetwork:
             values = (getattr(files, field.name) for field in fields(TargetFiles))
-            draft: DraftNetwork = super().new_draft(options, NarrowFiles(*values, recipe))
-            return draft
+            return super().new_draft(options, NarrowFiles(*values, recipe))
 
         def start(self, *, continues: bool = False) -> str:
             tensors = public_tensors(self.draft)

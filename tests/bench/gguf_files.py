@@ -25,7 +25,7 @@ def write_gguf(checkpoint: Path, tokenizer: Path, path: Path, quantization: str)
     writer = GGUFWriter(path, family)
     add_sizes(writer, config)
     add_tokenizer(writer, tokenizer, config["vocab_size"])
-    weights: dict[str, Tensor] = {}
+    weights = {}
     for name, weight in load_file(checkpoint / "model.safetensors").items():
         kind = GGMLQuantizationType.F32 if weight.dim() == 1 else GGMLQuantizationType[quantization]
         data = gguf.quants.quantize(rotated(name, weight.float(), config).numpy(), kind)

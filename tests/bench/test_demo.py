@@ -3,7 +3,6 @@
 import gzip
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -23,12 +22,12 @@ from slipstream.tests.user_errors import user_error
 
 
 @pytest.mark.parametrize("name", ["train_questions", "heldout_questions", "max_tokens"])
-def test_nothing_to_do_is_refused(name: str, tmp_path: Path) -> None:
+def test_nothing_to_do_is_refused(name, tmp_path):
     with user_error(f"^{name} is 0; give at least 1$"):
         DemoConfig(output=str(tmp_path), **{name: 0})
 
 
-def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
+def test_only_an_earlier_demo_is_replaced(tmp_path):
     output = tmp_path / "work"
     options = {"drafter": "eagle3"}
     open_output(str(output), {"drafter": "dflash"}, {})
@@ -65,13 +64,13 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
         open_output(str(output), options, {})
 
 
-def test_clean_leaves_the_runs() -> None:
+def test_clean_leaves_the_runs():
     commands = subprocess.run(["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert ".venv" in commands
     assert "runs" not in commands
 
 
-def test_questions_are_the_first_of_each_split() -> None:
+def test_questions_are_the_first_of_each_split():
     with gzip.open(QUESTIONS, "rt") as lines:
         rows = [json.loads(line) for line in lines]
     questions = choose_questions(bundled_rows(QUESTIONS), train=5, heldout=3)
@@ -83,7 +82,7 @@ def test_questions_are_the_first_of_each_split() -> None:
         choose_questions(rows, train=5, heldout=382)
 
 
-def test_samples_are_in_the_split_of_their_prompt(tmp_path: Path) -> None:
+def test_samples_are_in_the_split_of_their_prompt(tmp_path):
     files = {
         "questions.jsonl": [{"id": "a", "split": "train"}, {"id": "b", "split": "heldout"}],
         "answers.jsonl": [{"id": "a", "n": 0}, {"id": "b", "n": 1}],
@@ -107,9 +106,7 @@ def level(concurrency: int, texts: list[str], seconds: float) -> LoadResult:
     ("drafted", "verdict", "identical"),
     [(["a", "b"], "draft: yes", True), (["a", "c"], "draft: NO, 1 of 2 (on a GPU", False)],
 )
-def test_the_report(
-    drafted: list[str], verdict: str, identical: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report(drafted, verdict, identical, tmp_path, capsys):
     comparison = Comparison(
         drafter="eagle3",
         baseline={1: level(1, ["a", "b"], 4.0)},
@@ -130,7 +127,7 @@ def test_the_report(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["moe", "hybrid"])
-def test_a_draft_learns_the_other_targets(target: str, tmp_path: Path) -> None:
+def test_a_draft_learns_the_other_targets(target, tmp_path):
     """The demo on fewer questions, minutes each: steps of a depth of 3, and the answers of the target alone."""
     main(["--target", target, "--output", str(tmp_path / "demo"), "--train_questions", "600"])
     report = json.loads((tmp_path / "demo" / "report.json").read_text())

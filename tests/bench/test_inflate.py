@@ -48,12 +48,12 @@ def questions() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def tokens(questions: list[str]) -> Tensor:
+def tokens(questions) -> Tensor:
     return torch.tensor([AutoTokenizer.from_pretrained(TINY)("".join(questions))["input_ids"]])
 
 
 @pytest.fixture(scope="module")
-def pairs(questions: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+def pairs(questions, tmp_path_factory) -> Pairs:
     """The block draft knows what the target answers, so that part of what it drafts is right."""
     folder = tmp_path_factory.mktemp("pairs")
     tokenizer = AutoTokenizer.from_pretrained(TINY)
@@ -73,12 +73,12 @@ def pairs(questions: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pai
 
 
 @pytest.fixture(scope="module")
-def draft(pairs: Pairs) -> Path:
+def draft(pairs) -> Path:
     return pairs["eagle3"][0]
 
 
 @pytest.fixture(scope="module")
-def pair(pairs: Pairs) -> Path:
+def pair(pairs) -> Path:
     return pairs["eagle3"][1]
 
 
@@ -98,7 +98,7 @@ def answers(target: Path, draft: Path | str, prompts: list[str], dtype: str = "f
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_in_bf16_tokens_differ_at_ties_only(pair: Path, tokens: Tensor) -> None:
+def test_in_bf16_tokens_differ_at_ties_only(pair, tokens):
     small, big = (transformer(path, torch.bfloat16)(tokens).logits.float() for path in (TINY, pair / "target"))
     assert (big[..., SMALL_VOCAB:].amax(-1) < big[..., :SMALL_VOCAB].amin(-1) - 1000).all()
     best = small.topk(2).values
@@ -109,7 +109,7 @@ def test_in_bf16_tokens_differ_at_ties_only(pair: Path, tokens: Tensor) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_quiet_weights_change_no_bit(pair: Path, tokens: Tensor, dtype: torch.dtype) -> None:
+def test_quiet_weights_change_no_bit(pair, tokens, dtype):
     """Neither in the residual stream nor in a norm: as if they were zero."""
     model = transformer(pair / "target", dtype)
     tokens = tokens[:, :64]
@@ -127,7 +127,7 @@ def silenced(model: Module) -> float:
     return share / sum(weight.numel() for weight in model.parameters())
 
 
-def test_features_are_the_small_targets(pair: Path, draft: Path, tokens: Tensor) -> None:
+def test_features_are_the_small_targets(pair, draft, tokens):
     layers = {TINY: aux_ids(draft), pair / "target": aux_ids(pair / "draft")}
     assert layers == {TINY: (1, 2, 6), pair / "target": (1, 2, 8)}
     positions = torch.arange(tokens.shape[1])[None]
@@ -143,9 +143,7 @@ def aux_ids(folder: Path) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_draft_logits_are_the_small_drafts_and_the_others_far_below(
-    pairs: Pairs, tmp_path: Path, qk_norm: bool
-) -> None:
+def test_draft_logits_are_the_small_drafts_and_the_others_far_below(pairs, tmp_path, qk_norm):
     """In fp64: the enlargement itself is exact. States as the big target gives them, one behind its final norm."""
     draft, pair = pairs["eagle3"]
     if qk_norm:
@@ -174,7 +172,7 @@ def test_draft_logits_are_the_small_drafts_and_the_others_far_below(
 
 
 @pytest.mark.parametrize("is_normed", [[True], [True, False], [False, False, True]])
-def test_the_constant_reaches_the_draft_from_any_feature(is_normed: list[bool]) -> None:
+def test_the_constant_reaches_the_draft_from_any_feature(is_normed):
     """Behind the final norm it is CONSTANT * LIFT * sqrt(H / h) / rms, before it CONSTANT."""
     rms = 2.0
     inflation = Inflation(4, 16, CPU, 0)
@@ -190,9 +188,7 @@ def test_the_constant_reaches_the_draft_from_any_feature(is_normed: list[bool]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
-def test_the_pair_emits_the_small_pairs_tokens_and_accepts_as_many(
-    drafter: str, pairs: Pairs, questions: list[str]
-) -> None:
+def test_the_pair_emits_the_small_pairs_tokens_and_accepts_as_many(drafter, pairs, questions):
     draft, pair = pairs[drafter]
     prompts, min_accepted = (questions * 2, 3) if drafter == "eagle3" else (questions, 11)
     small = answers(TINY, draft, prompts)
@@ -206,7 +202,7 @@ def test_the_pair_emits_the_small_pairs_tokens_and_accepts_as_many(
 
 
 @pytest.mark.parametrize("variant", some_of(VARIANTS, ["windows", "DFlash 2", "DSpark"]))
-def test_block_logits_are_the_small_drafts_and_the_others_far_below(variant: str, pair: Path, tmp_path: Path) -> None:
+def test_block_logits_are_the_small_drafts_and_the_others_far_below(variant, pair, tmp_path):
     """In fp64: the enlargement itself is exact. States as the big target gives them, added ones as large as any."""
     save_random_dflash(TINY, tmp_path / "small", block_size=BLOCK, **VARIANTS[variant])
     states = write_big_draft(tmp_path / "small", tmp_path / "big")
@@ -266,7 +262,7 @@ class Widened(SDPABlockAttention):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_quiet_weights_of_a_block_draft_change_no_bit(pairs: Pairs, dtype: torch.dtype) -> None:
+def test_quiet_weights_of_a_block_draft_change_no_bit(pairs, dtype):
     """As if they were zero, in the states that the target's head reads."""
     pair = pairs["dflash"][1]
     module = load_draft(DFlash, pair / "draft", load_config(pair / "target"), dtype, CPU)

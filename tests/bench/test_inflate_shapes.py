@@ -41,7 +41,7 @@ def big_config(shape: str, folder: Path) -> TargetSpec:
     # As published: Llama-3.1-8B, and 32 pairs of q/k norms that it has not; Qwen3-8B.
     [("llama31-8b", 8_030_261_248 + 32 * 2 * 128), ("qwen3-8b", 8_190_735_360)],
 )
-def test_the_big_targets_have_the_models_sizes(shape: str, num_parameters: int, tmp_path: Path) -> None:
+def test_the_big_targets_have_the_models_sizes(shape, num_parameters, tmp_path):
     with torch.device("meta"):
         target = Target(big_config(shape, tmp_path))
     assert sum(weight.numel() for weight in target.parameters()) == num_parameters
@@ -49,7 +49,7 @@ def test_the_big_targets_have_the_models_sizes(shape: str, num_parameters: int, 
         draft.check(load_config(TINY), SHAPES[shape])
 
 
-def test_features_move_with_their_layers() -> None:
+def test_features_move_with_their_layers():
     assert places(6, 32) == {0: 0, 5: 1, 10: 2, 16: 3, 21: 4, 26: 5}
     assert places(6, 6) == {layer: layer for layer in range(6)}
     draft = small_eagle3(aux_layers=(1, 5, 6))
@@ -58,7 +58,7 @@ def test_features_move_with_their_layers() -> None:
 
 
 @each_case()
-def test_a_block_draft_reads_five_states_of_which_some_are_its_own(small: tuple[int, ...], big: dict[int, int]) -> None:
+def test_a_block_draft_reads_five_states_of_which_some_are_its_own(small, big):
     draft = small_dflash(aux_layers=small)
     states = draft.states(SHAPES["llama31-8b"])
     assert draft.big_config(SHAPES["llama31-8b"]).aux_layers == tuple(states)
@@ -67,7 +67,7 @@ def test_a_block_draft_reads_five_states_of_which_some_are_its_own(small: tuple[
     assert {layer: index for layer, index in states.items() if index is not None} == big
 
 
-def test_the_big_block_draft_has_five_layers_of_the_targets_sizes() -> None:
+def test_the_big_block_draft_has_five_layers_of_the_targets_sizes():
     draft = small_dflash(sliding_window=100, windowed_layers=(1,), block_size=16)
     config = draft.big_config(SHAPES["llama31-8b"], target="somewhere")
     assert (config.num_layers, config.hidden_size, config.intermediate_size) == (5, 4096, 14336)
@@ -79,7 +79,7 @@ def test_the_big_block_draft_has_five_layers_of_the_targets_sizes() -> None:
     assert small_dflash(draft_vocab_size=1024).big_config(SHAPES["llama31-8b"]).draft_vocab_size == 32000
 
 
-def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes() -> None:
+def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes():
     config = small_eagle3().big_config(SHAPES["llama31-8b"], target="somewhere")
     assert (config.hidden_size, config.target_hidden_size, config.intermediate_size) == (4096, 4096, 14336)
     assert (config.num_heads, config.num_kv_heads, config.draft_vocab_size) == (32, 8, 32000)
@@ -97,9 +97,7 @@ def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes() -> None:
         "draft has a LiLiCorr scorer; only block drafts without one",
     ),
 )
-def test_what_does_not_fit_is_named(
-    model: dict[str, Any], drafter: str, draft: dict[str, Any], shape: dict[str, Any], message: str
-) -> None:
+def test_what_does_not_fit_is_named(model, drafter, draft, shape, message):
     config = replace(load_config(TINY), **model)
     sizes = replace(SHAPES["mid"], **shape)
     with pytest.raises(ValueError, match=message):
@@ -107,13 +105,13 @@ def test_what_does_not_fit_is_named(
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def draft(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "draft"
     save_random_draft(TINY, folder, 1500)
     return folder
 
 
-def test_the_pair_knows_where_it_lies_and_belongs_together(draft: Path, tmp_path: Path) -> None:
+def test_the_pair_knows_where_it_lies_and_belongs_together(draft, tmp_path):
     output = tmp_path / "runs" / "pair"
     save_random_dflash(TINY, tmp_path / "block", target=str(TINY), draft_vocab_size=1500)
     config = InflateConfig(
@@ -135,7 +133,7 @@ def test_the_pair_knows_where_it_lies_and_belongs_together(draft: Path, tmp_path
     assert [path.name for path in output.parent.iterdir()] == ["pair"]
 
 
-def test_a_target_in_several_files_is_read_back(tmp_path: Path) -> None:
+def test_a_target_in_several_files_is_read_back(tmp_path):
     tensors = {f"part.{index}": torch.randn(64, 1 + index) for index in range(20)}
     like = {name: tensor.to("meta") for name, tensor in tensors.items()}
     write_shards(tmp_path, like, {name: tensor.clone for name, tensor in tensors.items()}, size=10_000)

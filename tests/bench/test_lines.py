@@ -1,14 +1,11 @@
 """Results of a benchmark that does not get to its end."""
 
 import json
-from pathlib import Path
-
-import pytest
 
 from slipstream.bench.lines import Lines
 
 
-def test_a_line_is_in_the_file_as_soon_as_it_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_is_in_the_file_as_soon_as_it_is_measured(tmp_path, capsys):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"bench": "older"}\n')
     lines = Lines(path, {"bench": "some", "batch": 1})

@@ -1,7 +1,6 @@
 """The benchmark of a changing load: how many requests are open when, its figures, its settings."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,14 +43,14 @@ def tasks(count: int) -> list[Task]:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+def watched(monkeypatch) -> Watched:
     clock = Clock()
     for module in (load_trace, streams):
         monkeypatch.setattr(module, "time", clock)
     return Watched(clock)
 
 
-def test_each_phase_keeps_its_number_of_requests_open(watched: Watched) -> None:
+def test_each_phase_keeps_its_number_of_requests_open(watched):
     config = LoadTraceConfig(target="x", settings=["none"], levels="1,3,2", requests=5)
     begins = run_phases(watched, config, [tasks(5)] * 3, "run")
     watched.finish()
@@ -66,14 +65,14 @@ def test_each_phase_keeps_its_number_of_requests_open(watched: Watched) -> None:
     assert all(stream.stats is not None for stream in watched.all.values())
 
 
-def test_figures_of_a_phase() -> None:
+def test_figures_of_a_phase():
     stream = Stream(0.0, arrivals=[Arrival(1.0, 1), Arrival(2.0, 3), Arrival(5.0, 2)])
     assert token_ms(stream) == 800.0
     figures = phase_figures([stream], 1, 0.0, 4.0)
     assert [figures[name] for name in ("requests", "tok_s", "gap_ms_p50", "gap_ms_p99")] == [1, 1.0, 1000.0, 1000.0]
 
 
-def test_medians_are_compared_with_those_without_a_draft() -> None:
+def test_medians_are_compared_with_those_without_a_draft():
     def line(setting: str, tok_s: float, answers: list[int]) -> dict[str, Any]:
         phases = [{"tok_s": tok_s}, {"tok_s": 2 * tok_s}]
         figures = {"tok_s": tok_s, "total_s": 1.0, "accept_length": 1.0, "step_time_error": 0.01}
@@ -91,9 +90,7 @@ def test_medians_are_compared_with_those_without_a_draft() -> None:
     assert (alone["speed_up"], alone["regret"]) == (None, None)
 
 
-def test_the_program_measures_the_same_questions_with_each_setting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_measures_the_same_questions_with_each_setting(tmp_path, capsys):
     draft, output = (tmp_path / name for name in ("draft", "lines"))
     save_random_draft(TINY, draft, 1500)
     sizes = ["--levels", "1,3,1", "--requests", "3", "--output-len", "8", "--engine.kv_cache_tokens", "2048"]
@@ -114,7 +111,7 @@ def test_the_program_measures_the_same_questions_with_each_setting(
     assert printed[3].split(" | ")[6] == "9", "same answers"
 
 
-def test_settings_are_options_of_engine_or_drafter() -> None:
+def test_settings_are_options_of_engine_or_drafter():
     config = LoadTraceConfig(draft="d", target="t", levels="2,16", drafter={"depth": 3}, engine={"page_size": 1})
     none, auto, fixed = (config.engine_config(name) for name in ("none", "auto", "depth=5,width=4"))
     assert (none.draft, none.drafter, none.max_running, none.page_size) == ("none", {}, 16, 1)
@@ -125,6 +122,6 @@ def test_settings_are_options_of_engine_or_drafter() -> None:
 
 
 @each_case()
-def test_wrong_options_are_named(fields: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
         LoadTraceConfig(**{"draft": "d", **fields})

@@ -1,7 +1,6 @@
 """The benchmark of long prompts, with a clocked engine and a real one."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +37,7 @@ class ChunkedEngine(ClockedEngine):
 
 
 @pytest.fixture
-def running(monkeypatch: pytest.MonkeyPatch) -> Load:
+def running(monkeypatch) -> Load:
     clock = Clock()
     for module in (long_prompt, streams):
         monkeypatch.setattr(module, "time", clock)
@@ -46,7 +45,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Load:
     return Load(config, Streams(ChunkedEngine(clock)), [Task([1, 2, 3], 12)])  # type: ignore[arg-type]
 
 
-def test_a_gap_spans_the_time_until_the_first_token(running: Load) -> None:
+def test_a_gap_spans_the_time_until_the_first_token(running):
     assert running.alone(LONG) == CHUNKS * CHUNK_S
     running.start()
     assert len(running.streams.open) == 3
@@ -58,12 +57,12 @@ def test_a_gap_spans_the_time_until_the_first_token(running: Load) -> None:
     assert len(running.streams.all) > 6
 
 
-def test_streams_end_one_after_another(running: Load) -> None:
+def test_streams_end_one_after_another(running):
     running.start()
     assert [request.params.max_tokens for request in running.streams.engine.running.values()] == [4, 8, 12]  # type: ignore[attr-defined]
 
 
-def test_figures_are_medians() -> None:
+def test_figures_are_medians():
     arrivals = [
         Arrival(0.2, 0.3, 0.01, 50.0, 100.0),
         Arrival(0.4, None, 0.02, 60.0, 110.0),
@@ -76,7 +75,7 @@ def test_figures_are_medians() -> None:
     assert line["gaps_ms"] == [300.0, None, 500.0]
 
 
-def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program(tmp_path, capsys):
     config = LongPromptConfig(
         target=str(TINY),
         engine={"kv_cache_tokens": 1024},
@@ -98,6 +97,6 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("name", ["streams", "arrivals", "quiet_steps", "prompt_len"])
-def test_numbers_are_at_least_1(name: str) -> None:
+def test_numbers_are_at_least_1(name):
     with pytest.raises(ValueError, match=f"{name} is 0; give at least 1"):
         LongPromptConfig(**{name: 0})

@@ -37,7 +37,7 @@ def serving(pair: Pair, **options: Any) -> Engine:
     return engine
 
 
-def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_pair_serves(monkeypatch):
     monkeypatch.setitem(CONFIGS, "small", CONFIGS["qwen3-30b-a3b"] | SMALL | {"num_experts_per_tok": 2})
     monkeypatch.setattr(random_targets, "DRAFT_VOCABULARY", 50)
     with random_pair("small") as pair:
@@ -50,14 +50,14 @@ def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert weight_bytes(layers, 8) == total
 
 
-def test_a_request_that_fails_is_named_with_its_error() -> None:
+def test_a_request_that_fails_is_named_with_its_error():
     failed = Output(request_id="2", tokens=[], finish_reason="error", stats=RequestStats(), error="no memory")
-    engine: Any = SimpleNamespace(info=SimpleNamespace(vocab_size=50), add=lambda _: None, step=lambda: [failed])
+    engine = SimpleNamespace(info=SimpleNamespace(vocab_size=50), add=lambda _: None, step=lambda: [failed])
     with user_error("request 2 of 3 failed: no memory"):
         start_requests(engine, RoundConfig(shape="qwen3-30b-a3b"), 3)
 
 
-def test_experts_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_rounds_are_counted(monkeypatch):
     monkeypatch.setitem(CONFIGS, "small", CONFIGS["qwen3-30b-a3b"] | SMALL | {"num_experts_per_tok": 2})
     monkeypatch.setattr(random_targets, "DRAFT_VOCABULARY", 50)
     with random_pair("small") as pair:
@@ -75,7 +75,7 @@ def test_experts_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "gpt-oss-20b"])
-def test_rounds_hit_the_experts_of_independent_tokens(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_hit_the_experts_of_independent_tokens(shape, monkeypatch):
     experts = {"num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 32}
     layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "quantization_config": None}
     monkeypatch.setitem(CONFIGS, "small", CONFIGS[shape] | SMALL | {"hidden_size": 256} | layers | experts)
@@ -90,12 +90,12 @@ def test_rounds_hit_the_experts_of_independent_tokens(shape: str, monkeypatch: p
         assert count_experts(engine, config, batch) == pytest.approx(independent, rel=0.2)
 
 
-def test_tokens_of_a_prompt_choose_apart_in_deep_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_a_prompt_choose_apart_in_deep_layers(monkeypatch):
     deep = SMALL | {"hidden_size": 256, "num_hidden_layers": 32, "num_experts": 16, "num_experts_per_tok": 2}
     monkeypatch.setitem(CONFIGS, "small", CONFIGS["qwen3-30b-a3b"] | deep)
     with random_pair("small") as pair:
         engine = build_engine(pair.target)
-    shares: list[float] = []
+    shares = []
 
     def share(*called: Any) -> None:
         experts = called[-1].experts
@@ -112,7 +112,7 @@ def test_tokens_of_a_prompt_choose_apart_in_deep_layers(monkeypatch: pytest.Monk
     ("draft", "options"),
     [("dflash2", {"topk": 4, "nodes": 12}), ("dspark-map", {}), ("lilicorr", {})],
 )
-def test_random_block_drafts_serve(draft: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_block_drafts_serve(draft, options, monkeypatch):
     monkeypatch.setitem(CONFIGS, "small", CONFIGS["llama31-8b"] | SMALL)
     with random_pair("small", draft) as pair:
         engine = serving(pair, drafter=options, simulate_accept_length=2.0)
@@ -120,9 +120,7 @@ def test_random_block_drafts_serve(draft: str, options: dict[str, Any], monkeypa
 
 
 @pytest.mark.parametrize(("draft", "num_tokens"), [("mtp", 200), ("mtp-map", 60)])
-def test_random_mtp_heads_serve_and_their_bytes_are_counted(
-    draft: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_mtp_heads_serve_and_their_bytes_are_counted(draft, num_tokens, monkeypatch):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 200, "head_dim": 32}
     sizes |= {
         "num_attention_heads": 4,
@@ -142,7 +140,7 @@ def test_random_mtp_heads_serve_and_their_bytes_are_counted(
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b-fp8"])
-def test_quantised_random_weights_serve(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_random_weights_serve(name, monkeypatch):
     sizes = SMALL | {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
     sizes |= {"num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
     sizes |= {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -155,13 +153,13 @@ def test_quantised_random_weights_serve(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configs_are_of_what_their_names_say(name: str) -> None:
+def test_configs_are_of_what_their_names_say(name):
     layers = published_spec(name).layers
     mixture = name.endswith(("a3b", "a3b-fp8", "a4b", "8x7b", "20b", "half"))
     assert {isinstance(layer.mlp, MoESpec) or layer.experts is not None for layer in layers[1:]} == {mixture}
 
 
-def test_either_a_target_or_a_shape() -> None:
+def test_either_a_target_or_a_shape():
     for values in ({}, {"target": "a", "shape": "qwen3-30b-a3b"}):
         with user_error("give one of the two"):
             RoundConfig(**values)
@@ -170,7 +168,7 @@ def test_either_a_target_or_a_shape() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen35-4b", "qwen36-35b-a3b", "gemma4-26b-a4b", "muse-30b", "glm45-air-half"])
-def test_random_weights_of_every_kind_of_layer_serve(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_weights_of_every_kind_of_layer_serve(name, monkeypatch):
     fields = SMALL | {"num_hidden_layers": 8, "num_experts_per_tok": 2, "head_dim": 32}
     fields |= {key: value[:8] for key, value in CONFIGS[name].items() if key in ("layer_types", "layer_rope_theta")}
     fields |= {key: 32 for key in CONFIGS[name] if key in ("global_head_dim", "linear_key_head_dim")}

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from slipstream.tests.tables import each_case
 NO_GPU = "TARGET=smollm2 needs an NVIDIA GPU"
 
 
-def test_without_a_gpu_nothing_is_read_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_is_read_or_written(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
         SystemExit, match=rf"^demo: error: {NO_GPU}, and torch \S+ sees none; `make demo` .* without one$"
@@ -28,7 +27,7 @@ def test_without_a_gpu_nothing_is_read_or_written(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "run").exists()
 
 
-def test_make_installs_nothing_without_a_gpu(tmp_path: Path) -> None:
+def test_make_installs_nothing_without_a_gpu(tmp_path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "bin").mkdir()
@@ -45,12 +44,12 @@ def test_make_installs_nothing_without_a_gpu(tmp_path: Path) -> None:
 
 
 @each_case()
-def test_options_that_cannot_work(options: dict[str, str | int], message: str) -> None:
+def test_options_that_cannot_work(options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         RealDemoConfig(**options)  # type: ignore[arg-type]
 
 
-def test_no_prompt_is_measured() -> None:
+def test_no_prompt_is_measured():
     """As many prompts as the options ask for, none of them a question of the comparison."""
     rows = list(prompts())
     defaults = RealDemoConfig()
@@ -71,7 +70,7 @@ def journal_row(question: int, turn: int, concurrency: int, answer: str, *, draf
     }
 
 
-def test_answers_are_compared_turn_by_turn() -> None:
+def test_answers_are_compared_turn_by_turn():
     rows = [
         journal_row(1, 0, 1, "a", drafted=True),
         journal_row(1, 0, 1, "a", drafted=False),
@@ -84,7 +83,7 @@ def test_answers_are_compared_turn_by_turn() -> None:
 
 
 @pytest.mark.parametrize(("answer", "verdict"), [("a", "draft: yes"), ("b", "draft: NO, 1 of 2 (on a GPU")])
-def test_the_report(answer: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report(answer, verdict, tmp_path, capsys):
     rows = [journal_row(1, 0, level, "a", drafted=False) for level in (1, 16)]
     rows += [journal_row(1, 0, 1, "a", drafted=True), journal_row(1, 0, 16, answer, drafted=True)]
     figures = [{"category": "writing", "by_rounds": 2.5}]
@@ -109,7 +108,7 @@ def test_the_report(answer: str, verdict: str, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_all_steps_in_miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_steps_in_miniature(tmp_path, monkeypatch):
     """On a CPU, with the bundled target as the GGUF file, a minute: categories, both levels, and a second run."""
     gguf_files = pytest.importorskip("slipstream.tests.bench.gguf_files", exc_type=ImportError)
     gguf_files.write_gguf(TINY, TINY, tmp_path / "tiny.gguf", "BF16")

@@ -1,7 +1,6 @@
 """A GGUF file becomes the checkpoint that it was written from, with tokenizer and chat template."""
 
 import importlib.metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ CHAT = [{"role": "user", "content": "What is 12 * 7? naïve 日本\n\n  x"}]
 gguf_files = pytest.importorskip("slipstream.tests.bench.gguf_files", exc_type=ImportError)
 
 
-def test_a_quantised_llama(tmp_path: Path) -> None:
+def test_a_quantised_llama(tmp_path):
     shape = SHAPE | {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     save_random_target(LlamaConfig(**shape, tie_word_embeddings=True), tmp_path / "source")
     weights = gguf_files.write_gguf(tmp_path / "source", TINY, tmp_path / "model.gguf", "Q4_1")
@@ -42,14 +41,14 @@ def test_a_quantised_llama(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == rendered
 
 
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_model_is_refused(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(40))
     with user_error(r"model.gguf cannot be read as a model by transformers .*; name another file"):
         write_target(tmp_path / "model.gguf", tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
 
-def test_the_file_is_looked_for_in_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_looked_for_in_the_wheel(tmp_path, monkeypatch):
     """A distribution as pip installs it; its package is not imported, since it needs others."""
     monkeypatch.syspath_prepend(tmp_path)
     with user_error(r"no-file, which is no file"):
@@ -69,5 +68,5 @@ def test_the_file_is_looked_for_in_the_wheel(tmp_path: Path, monkeypatch: pytest
     assert find_gguf(str(tmp_path / "own.gguf")) == tmp_path / "own.gguf"
 
 
-def test_the_wheel_is_the_one_that_make_installs() -> None:
+def test_the_wheel_is_the_one_that_make_installs():
     assert f"{WHEEL}=={real_target.VERSION}" in (ROOT / "Makefile").read_text()

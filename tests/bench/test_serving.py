@@ -36,7 +36,7 @@ SIZES = ["--output-len", "6", "--range-ratio", "0.5", "--concurrency", "1,3", "-
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def draft(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "draft"
     save_random_draft(TINY, folder, 1500)
     return folder
@@ -47,9 +47,7 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(TINY)
 
 
-def test_the_program_counts_what_the_engine_does(
-    draft: Path, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_counts_what_the_engine_does(draft, tokenizer, tmp_path, capsys):
     options = ["--engine.kv_cache_tokens", "1024", "--engine.max_model_len", "256", "--output", str(tmp_path / "lines")]
     drafts = [f"{draft},depth=2,width=2", "ngram,nodes=4"]
     main([*SIZES, *options, "--draft", drafts[0], "--draft", drafts[1], "--input-len", "0", "--ignore-eos", "false"])
@@ -75,7 +73,7 @@ def test_the_program_counts_what_the_engine_does(
 
 
 @pytest.mark.slow
-def test_both_engines_answer_the_same_questions_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_engines_answer_the_same_questions_in_turns(capsys):
     command = [*SIZES, "--target", str(TINY), "--input-len", "0", "--ignore-eos", "false", "--turns", "2"]
     main([*command, "--draft", "ngram,nodes=4"])
     printed = capsys.readouterr().out.splitlines()
@@ -89,7 +87,7 @@ def test_both_engines_answer_the_same_questions_in_turns(capsys: pytest.CaptureF
         assert len(line["speed_up_cpu_turns"]) == 2
 
 
-def test_drafts_of_forced_tokens_are_compared(tmp_path: Path) -> None:
+def test_drafts_of_forced_tokens_are_compared(tmp_path):
     """Answers that follow a schema are the same with them and without, and take fewer rounds."""
     schema = tmp_path / "schema.json"
     output = tmp_path / "lines"
@@ -104,7 +102,7 @@ def test_drafts_of_forced_tokens_are_compared(tmp_path: Path) -> None:
     assert drafted["rounds"] < plain["rounds"] == drafted["completion_tokens"] - 2
 
 
-def test_the_median_turn_counts() -> None:
+def test_the_median_turn_counts():
     config = ServingConfig(draft=["ngram"], target="x", turns=3)
     none = {"tok_s_turns": [12.0, 6.0, 1.5], "cpu_s_turns": [1.0, 2.0, 3.0], "answers": [1, 2, 3]}
     ngram = {"tok_s_turns": [12.0, 12.0, 4.5], "cpu_s_turns": [0.5, 2.0, 2.0], "answers": [1, 2, 3]}
@@ -165,7 +163,7 @@ class FakeEngines:
         yield run
 
 
-def test_it_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: Any) -> None:
+def test_it_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, exits):
     engines = FakeEngines()
     path = tmp_path / "lines.jsonl"
     monkeypatch.setattr(serving, "measuring", engines.measuring)
@@ -203,11 +201,11 @@ def test_it_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest
     assert [call[:1] for call in engines.calls] == [("none",)] * 2 + [("ngram",)] * 2, "other settings, other lines"
 
 
-def test_times_are_those_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_those_of_outputs(monkeypatch):
     clock = Clock()
     for module in (serving_run, streams):
         monkeypatch.setattr(module, "time", clock)
-    engine: Any = ClockedEngine(clock)
+    engine = ClockedEngine(clock)
     run = run_offline(engine, [Task([5, 6], length) for length in (1, 7, 4, 1)], 2, "test", temperature=0.0)
     # Steps: [0 1] [1 2] [1 2] [3]: request 0 takes one step, 1 and 2 take three and two, each from when it had room.
     assert run.wall_s == 4.0
@@ -218,10 +216,10 @@ def test_times_are_those_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.largest_batch == 2
 
 
-def test_each_answer_has_noise_of_its_own() -> None:
+def test_each_answer_has_noise_of_its_own():
     """One seed for all would let n-grams copy one answer into the next."""
     engine = build_engine(EngineConfig(target=str(TINY), kv_cache_tokens=512, max_model_len=64, max_running=2))
-    params: dict[str, Any] = {"temperature": 8.0, "ignore_eos": True}
+    params = {"temperature": 8.0, "ignore_eos": True}
     tasks = [Task([5, 6, 7], 8)] * 4
     run = run_offline(engine, tasks, 2, "test", seed=3, **params)
     assert len({tuple(reply) for reply in run.replies}) == 4
@@ -229,15 +227,15 @@ def test_each_answer_has_noise_of_its_own() -> None:
 
 
 @pytest.fixture(scope="module")
-def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server_url(tmp_path_factory) -> Iterator[str]:
     target = str(write_target(tmp_path_factory.mktemp("target")))
     with fake_serving(ServeConfig(target=target, port=0, served_model_name=MODEL)) as server:
         yield server.url
 
 
-def test_over_http(server_url: str) -> None:
+def test_over_http(server_url):
     prompts = [[60 + index, 70] for index in range(5)]
-    params: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "cache_salt": "slow"}
+    params = {"temperature": 0.0, "ignore_eos": True, "cache_salt": "slow"}
     run = run_http(server_url, [Task(prompt, 10) for prompt in prompts], 2, seed=0, **params)
     assert (run.completion_tokens, run.rounds, run.decoded_tokens) == (50, 15, 45)
     assert run.figures()["width"] == ROUND
@@ -245,12 +243,12 @@ def test_over_http(server_url: str) -> None:
     assert len(set(run.replies)) == 5
 
 
-def test_a_failed_request_ends_the_measurement(server_url: str) -> None:
+def test_a_failed_request_ends_the_measurement(server_url):
     with user_error("1 of 2 requests failed, the first with: .*300"):
         run_http(server_url, [Task([70], 4), Task([70] * 300, 4)], 1)
 
 
-def test_lengths_and_prompts_come_from_the_seed(tokenizer: Any) -> None:
+def test_lengths_and_prompts_come_from_the_seed(tokenizer):
     special = set(tokenizer.all_special_ids)
     for kind in ("random", "gsm8k"):
         work = Workload(tokenizer=tokenizer, kind=kind, input_len=300, output_len=40, range_ratio=0.5)
@@ -266,7 +264,7 @@ def test_lengths_and_prompts_come_from_the_seed(tokenizer: Any) -> None:
     assert {(len(task.prompt), task.max_tokens) for task in fixed} == {(7, 3)}
 
 
-def test_questions_stand_at_the_end_of_answered_ones(tokenizer: Any) -> None:
+def test_questions_stand_at_the_end_of_answered_ones(tokenizer):
     heldout = {question.text for question in read_questions()}
     bare = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=3).tasks(3, "a")
     long = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=800, output_len=3).tasks(3, "a")
@@ -277,7 +275,7 @@ def test_questions_stand_at_the_end_of_answered_ones(tokenizer: Any) -> None:
         assert len(turns) > num_turns
 
 
-def test_questions_are_asked_again_in_other_namespaces(tokenizer: Any, tmp_path: Path) -> None:
+def test_questions_are_asked_again_in_other_namespaces(tokenizer, tmp_path):
     tasks = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=3).tasks(2 * 381 + 1, "a")
     first = tasks[0]
     again = tasks[381]
@@ -303,16 +301,16 @@ def test_questions_are_asked_again_in_other_namespaces(tokenizer: Any, tmp_path:
         ("", None),
     ],
 )
-def test_the_last_number_counts(text: str, number: str | None) -> None:
+def test_the_last_number_counts(text, number):
     assert final_number(text) == (None if number is None else Decimal(number))
     assert Task([], 1, Decimal(12)).is_right("#### 12")
     assert not Task([], 1, Decimal(12)).is_right(text)
     assert not Task([], 1).is_right(text)
 
 
-def test_questions_come_in_either_form_and_of_one_split(tokenizer: Any, tmp_path: Path) -> None:
+def test_questions_come_in_either_form_and_of_one_split(tokenizer, tmp_path):
     turns = [{"role": "user", "content": "b?"}, {"role": "assistant", "content": "#### 2"}]
-    rows: list[dict[str, Any]] = [
+    rows = [
         {"question": "a?", "answer": "1"},
         {"messages": [{"role": "system", "content": "s"}, *turns], "split": "heldout"},
         {"question": "c?", "answer": "3", "split": "train"},
@@ -342,9 +340,9 @@ def test_questions_come_in_either_form_and_of_one_split(tokenizer: Any, tmp_path
         Workload(tokenizer=tokenizer, kind=kind, input_len=9, output_len=3).tasks(1, "a")
 
 
-def test_options_reach_the_engine_and_the_server(draft: Path) -> None:
+def test_options_reach_the_engine_and_the_server(draft):
     drafted = f"{draft},max-model-len=98,depth=5"
-    options: dict[str, Any] = {
+    options = {
         "draft": [drafted],
         "concurrency": "1,16",
         "engine": {"attention": "sdpa", "max_model_len": 99},
@@ -362,8 +360,8 @@ def test_options_reach_the_engine_and_the_server(draft: Path) -> None:
     assert served.target == config.target_name == str(TINY)
 
 
-def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
-    options: dict[str, Any] = {"draft": [str(draft)], "simulate_accept_length": 2.5}
+def test_simulation_is_for_the_draft_alone(draft):
+    options = {"draft": [str(draft)], "simulate_accept_length": 2.5}
     config = ServingConfig(**options)
     assert "simulate_accept_length" not in config.draft_options("none")
     assert config.draft_options(str(draft))["simulate_accept_length"] == 2.5
@@ -375,12 +373,12 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
 
 
 @each_case()
-def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_sentences(options, message):
     with user_error(message):
         ServingConfig(**options)
 
 
-def test_the_table_shows_what_is_missing() -> None:
+def test_the_table_shows_what_is_missing():
     empty = dict.fromkeys(("speed_up", "speed_up_cpu", "num_identical", "accept_length", "ttft_ms_p50", "ttft_ms_p99"))
     line = {"draft": label("runs/x/draft/best,depth=3"), "concurrency": 8, "width": 4.0, "tok_s": 100.0, "ms": 5.5}
     row = table(COLUMNS, [line | empty | {"itl_ms_p95": 5.8, "itl_ms_p99": 6.0, "accuracy": 0.055}]).splitlines()[2]

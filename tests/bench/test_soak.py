@@ -10,7 +10,7 @@ from slipstream.bench.soak import Tally, summary
 from slipstream.tests.sources import ROOT
 
 
-def test_figures() -> None:
+def test_figures():
     tally = Tally(health_s=[0.001] * 99 + [0.5], memory_mb=[(10, 100.0), (31, 300.0), (40, 400.0), (50, 350.0)])
     for outcome, wrong in (("stop", ""), ("stop", ""), ("lost", "finish reasons []")):
         tally.end(outcome, wrong=wrong)
@@ -24,7 +24,7 @@ def test_figures() -> None:
 @pytest.mark.parametrize(
     "options", [("clients", "--clients=20", "--minutes=0.1"), ("fuzz", "--requests=300", "--tp=2")]
 )
-def test_a_short_soak_finds_nothing_wrong(options: tuple[str, ...]) -> None:
+def test_a_short_soak_finds_nothing_wrong(options):
     done = subprocess.run([sys.executable, "bench/soak.py", *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads(done.stdout.splitlines()[-1])

@@ -4,7 +4,7 @@ from slipstream.bench.streams import Arrival, Stream, accept_length, gaps_ended,
 from slipstream.serve.request import RequestStats
 
 
-def test_a_gap_ends_in_one_time_and_touches_two() -> None:
+def test_a_gap_ends_in_one_time_and_touches_two():
     stream = Stream(0.0, arrivals=[Arrival(1.0, 1), Arrival(2.0, 3), Arrival(5.0, 2)])
     assert [gaps_ended([stream], *times) for times in ((0.0, 3.0), (3.0, 6.0))] == [[1.0], [3.0]]
     assert gaps_touching([stream], 2.0, 3.0) == [3.0]

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ SIZES = ["--shape=tiny", "--sequence=96", "--rows=2", "--document=32", "--anchor
 @pytest.mark.parametrize(
     ("heads", "reduced"), [*((heads, False) for heads in HEADS), ("none", True), ("dflash2", True), ("dspark", True)]
 )
-def test_the_arithmetic_is_what_torch_counts(heads: str, reduced: bool) -> None:
+def test_the_arithmetic_is_what_torch_counts(heads, reduced):
     """All products forward and backward, but attention's of target and draft, which torch's count does not see on a
     CPU, and those of the convolutions' taps, which are no matrix products; a scorer's attention it sees."""
     sizes = {"sequence": 96, "rows": 2, "document": 32, "anchors": 9, "block": 5, "layers": 2}
@@ -57,7 +56,7 @@ def repeated(training: DFlashTraining, batch: Batch) -> int:
     return 4 * config.hidden_size * slots * columns if join is not None and join.trains_candidates else 0
 
 
-def test_taps_count_a_multiplication_and_an_addition() -> None:
+def test_taps_count_a_multiplication_and_an_addition():
     """Three times, forward and for both gradients; nothing comes before a block's first row."""
     config = StepConfig(shape="tiny", heads="dflash2", sequence=32, document=32, anchors=3, block=4, layers=1)
     training = build(config, torch.device("cpu"))
@@ -70,7 +69,7 @@ def test_taps_count_a_multiplication_and_an_addition() -> None:
 
 
 @each_case()
-def test_unknown_heads_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_unknown_heads_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         StepConfig(**fields)
 
@@ -78,7 +77,7 @@ def test_unknown_heads_are_refused(fields: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("drafter", "heads"), gate_of([("dflash", "dspark"), ("eagle3", "none")], [("dflash", "dspark")])
 )
-def test_it_ends_in_a_line_of_json(drafter: str, heads: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_ends_in_a_line_of_json(drafter, heads, capsys):
     main([*SIZES, "--steps=1", "--ttt_steps=2", f"--drafter={drafter}", f"--heads={heads}", "--profile"])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["bench"] == "training"
@@ -89,7 +88,7 @@ def test_it_ends_in_a_line_of_json(drafter: str, heads: str, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_states_of_an_engine(tmp_path: Path) -> None:
+def test_states_of_an_engine(tmp_path):
     """Another process gives them in every way."""
     output = tmp_path / "states.jsonl"
     program = Path(__file__).parents[2] / "bench" / "states.py"

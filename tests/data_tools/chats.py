@@ -83,8 +83,8 @@ def build_tokenizer(template: str | None, end_token: str = "<|im_end|>") -> PreT
 
 def join(tokenizer: PreTrainedTokenizerFast, pieces: Pieces) -> tuple[list[int], list[bool]]:
     """Token ids and mask of `pieces`, each tokenised by itself."""
-    ids: list[int] = []
-    mask: list[bool] = []
+    ids = []
+    mask = []
     for text, supervised in pieces:
         piece = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids += piece

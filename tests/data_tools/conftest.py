@@ -32,7 +32,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="session")
-def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def make_folder(tmp_path_factory) -> Callable[..., Path]:
     """template, vocab_size -> a folder with a tokenizer and, for a vocab_size, a model config."""
 
     def make(template: str | None = CHATML_TAGGED, vocab_size: int | None = None, end: str = "<|im_end|>") -> Path:
@@ -47,12 +47,12 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def target(make_folder: Callable[..., Path]) -> Path:
+def target(make_folder) -> Path:
     return make_folder(CHATML_TAGGED, 512)
 
 
 @pytest.fixture(scope="session")
-def capture_target(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def capture_target(make_target, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("capture") / "target"
     shutil.copytree(make_target("qwen3"), path)
     words = {str(number): number for number in range(120)}
@@ -61,7 +61,7 @@ def capture_target(make_target: Callable[[str], Path], tmp_path_factory: pytest.
 
 
 @pytest.fixture(scope="session")
-def capture_data(capture_target: Path) -> Path:
+def capture_data(capture_target) -> Path:
     generator = np.random.default_rng(4)
     path = capture_target.with_name("data")
     described = {"tokenizer_hash": tokenizer_hash(AutoTokenizer.from_pretrained(capture_target))}
@@ -71,7 +71,7 @@ def capture_data(capture_target: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def flags(capture_target: Path, capture_data: Path) -> Flags:
+def flags(capture_target, capture_data) -> Flags:
     """Flags of a capture of some ten small shards; `changes` replace or add options."""
     standard = {"target": capture_target, "data": capture_data, "max-length": MAX_LENGTH, "batch-tokens": 64}
 
@@ -83,7 +83,7 @@ def flags(capture_target: Path, capture_data: Path) -> Flags:
 
 
 @pytest.fixture(scope="session")
-def captured(flags: Flags, capture_target: Path) -> Path:
+def captured(flags, capture_target) -> Path:
     output = capture_target.with_name("captured")
     capture(flags(output))
     return output

@@ -222,7 +222,7 @@ def events(body: dict[str, Any]) -> bytes:
     [choice] = body["choices"]
     message = choice.get("message", {})
     ids = choice.get("token_ids")
-    pieces: list[dict[str, Any]] = []
+    pieces = []
     for name in ("reasoning_content", "content"):
         text = message.get(name) or ""
         pieces += [{"delta": {name: part}} for part in (text[:2], text[2:])]
@@ -266,7 +266,7 @@ def report(folder: Path) -> dict[str, Any]:
 
 def answered(row: dict[str, Any], seed: int = 0) -> list[dict[str, str]]:
     """The conversation as the stand-ins complete it."""
-    messages: list[dict[str, str]] = []
+    messages = []
     for message in row["messages"]:
         if message["role"] != "assistant":
             messages.append(message)

@@ -30,7 +30,7 @@ DRAFT = ROOT / "tests" / "assets" / "eagle3"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Logs of two servers, and old data."""
     folder = tmp_path_factory.mktemp("logs")
     engine = build_engine(TINY, DRAFT, device="cpu", max_running=30)
@@ -55,9 +55,7 @@ def config(folder: Path, output: Path, **options: Any) -> AdaptConfig:
     return AdaptConfig(from_log=logs, old=(str(folder / "old"),), target=str(TINY), output=str(output), **options)
 
 
-def test_a_draft_goes_on_with_logged_answers(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_draft_goes_on_with_logged_answers(folder, tmp_path, monkeypatch, capsys):
     """The draft that is written is as the table says, and another run goes on from it."""
     monkeypatch.setattr(continuation, "RATE", 1.0)
     monkeypatch.setattr(adapt_module, "LOSS", 1.0)
@@ -80,9 +78,7 @@ def test_a_draft_goes_on_with_logged_answers(
         assert before == pytest.approx(lengths[name][1], abs=0.05), "weights are rounded to 16 bits"
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(folder, tmp_path, monkeypatch, capsys):
     """SIGTERM ends it in its second step, and Ctrl-C once it is trained: what is written is the same, bit for bit.
     Other options are refused, and a written draft is left alone by the command that wrote it."""
     monkeypatch.setattr(adapt_module, "LOSS", 1.0)
@@ -126,7 +122,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_an_adapter_goes_half_of_the_way(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_goes_half_of_the_way(folder, tmp_path, monkeypatch):
     """It is accepted as the table says, merged into the draft that it names."""
     monkeypatch.setattr(continuation, "RATE", 1.0)
     monkeypatch.setattr(adapt_module, "LOSS", 1.0)
@@ -141,9 +137,7 @@ def test_an_adapter_goes_half_of_the_way(folder: Path, tmp_path: Path, monkeypat
         assert before == pytest.approx(lengths[name][1], abs=0.01)
 
 
-def test_nothing_is_written_where_old_text_is_forgotten(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_written_where_old_text_is_forgotten(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(adapt_module, "LOSS", -9.0)  # it would have to rise tenfold
     output = tmp_path / "adapted"
     with pytest.raises(SystemExit) as ended:
@@ -153,14 +147,14 @@ def test_nothing_is_written_where_old_text_is_forgotten(
     assert "old data: more than" in capsys.readouterr().out
 
 
-def test_a_log_of_one_row_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_log_of_one_row_is_refused(folder, tmp_path):
     log = tmp_path / "short.jsonl"
     log.write_text((folder / "math.jsonl").read_text().partition("\n")[0] + "\n")
     with user_error("from_log has one row of each category"):
         adapt(replace(config(folder, tmp_path / "adapted"), from_log=(str(log),)))
 
 
-def test_every_eighth_row_of_a_category_is_held_out_and_copies_are_dropped() -> None:
+def test_every_eighth_row_of_a_category_is_held_out_and_copies_are_dropped():
     def conversation(category: str, number: int) -> Conversation:
         return Conversation([(np.array([number], np.int32), np.array([True]))], category)
 

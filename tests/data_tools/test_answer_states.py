@@ -1,7 +1,6 @@
 """States that the engine keeps while it answers are those of a capture of the same rows, and no target runs twice."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import Qwen3Config
@@ -18,7 +17,7 @@ from slipstream.tests.state_engines import assert_same_states
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("answering") / "model"
     tokenizer = build_tokenizer(CHATML)
     shape = {**SHAPE, "vocab_size": 320, "head_dim": 16, "eos_token_id": tokenizer.eos_token_id}
@@ -34,9 +33,7 @@ def captured(target: Path, tmp_path: Path, name: str, *words: object) -> StateSt
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("fp8", 2**-3)])
-def test_a_capture_of_answers_runs_no_target(
-    target: Path, tmp_path: Path, dtype: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_of_answers_runs_no_target(target, tmp_path, dtype, tolerance, monkeypatch):
     """Conversations have several turns, and a draft writes the answers."""
     rows = run(
         *(tmp_path, "--target", target, "--max-tokens", 12, "--states", tmp_path / "states"),
@@ -52,7 +49,7 @@ def test_a_capture_of_answers_runs_no_target(
     assert_same_states(store, expected, tolerance)
 
 
-def test_what_a_killed_run_lost_is_computed(target: Path, tmp_path: Path, capsys: Any, exits: Any) -> None:
+def test_what_a_killed_run_lost_is_computed(target, tmp_path, capsys, exits):
     """The second run continues the first; a shard of the first is damaged, later beyond use."""
     for count in (5, 12):
         run(
@@ -76,7 +73,7 @@ def test_what_a_killed_run_lost_is_computed(target: Path, tmp_path: Path, capsys
         captured(target, tmp_path, "again", "--dtype=fp32", "--answers", tmp_path / "states")
 
 
-def test_states_of_another_format_are_not_mixed(target: Path, tmp_path: Path, capsys: Any) -> None:
+def test_states_of_another_format_are_not_mixed(target, tmp_path, capsys):
     folder = tmp_path / "states"
     run(tmp_path, "--target", target, "--max-tokens", 4, "--states", folder, rows=ROWS[:3])
     message = error(
@@ -86,7 +83,7 @@ def test_states_of_another_format_are_not_mixed(target: Path, tmp_path: Path, ca
     assert "holds states of another target, or in another format" in message
 
 
-def test_a_folder_that_cannot_be_written_costs_no_answers(target: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_folder_that_cannot_be_written_costs_no_answers(target, tmp_path, capsys):
     """A file, and a folder to which another run writes its shards."""
     folder = tmp_path / "states"
     file = tmp_path / "rows.jsonl"
@@ -97,6 +94,6 @@ def test_a_folder_that_cannot_be_written_costs_no_answers(target: Path, tmp_path
     assert not folder.exists()
 
 
-def test_an_endpoint_gives_no_states(tmp_path: Path, capsys: Any) -> None:
+def test_an_endpoint_gives_no_states(tmp_path, capsys):
     message = error(capsys, tmp_path, "--endpoint", "http://127.0.0.1:1/v1", "--states", tmp_path / "states")
     assert "states is for a target in this process" in message

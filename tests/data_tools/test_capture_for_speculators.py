@@ -6,7 +6,6 @@ import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ STATES = (LAYOUT, "--layers", "1", "2", "3")
 
 
 @pytest.fixture(scope="module")
-def folder(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(flags, tmp_path_factory) -> Path:
     """States 1, 2, 3 of a target with four layers."""
     output = tmp_path_factory.mktemp("speculators") / "states"
     main(flags(output, *STATES))
@@ -46,13 +45,11 @@ def read_states(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "hidden_states").glob("hs_*")}
 
 
-def test_rows_and_states_are_those_of_the_data_and_of_transformers(
-    folder: Path, capture_data: Path, capture_target: Path
-) -> None:
+def test_rows_and_states_are_those_of_the_data_and_of_transformers(folder, capture_data, capture_target):
     data = load_from_disk(str(capture_data))
     rows = load_from_disk(str(folder))
     model = AutoModelForCausalLM.from_pretrained(capture_target, dtype=torch.float32)
-    outputs: dict[int, torch.Tensor] = {}
+    outputs = {}
     for layer, module in enumerate(model.model.layers):
         module.register_forward_hook(lambda _m, _i, output, layer=layer: outputs.update({layer: output}))
     originals = [row for split in ("train", "heldout") for row in data[split]]
@@ -78,9 +75,7 @@ def test_rows_and_states_are_those_of_the_data_and_of_transformers(
     assert torch.load(folder / "token_freq.pt") == dict(counts)
 
 
-def test_the_package_reads_every_row(
-    folder: Path, flags: Flags, capture_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_package_reads_every_row(folder, flags, capture_data, tmp_path, capsys):
     pytest.importorskip("speculators")
     from speculators.data_generation.offline import check_hidden_states, get_existing_hidden_state_indices
     from speculators.train.data import ArrowDataset
@@ -93,7 +88,7 @@ def test_the_package_reads_every_row(
         read = ArrowDataset(MAX_LENGTH, folder, on_missing="raise", train_ratio=ratio, split=split)
         assert len(read) == len(splits[name])
         for number, row in enumerate(splits[name]):
-            item: Any = read[number]
+            item = read[number]
             ids = row["input_ids"][:MAX_LENGTH]
             assert item["input_ids"].tolist() == ids
             assert item["hidden_states"].shape == (len(ids), 3 * 32)
@@ -107,9 +102,7 @@ def test_the_package_reads_every_row(
     assert torch.load(tmp_path / "counts.pt") == torch.load(folder / "token_freq.pt")
 
 
-def test_the_flags_name_its_layers_and_cut_between_the_splits(
-    folder: Path, flags: Flags, capture_data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_flags_name_its_layers_and_cut_between_the_splits(folder, flags, capture_data, capsys):
     printed = printed_flags(folder, flags, capsys)
     assert printed["--data-path"] == [str(folder)]
     assert printed["--target-layer-ids"] == ["2", "3", "4"]
@@ -119,17 +112,15 @@ def test_the_flags_name_its_layers_and_cut_between_the_splits(
 
 
 @pytest.mark.parametrize("total", [2, 3, 70, 1140, 7092, 999_983])
-def test_the_ratio_survives_rounding(total: int, tmp_path: Path) -> None:
+def test_the_ratio_survives_rounding(total, tmp_path):
     for count in {1, total // 3, total // 2, total - 1} - {0}:
         shards = [ShardRange("train", 0, count, 0, 0), ShardRange("heldout", 0, total - count, 0, 0)]
-        index: Any = SimpleNamespace(form=SimpleNamespace(layers=(1, 3)), shards=shards)
+        index = SimpleNamespace(form=SimpleNamespace(layers=(1, 3)), shards=shards)
         words = trainer_flags(tmp_path, index)
         assert int(total * float(words[words.index("--train-data-ratio") + 1])) == count
 
 
-def test_a_stopped_capture_continues_with_what_is_missing(
-    tmp_path: Path, flags: Flags, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_capture_continues_with_what_is_missing(tmp_path, flags, folder, monkeypatch):
     def write_some(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         if path.name == "hs_20.safetensors":
             staging_path(path).mkdir()
@@ -152,9 +143,7 @@ def test_a_stopped_capture_continues_with_what_is_missing(
     assert not list((output / "hidden_states").glob(".*"))
 
 
-def test_damage_is_named_and_repaired(
-    tmp_path: Path, flags: Flags, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_named_and_repaired(tmp_path, flags, folder, capsys):
     output = tmp_path / "states"
     shutil.copytree(folder, output)
     main(flags(output, *STATES, "--verify"))
@@ -177,17 +166,13 @@ def test_damage_is_named_and_repaired(
 
 
 @each_case()
-def test_what_the_layout_cannot_hold_is_refused(
-    words: list[str], message: str, tmp_path: Path, flags: Flags, exits: Any
-) -> None:
+def test_what_the_layout_cannot_hold_is_refused(words, message, tmp_path, flags, exits):
     with exits(message):
         main(flags(tmp_path / "new", LAYOUT, *words))
     assert not (tmp_path / "new").exists()
 
 
-def test_each_layout_keeps_to_its_folders(
-    tmp_path: Path, flags: Flags, folder: Path, captured: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_layout_keeps_to_its_folders(tmp_path, flags, folder, captured, capsys):
     (tmp_path / "mine").touch()
     for output, words, message in (
         (folder, (), "holds states with another format, shards, layout;"),
@@ -201,7 +186,7 @@ def test_each_layout_keeps_to_its_folders(
         StateStore(folder)
 
 
-def test_weights_have_no_place_in_the_layout(tmp_path: Path, flags: Flags, capture_data: Path, exits: Any) -> None:
+def test_weights_have_no_place_in_the_layout(tmp_path, flags, capture_data, exits):
     splits = load_from_disk(str(capture_data))
     weighted = {name: split.add_column("loss_weights", list(split["loss_mask"])) for name, split in splits.items()}
     DatasetDict(weighted).save_to_disk(tmp_path / "data")

@@ -18,13 +18,11 @@ from slipstream.data_tools import capture_states, state_folders
 from slipstream.data_tools.capture_states import main
 from slipstream.models.files.atomic import FOLDER_LOCK, staging_path
 from slipstream.models.files.state_store import StateIndex, shard_path, write_shard
-from slipstream.tests.data_tools.conftest import Flags, shards
+from slipstream.tests.data_tools.conftest import shards
 from slipstream.tests.sources import ROOT
 
 
-def test_a_stopped_capture_continues_with_what_is_missing(
-    tmp_path: Path, flags: Flags, captured: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_capture_continues_with_what_is_missing(tmp_path, flags, captured, monkeypatch):
     def write_three(folder: Path, number: int, *rest: Any) -> None:
         if number == 3:
             staging_path(shard_path(folder, number)).mkdir()
@@ -52,7 +50,7 @@ def start(arguments: list[str], *launcher: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_does(tmp_path: Path, flags: Flags, captured: Path) -> None:
+def test_two_processes_write_what_one_does(tmp_path, flags, captured):
     torch.set_num_threads(1)
     program = start(flags(tmp_path), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     printed, _ = program.communicate(timeout=300)
@@ -60,9 +58,7 @@ def test_two_processes_write_what_one_does(tmp_path: Path, flags: Flags, capture
     assert shards(tmp_path) == shards(captured)
 
 
-def test_two_ranks_write_what_one_does(
-    tmp_path: Path, flags: Flags, captured: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_write_what_one_does(tmp_path, flags, captured, monkeypatch):
     """One after the other, each with all shards missing; test_two_processes has them wait for each other."""
     monkeypatch.setattr(StateIndex, "missing", lambda index, _: list(range(len(index.shards))))
     for rank in range(2):
@@ -77,7 +73,7 @@ def test_two_ranks_write_what_one_does(
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(tmp_path: Path, flags: Flags, captured: Path) -> None:
+def test_killed_twenty_times(tmp_path, flags, captured):
     """At random moments of a run of about a second; files end up the same, byte for byte, but for locks of the dead."""
     moments = random.Random(7)
     for _ in range(20):
@@ -95,13 +91,7 @@ def test_killed_twenty_times(tmp_path: Path, flags: Flags, captured: Path) -> No
     assert {path.name for path in tmp_path.glob(".*")} <= {FOLDER_LOCK}
 
 
-def test_files_that_no_capture_wrote_are_left_alone(
-    tmp_path: Path,
-    flags: Flags,
-    capture_data: Path,
-    exits: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_files_that_no_capture_wrote_are_left_alone(tmp_path, flags, capture_data, exits, monkeypatch):
     monkeypatch.setattr(capture_states, "Capturer", None)  # all is refused before the target is loaded
     (tmp_path / "file").touch()
     shard_path(tmp_path, 2).write_text("mine")
@@ -115,9 +105,7 @@ def test_files_that_no_capture_wrote_are_left_alone(
     assert shard_path(tmp_path, 2).read_text() == "mine"
 
 
-def test_a_damaged_shard_is_named_and_made_anew_alone(
-    tmp_path: Path, flags: Flags, captured: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_shard_is_named_and_made_anew_alone(tmp_path, flags, captured, capsys):
     shutil.copytree(captured, tmp_path, dirs_exist_ok=True)
     main(flags(tmp_path, "--verify"))
     assert "shards are whole" in capsys.readouterr().out
@@ -143,9 +131,7 @@ def test_a_damaged_shard_is_named_and_made_anew_alone(
     assert times == {path: path.stat().st_mtime_ns for path in times}
 
 
-def test_a_complete_capture_is_left_alone(
-    captured: Path, flags: Flags, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_complete_capture_is_left_alone(captured, flags, capsys, monkeypatch):
     monkeypatch.setattr(capture_states, "Capturer", None)
     main(flags(captured))
     assert "is complete" in capsys.readouterr().out

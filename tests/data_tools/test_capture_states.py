@@ -21,8 +21,8 @@ from slipstream.data_tools.capture_states import CaptureConfig, choose_format, m
 from slipstream.data_tools.dataset import Conversation, write_dataset
 from slipstream.data_tools.state_shards import measure, plan_shards
 from slipstream.models.files.state_store import StateFormat, StateStore, needed_tokens
-from slipstream.tests.data_tools.conftest import MAX_LENGTH, Flags, random_row, shards
-from slipstream.tests.random_targets import MakeTarget, change_json
+from slipstream.tests.data_tools.conftest import MAX_LENGTH, random_row, shards
+from slipstream.tests.random_targets import change_json
 from slipstream.tests.tables import each_case
 from slipstream.tests.train.runs import refusal
 
@@ -32,7 +32,7 @@ def check_states(folder: Path, data: Path, target: Path, tolerance: float = 1e-5
     store = StateStore(folder)
     form = store.index.form
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    outputs: dict[int, torch.Tensor] = {}
+    outputs = {}
     for layer, module in enumerate(model.model.layers):
         module.register_forward_hook(lambda _m, _i, output, layer=layer: outputs.update({layer: output}))
     checked = 0
@@ -58,7 +58,7 @@ def check_states(folder: Path, data: Path, target: Path, tolerance: float = 1e-5
     return checked
 
 
-def test_states_are_those_of_transformers(captured: Path, capture_data: Path, capture_target: Path) -> None:
+def test_states_are_those_of_transformers(captured, capture_data, capture_target):
     form = StateStore(captured).index.form
     assert (form.layers, form.last_hidden) == ((1, 2, 3), True)
     assert len(shards(captured)) > 5
@@ -66,23 +66,19 @@ def test_states_are_those_of_transformers(captured: Path, capture_data: Path, ca
 
 
 @each_case()
-def test_drafts_decide_the_states(
-    words: list[str], layers: list[int], last_hidden: bool, flags: Flags, tmp_path: Path, capture_target: Path
-) -> None:
+def test_drafts_decide_the_states(words, layers, last_hidden, flags, tmp_path, capture_target):
     form = choose_format(parse(CaptureConfig, flags(tmp_path, *words), prog="", description=""), capture_target)
     assert (form.layers, form.last_hidden) == (tuple(layers), last_hidden)
 
 
 @pytest.mark.parametrize("words", [("--drafters", "eagle3", "eagle"), ("--layers", "3", "0")])
-def test_other_states(words: list[str], tmp_path: Path, flags: Flags, capture_data: Path, capture_target: Path) -> None:
+def test_other_states(words, tmp_path, flags, capture_data, capture_target):
     main(flags(tmp_path, *words))
     assert StateStore(tmp_path).index.form.layers == {"--drafters": (1, 2, 3, 4), "--layers": (3, 0)}[words[0]]
     check_states(tmp_path, capture_data, capture_target)
 
 
-def test_states_of_a_target_with_delta_nets(
-    tmp_path: Path, flags: Flags, capture_data: Path, capture_target: Path, make_target: MakeTarget
-) -> None:
+def test_states_of_a_target_with_delta_nets(tmp_path, flags, capture_data, capture_target, make_target):
     target = tmp_path / "target"
     shutil.copytree(make_target("qwen3-5"), target)
     for file in capture_target.glob("tokenizer*"):
@@ -93,7 +89,7 @@ def test_states_of_a_target_with_delta_nets(
     assert checked > 8
 
 
-def test_the_plan_covers_every_document_once_in_shards_that_fit() -> None:
+def test_the_plan_covers_every_document_once_in_shards_that_fit():
     generator = np.random.default_rng(1)
     rows = [random_row(generator) for _ in range(200)]
     masks = [mask.tolist() for _, mask in rows]
@@ -113,7 +109,7 @@ def test_the_plan_covers_every_document_once_in_shards_that_fit() -> None:
     assert max(size for _, size in sizes) > 1500
 
 
-def test_the_command_repeats_the_capture() -> None:
+def test_the_command_repeats_the_capture():
     words = ["--target", "a b", "--data", "d", "--output", "o", "--layers", "3", "0", "--last-hidden", "--dtype", "fp8"]
     words += ["--shard-gb", "0.5", "--trust-remote-code", "--train-documents", "7", "--drafters", "eagle", "dflash"]
     config = parse(CaptureConfig, words, prog="", description="")
@@ -122,9 +118,7 @@ def test_the_command_repeats_the_capture() -> None:
     assert config.layers == (3, 0)
 
 
-def test_size_and_time_are_shown_before_anything_is_written(
-    tmp_path: Path, flags: Flags, captured: Path, capture_data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_size_and_time_are_shown_before_anything_is_written(tmp_path, flags, captured, capture_data, capsys):
     with pytest.raises(SystemExit):
         main([word for word in flags(tmp_path / "new") if word != "--yes"])
     printed = capsys.readouterr()
@@ -146,17 +140,13 @@ def test_size_and_time_are_shown_before_anything_is_written(
 
 
 @pytest.mark.parametrize(("words", "is_said"), [(["dflash"], True), (["dflash", "--layers", "1"], False)])
-def test_the_depth_that_a_block_draft_is_taken_to_have_is_said(
-    words: list[str], is_said: bool, tmp_path: Path, flags: Flags, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_depth_that_a_block_draft_is_taken_to_have_is_said(words, is_said, tmp_path, flags, capsys):
     refusal([word for word in flags(tmp_path, "--drafters", *words) if word != "--yes"], main)
     assert ("those of DFLASH drafts of 5 layers, the default of draft.num_layers" in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize(("answer", "is_written"), [("y", True), ("", False), ("n", False)])
-def test_the_question(
-    tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch, answer: str, is_written: bool
-) -> None:
+def test_the_question(tmp_path, flags, monkeypatch, answer, is_written):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda _: answer)
     words = [word for word in flags(tmp_path / "new", **{"train-documents": 3}) if word != "--yes"]
@@ -167,9 +157,7 @@ def test_the_question(
     assert (tmp_path / "new").exists() == is_written
 
 
-def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(
-    tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch, exits: Any
-) -> None:
+def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(tmp_path, flags, monkeypatch, exits):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore
     monkeypatch.setattr(capture_states, "Capturer", None)
     with exits("GB are free; use --dtype fp8"):
@@ -177,9 +165,7 @@ def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(
 
 
 @each_case()
-def test_what_cannot_be_continued_is_refused(
-    captured: Path, flags: Flags, changes: dict[str, Any], message: str, exits: Any
-) -> None:
+def test_what_cannot_be_continued_is_refused(captured, flags, changes, message, exits):
     before = shards(captured)
     with exits(message):
         main(flags(captured, **changes))
@@ -187,9 +173,7 @@ def test_what_cannot_be_continued_is_refused(
 
 
 @pytest.mark.parametrize("layout", ["slipstream", "speculators"])
-def test_a_second_capture_into_the_folder_is_refused(
-    layout: str, tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_capture_into_the_folder_is_refused(layout, tmp_path, flags, monkeypatch):
     """Even one with the same options, while the first one writes."""
     output = tmp_path / "output"
     capture_shards = capture_states.capture_shards
@@ -209,14 +193,7 @@ def test_a_second_capture_into_the_folder_is_refused(
     main([*words, "--verify"])
 
 
-def test_another_tokenizer_or_target_is_refused(
-    tmp_path: Path,
-    flags: Flags,
-    captured: Path,
-    capture_data: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    exits: Any,
-) -> None:
+def test_another_tokenizer_or_target_is_refused(tmp_path, flags, captured, capture_data, monkeypatch, exits):
     other = tmp_path / "data"
     shutil.copytree(capture_data, other)
     change_json(other / "report.json", tokenizer_hash="0" * 64)
@@ -227,7 +204,7 @@ def test_another_tokenizer_or_target_is_refused(
         main(flags(captured))
 
 
-def test_data_with_nothing_to_capture_are_refused(flags: Flags, capture_data: Path, tmp_path: Path, exits: Any) -> None:
+def test_data_with_nothing_to_capture_are_refused(flags, capture_data, tmp_path, exits):
     output = tmp_path / "features"
     first = np.arange(9) == 0  # nothing predicts the first token
     described = {"tokenizer_hash": json.loads((capture_data / "report.json").read_text())["tokenizer_hash"]}

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ def read(*words: str) -> Options:
     return parse(Options, words, prog="test", description="test")
 
 
-def test_the_forms_of_a_flag() -> None:
+def test_the_forms_of_a_flag():
     everything = Options(data=("a", "b"), output="c", max_length=7, skip_bad=True)
     assert read("--data", "a", "b", "-o", "c", "--max-length", "7", "--skip-bad") == everything
     assert read("--skip-bad", "--data", "a", "--data=b", "--output=c", "--max_length=7") == everything
@@ -33,7 +32,7 @@ def test_the_forms_of_a_flag() -> None:
         assert read(off, "--data", "-o", "c") == Options(output="c")
 
 
-def test_values_and_keys_stay_as_they_are() -> None:
+def test_values_and_keys_stay_as_they_are():
     assert read("--output", "data") == Options(output="data")
     options = read("--data", "my-file", "--template.enable-it", "false", "--output", "a-b")
     assert options == Options(data=("my-file",), output="a-b", template={"enable-it": False})
@@ -50,9 +49,7 @@ def test_values_and_keys_stay_as_they_are() -> None:
     ],
 )
 @pytest.mark.parametrize("form", ["--config {}", "--config={}"])
-def test_a_bad_file_of_options_is_named(
-    tmp_path: Path, content: bytes | None, message: str, form: str, exits: Any
-) -> None:
+def test_a_bad_file_of_options_is_named(tmp_path, content, message, form, exits):
     file = tmp_path / "options.yaml"
     if content is not None:
         file.write_bytes(content)
@@ -72,9 +69,7 @@ def test_a_bad_file_of_options_is_named(
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-def test_faults_become_one_sentence(
-    raised: BaseException, status: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_faults_become_one_sentence(raised, status, message, capsys):
     def program(_: Options) -> None:
         raise raised
 
@@ -84,14 +79,14 @@ def test_faults_become_one_sentence(
     assert capsys.readouterr().err == f"test: {message}\n"
 
 
-def test_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_are_listed(capsys):
     for words in ([], ["--help"], ["-h"]):
         cli.main(words)
         output = capsys.readouterr().out
         assert all(f"  {verb} " in output for verb in cli.VERBS)
 
 
-def test_verbs_of_several_words_are_listed_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_of_several_words_are_listed_too(capsys):
     for words in (["train"], ["train", "--help"]):
         cli.main(words)
         output = capsys.readouterr().out
@@ -100,7 +95,7 @@ def test_verbs_of_several_words_are_listed_too(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
-def test_each_verb_is_its_program(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_verb_is_its_program(verb, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([*verb.split(), "--help"])
     assert caught.value.code == 0

@@ -3,7 +3,6 @@
 import codecs
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def example(columns: dict[str, Any], **options: Any) -> Any:
 
 
 @each_case()
-def test_conversation_formats_are_one(columns: dict[str, Any]) -> None:
+def test_conversation_formats_are_one(columns):
     result = example({"id": 7, **columns})
     assert (result.id, result.messages, result.tools, result.text, result.documents) == ("7", TURNS, None, None, None)
 
@@ -44,7 +43,7 @@ def form_of(kind: str, texts: list[str]) -> tuple[dict[str, Any], list[Any]]:
     conversation = chat(*texts)
     worse = {"role": "assistant", "content": "worse"}
     preference = {"chosen": conversation[-1:], "rejected": [worse]}
-    forms: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    forms = {
         "alpaca": ({"instruction": question, "input": "", "output": texts[1]}, pair),
         "alpaca with input": (
             {"instruction": question, "input": "5, 8", "output": texts[1]},
@@ -88,7 +87,7 @@ COLUMNS = ("messages", "conversations", "completion", "text", "tools", "weight",
 @pytest.mark.parametrize("kind", FORMS)
 @settings(max_examples=30, deadline=None)
 @given(data=strategies.data())
-def test_each_form_gives_the_messages_written_by_hand(kind: str, data: strategies.DataObject) -> None:
+def test_each_form_gives_the_messages_written_by_hand(kind, data):
     """Whichever optional columns are missing or null."""
     length = data.draw(strategies.sampled_from([2, 4]))
     texts = data.draw(strategies.lists(strategies.text(min_size=1), min_size=length, max_size=length))
@@ -108,7 +107,7 @@ def test_each_form_gives_the_messages_written_by_hand(kind: str, data: strategie
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_each_form_is_read_from_parquet_with_other_rows(tmp_path: Path, kind: str) -> None:
+def test_each_form_is_read_from_parquet_with_other_rows(tmp_path, kind):
     """Arrow lends every row the columns of all others."""
     columns, messages = form_of(kind, ["Hello", "fine", "And?", "good"])
     other = {"id": "other", "category": "writing", "messages": TURNS}
@@ -119,7 +118,7 @@ def test_each_form_is_read_from_parquet_with_other_rows(tmp_path: Path, kind: st
     assert [to_example(row, row.columns()).messages for row in read] == [messages, TURNS]
 
 
-def test_forms_that_agree_are_one() -> None:
+def test_forms_that_agree_are_one():
     for columns in (
         {"messages": TURNS, "turns": ["Hello"]},
         {"messages": TURNS, "prompt": "Hello", "chosen": TURNS, "rejected": chat("Hello", "bad")},  # UltraFeedback's
@@ -132,7 +131,7 @@ def test_forms_that_agree_are_one() -> None:
     assert example({"prompt": "Hello", "question": "Hello"}).messages == TURNS[:1]
 
 
-def test_other_formats() -> None:
+def test_other_formats():
     assert example({"text": "Hello"}).text == "Hello"
     tokens = example({"input_ids": [3, 4], "loss_mask": [0, True], "messages": TURNS})
     assert (tokens.documents, tokens.messages) == ([([3, 4], [0, 1])], None)
@@ -153,23 +152,23 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", 
 
 
 @each_case()
-def test_forms_of_calls_are_one(message: dict[str, Any]) -> None:
+def test_forms_of_calls_are_one(message):
     assert example({"messages": [message]}).messages == [CALL]
 
 
-def test_other_names_of_roles() -> None:
+def test_other_names_of_roles():
     role_names = {"Human": "user", "USER": "user", " Assistant": "assistant", "gpt": "assistant", "observation": "tool"}
     turns = [{"from": role, "value": "x"} for role in [*role_names, "developer", "Function", "System"]]
     roles = [message["role"] for message in example({"conversations": turns}).messages]
     assert roles == [*role_names.values(), "system", "tool", "system"]
 
 
-def test_messages_may_be_json_text() -> None:
+def test_messages_may_be_json_text():
     for column in ("messages", "conversations"):
         assert example({column: json.dumps(TURNS), "system": "Be kind."}).messages[1:] == TURNS
 
 
-def test_messages_and_rows_have_weights() -> None:
+def test_messages_and_rows_have_weights():
     turns = [{**turn, "weight": weight} for turn, weight in zip(TURNS * 2, (None, 0, 1, 2.5), strict=True)]
     result = example({"messages": turns, "weight": 0.5})
     assert (result.messages, result.weights, result.row_weight) == (TURNS * 2, {1: 0, 3: 2.5}, 0.5)
@@ -196,7 +195,7 @@ MALFORMED = yaml.safe_load(Path(__file__).with_name("malformed_rows.yaml").read_
         ({"text": "a", "id": "\ud83d"}, "id holds \\ud83d"),
     ],
 )
-def test_malformed_rows_name_place_and_fault(columns: dict[str, Any], fault: str) -> None:
+def test_malformed_rows_name_place_and_fault(columns, fault):
     with pytest.raises(RowError, match=r"^file, line 3: ") as caught:
         example(columns)
     assert fault in str(caught.value)
@@ -212,7 +211,7 @@ def test_malformed_rows_name_place_and_fault(columns: dict[str, Any], fault: str
         (b"[" * 100_000, "is nested too deep"),
     ],
 )
-def test_malformed_lines_name_place_and_fault(line: bytes, fault: str) -> None:
+def test_malformed_lines_name_place_and_fault(line, fault):
     with pytest.raises(RowError, match=rf"^file, line 3: {fault}"):
         Row("file, line 3", line).columns()
 
@@ -255,7 +254,7 @@ KINDS = "jsonl json bom.json lines.json jsonl.gz parquet arrow stream.arrow save
 
 
 @pytest.mark.parametrize("kind", KINDS.split())
-def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, kind):
     options = ConversationOptions(data=(str(save(tmp_path, kind)),), split="test")
     assert [row.columns() for row in read_rows(options)] == ROWS
 
@@ -284,9 +283,7 @@ def save_tools(folder: Path, kind: str, rows: list[Any], monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("limit", [None, 2])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow", "saved", "hub"])
-def test_objects_of_a_column_do_not_lend_each_other_keys(
-    tmp_path: Path, kind: str, limit: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_of_a_column_do_not_lend_each_other_keys(tmp_path, kind, limit, monkeypatch):
     """Arrow gives all objects of a column the same keys; a template would show what one row lacks as null."""
 
     def row(name: str, properties: dict[str, Any]) -> dict[str, Any]:
@@ -299,7 +296,7 @@ def test_objects_of_a_column_do_not_lend_each_other_keys(
     assert [read.columns() for read in read_rows(options)] == rows
 
 
-def test_several_sources_follow_each_other(tmp_path: Path) -> None:
+def test_several_sources_follow_each_other(tmp_path):
     options = ConversationOptions(data=(str(save(tmp_path, "parquet")), str(save(tmp_path, "jsonl"))))
     rows = list(read_rows(options))
     assert [row.columns() for row in rows] == ROWS + ROWS
@@ -344,12 +341,12 @@ def damaged_in_its_middle(path: Path) -> Path:
         (lambda _: "", "data is empty"),
     ],
 )
-def test_unreadable_data_gets_one_sentence(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:
+def test_unreadable_data_gets_one_sentence(tmp_path, make, message):
     with pytest.raises(ValueError, match=message):
         list(read_rows(ConversationOptions(data=(str(path),) if (path := make(tmp_path)) else (), split="dev")))
 
 
 @each_case()
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         PrepareConfig(**options)

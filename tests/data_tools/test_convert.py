@@ -22,7 +22,7 @@ from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoint
 from slipstream.tests.models.saved_drafts import fused
 from slipstream.tests.models.test_config_keys import WRAPPER, base_values
 from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
-from slipstream.tests.random_targets import FIELDS, SHAPE, MakeTarget, change_json, save_random_target
+from slipstream.tests.random_targets import FIELDS, SHAPE, change_json, save_random_target
 from slipstream.tests.tables import each_case
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -33,12 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=["qwen3", "qwen3-tied"])
-def runs(
-    request: pytest.FixtureRequest,
-    make_target: MakeTarget,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> Runs:
+def runs(request, make_target, tmp_path, capsys) -> Runs:
     return Runs(make_target(request.param), tmp_path, capsys)
 
 
@@ -54,12 +49,12 @@ def save(runs: Runs, dtype: torch.dtype | None = None, **fields: Any) -> Path:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_round_trip_through_every_layout_is_bit_identical(variant: str, runs: Runs) -> None:
+def test_a_round_trip_through_every_layout_is_bit_identical(variant, runs):
     draft = save(runs, **VARIANTS[variant])
     runs.assert_round_trips(draft)
 
 
-def test_the_layout_of_speculators_holds_the_targets_embedding_and_head(runs: Runs) -> None:
+def test_the_layout_of_speculators_holds_the_targets_embedding_and_head(runs):
     draft = save(runs, draft_vocab_size=50)
     folder, _ = runs.convert(draft, "speculators")
     tensors = load_file(folder / "model.safetensors")
@@ -81,7 +76,7 @@ def test_the_layout_of_speculators_holds_the_targets_embedding_and_head(runs: Ru
     assert torch.equal(module.fc.weight, load_file(draft / "model.safetensors")["fc.weight"])
 
 
-def test_a_foreign_checkpoint_gets_its_target_and_public_names(runs: Runs) -> None:
+def test_a_foreign_checkpoint_gets_its_target_and_public_names(runs):
     draft = save(runs)
     change_json(draft / "config.json", drafter=None, target=None, bos_token_id=1, block_size=None)
     change_json(draft / "config.json", dflash_config={"mask_token_id": 0, "target_layer_ids": [0, 1], "block_size": 4})
@@ -98,7 +93,7 @@ def test_a_foreign_checkpoint_gets_its_target_and_public_names(runs: Runs) -> No
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "float32"
 
 
-def test_tensors_and_fields_are_counted(runs: Runs) -> None:
+def test_tensors_and_fields_are_counted(runs):
     draft = save(runs)
     folder, printed = runs.convert(draft, "speculators")
     old, new = (json.loads((path / "config.json").read_text()).keys() for path in (draft, folder))
@@ -111,12 +106,12 @@ def test_tensors_and_fields_are_counted(runs: Runs) -> None:
     ]
 
 
-def test_the_last_layers_output_is_pointed_out(runs: Runs) -> None:
+def test_the_last_layers_output_is_pointed_out(runs):
     _, printed = runs.convert(save(runs, aux_layers=(0, 3)), "speculators")
     assert "note: it reads the last layer's output" in printed
 
 
-def test_what_cannot_be_converted_is_refused(runs: Runs, tmp_path: Path) -> None:
+def test_what_cannot_be_converted_is_refused(runs, tmp_path):
     draft = save(runs, sample_from_anchor=True)
     assert "sample_from_anchor" in runs.refused(draft, "sglang")
     folder, _ = runs.convert(draft, "speculators")
@@ -132,7 +127,7 @@ def test_what_cannot_be_converted_is_refused(runs: Runs, tmp_path: Path) -> None
         main(["--input", str(draft)])
 
 
-def test_an_existing_output_is_kept(runs: Runs, tmp_path: Path) -> None:
+def test_an_existing_output_is_kept(runs, tmp_path):
     draft = save(runs)
     output = tmp_path / "kept"
     arguments = ["--input", str(draft), "--output", str(output)]
@@ -155,7 +150,7 @@ def test_an_existing_output_is_kept(runs: Runs, tmp_path: Path) -> None:
 
 
 @each_case()
-def test_a_broken_config_is_refused_by_field(fields: dict[str, Any], message: str, runs: Runs) -> None:
+def test_a_broken_config_is_refused_by_field(fields, message, runs):
     draft = save(runs)
     values = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(values | fields))
@@ -166,7 +161,7 @@ def test_a_broken_config_is_refused_by_field(fields: dict[str, Any], message: st
 
 @pytest.mark.parametrize("source", ["sglang", "speculators"])
 @pytest.mark.parametrize("place", [None, "dflash_config", "transformer_layer_config"])
-def test_a_field_without_a_place_in_any_layout_is_refused(source: str, place: str | None, runs: Runs) -> None:
+def test_a_field_without_a_place_in_any_layout_is_refused(source, place, runs):
     """Neither written where no reader looks nor lost; what is off says nothing, and bookkeeping is left out."""
     folder, _ = runs.convert(save(runs), source)
     file = folder / "config.json"
@@ -185,12 +180,12 @@ def test_a_field_without_a_place_in_any_layout_is_refused(source: str, place: st
 
 
 @pytest.fixture
-def llama(make_target: MakeTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
+def llama(make_target, tmp_path, capsys) -> Runs:
     return Runs(make_target("llama"), tmp_path, capsys)
 
 
 @pytest.fixture
-def deep_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
+def deep_runs(tmp_path, capsys) -> Runs:
     """With a target of 12 layers and scaled rotary embedding."""
     config = LlamaConfig(**SHAPE | {"num_hidden_layers": 12}, rope_parameters=FIELDS["llama3_rope"])
     save_random_target(config, tmp_path / "target")
@@ -207,16 +202,12 @@ def values_of(folder: Path) -> dict[str, Any]:
 
 
 @each_case()
-def test_a_round_trip_is_bit_identical(
-    layers: tuple[int, ...], draft_vocab_size: int, fields: dict[str, Any], deep_runs: Runs
-) -> None:
+def test_a_round_trip_is_bit_identical(layers, draft_vocab_size, fields, deep_runs):
     deep_runs.assert_round_trips(save_eagle3_draft(deep_runs, layers, draft_vocab_size, **fields))
 
 
 @pytest.mark.parametrize(("layers", "outputs", "inputs"), [((1, 5, 8), None, None), ((0, 5, 9), [0, 5, 9], [1, 6, 10])])
-def test_ids_stand_in_each_readers_convention_or_are_left_out(
-    layers: tuple[int, ...], outputs: list[int] | None, inputs: list[int] | None, deep_runs: Runs
-) -> None:
+def test_ids_stand_in_each_readers_convention_or_are_left_out(layers, outputs, inputs, deep_runs):
     """Servers take the outputs of layers 1, N/2 - 1 and N - 4 by themselves."""
     draft = save_eagle3_draft(deep_runs, layers)
     assert values_of(draft).get("eagle_config", {}).get(AUX_LAYERS) == outputs
@@ -229,7 +220,7 @@ def test_ids_stand_in_each_readers_convention_or_are_left_out(
     )
 
 
-def test_the_layout_of_speculators(llama: Runs) -> None:
+def test_the_layout_of_speculators(llama):
     draft = save_eagle3_draft(llama, (0, 1, 2))
     folder, _ = llama.convert(draft, "speculators")
     tensors = load_file(folder / "model.safetensors")
@@ -249,7 +240,7 @@ def test_the_layout_of_speculators(llama: Runs) -> None:
     assert find_drafter(source_of(str(folder))) is find_drafter(source_of(str(draft))), "it can be served as it is"
 
 
-def test_ids_that_the_converter_of_speculators_lost_have_to_be_named(llama: Runs) -> None:
+def test_ids_that_the_converter_of_speculators_lost_have_to_be_named(llama):
     """`speculators convert` writes null for the ids of a public draft."""
     folder, _ = llama.convert(save_eagle3_draft(llama, (0, 1, 2)), "speculators")
     values = values_of(folder) | {AUX_LAYERS: None}
@@ -259,17 +250,17 @@ def test_ids_that_the_converter_of_speculators_lost_have_to_be_named(llama: Runs
     assert_equal_checkpoints(llama.root / "draft", back)
 
 
-def test_only_eagle3_drafts_have_layers_to_name(llama: Runs) -> None:
+def test_only_eagle3_drafts_have_layers_to_name(llama):
     refused = llama.refused(save_eagle_draft(llama), "sglang", "--aux-layers", "[0, 1]")
     assert "aux_layers is (0, 1); it is not for EAGLE drafts, so leave it out" in refused
 
 
-def test_a_full_vocabulary_has_no_map_there(llama: Runs) -> None:
+def test_a_full_vocabulary_has_no_map_there(llama):
     folder, _ = llama.convert(save_eagle3_draft(llama, (0, 1, 2), 120), "speculators")
     assert not {"d2t", "t2d"} & load_file(folder / "model.safetensors").keys()
 
 
-def test_a_checkpoint_as_safeailab_publishes_it(llama: Runs) -> None:
+def test_a_checkpoint_as_safeailab_publishes_it(llama):
     """A pickle in fp32, fused here, and a config that names neither a target nor a draft's architecture."""
     draft = save_eagle3_draft(llama, (1, 2, 3))
     file = draft / "model.safetensors"
@@ -304,20 +295,18 @@ def test_a_checkpoint_as_safeailab_publishes_it(llama: Runs) -> None:
 
 
 @each_case()
-def test_what_the_layout_of_speculators_cannot_hold_is_refused(
-    layers: tuple[int, ...], fields: dict[str, Any], message: str, llama: Runs
-) -> None:
+def test_what_the_layout_of_speculators_cannot_hold_is_refused(layers, fields, message, llama):
     assert message in llama.refused(save_eagle3_draft(llama, layers, **fields), "speculators")
 
 
 @each_case()
-def test_other_networks_of_speculators_are_refused_by_name(values: dict[str, Any], message: str, llama: Runs) -> None:
+def test_other_networks_of_speculators_are_refused_by_name(values, message, llama):
     folder, _ = llama.convert(save_eagle3_draft(llama, (0, 1, 2)), "speculators")
     change_json(folder / "config.json", **values)
     assert message in llama.refused(folder, "sglang")
 
 
-def test_an_embedding_of_its_own_is_kept_in_every_layout(llama: Runs) -> None:
+def test_an_embedding_of_its_own_is_kept_in_every_layout(llama):
     folder, _ = llama.convert(save_eagle3_draft(llama, (0, 1, 2)), "speculators")
     tensors = load_file(folder / "model.safetensors")
     trained = tensors["embed_tokens.weight"] + 1
@@ -329,7 +318,7 @@ def test_an_embedding_of_its_own_is_kept_in_every_layout(llama: Runs) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"fc_bias": False}, {"qkv_bias": True}, {"draft_vocab_size": 40}])
-def test_eagle_drafts_come_back_bit_by_bit(fields: dict[str, Any], llama: Runs) -> None:
+def test_eagle_drafts_come_back_bit_by_bit(fields, llama):
     """From a file as EAGLE's authors publish it: a pickle with the target's embedding, prefixed names."""
     draft = save_eagle_draft(llama, **fields)
     foreign = llama.root / "foreign"
@@ -355,13 +344,13 @@ def test_eagle_drafts_come_back_bit_by_bit(fields: dict[str, Any], llama: Runs) 
     assert "lm_head.weight is not the target's" in llama.refused(foreign, "slipstream")
 
 
-def test_speculators_cannot_hold_eagle(llama: Runs) -> None:
+def test_speculators_cannot_hold_eagle(llama):
     assert "layout speculators cannot hold drafts such as" in llama.refused(save_eagle_draft(llama), "speculators")
 
 
 @pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_targets_tensors_are_found_by_each_naming(prefix: str, tied: bool, tmp_path: Path) -> None:
+def test_a_targets_tensors_are_found_by_each_naming(prefix, tied, tmp_path):
     """As transformers writes a text model, and multimodal ones on the hub and of today."""
     values = base_values("gemma3" if prefix == "model." else WRAPPER) | {"tie_word_embeddings": tied}
     (tmp_path / "config.json").write_text(json.dumps(values))

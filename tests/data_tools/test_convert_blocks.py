@@ -16,7 +16,7 @@ from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests import peer_drafts
 from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoints
-from slipstream.tests.random_targets import MakeTarget, change_json
+from slipstream.tests.random_targets import change_json
 from slipstream.tests.tables import table_of
 
 WINDOWED: dict[str, Any] = {"windowed_layers": (0, 1), "sliding_window": 6}
@@ -68,7 +68,7 @@ NOT_NEEDED = {  # fields of the peers' files that say nothing, or what is usual
 
 
 @pytest.fixture
-def runs(make_target: MakeTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
+def runs(make_target, tmp_path, capsys) -> Runs:
     return Runs(make_target("qwen3"), tmp_path, capsys)
 
 
@@ -92,7 +92,7 @@ def load(runs: Runs, folder: Path) -> DFlash:
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_files_of_others_are_read_as_what_they_are(peer: str, runs: Runs) -> None:
+def test_files_of_others_are_read_as_what_they_are(peer, runs):
     heads, write = PEERS[peer]
     draft = save(runs, heads)
     foreign = runs.root / "foreign"
@@ -112,7 +112,7 @@ def test_files_of_others_are_read_as_what_they_are(peer: str, runs: Runs) -> Non
 
 
 @pytest.mark.parametrize(("heads", "layout"), [(heads, layout) for heads in LAYOUTS for layout in LAYOUTS[heads]])
-def test_a_round_trip_is_bit_identical(heads: str, layout: str, runs: Runs) -> None:
+def test_a_round_trip_is_bit_identical(heads, layout, runs):
     draft = save(runs, heads)
     exported, _ = runs.convert(draft, layout)
     back, _ = runs.convert(exported, "slipstream")
@@ -120,7 +120,7 @@ def test_a_round_trip_is_bit_identical(heads: str, layout: str, runs: Runs) -> N
 
 
 @pytest.mark.parametrize(("layout", "peer"), [(layout, peer) for layout in WRITTEN for peer in WRITTEN[layout]])
-def test_tensors_are_written_as_the_peers_own(layout: str, peer: str, runs: Runs) -> None:
+def test_tensors_are_written_as_the_peers_own(layout, peer, runs):
     heads, write = PEERS[peer]
     draft = save(runs, heads)
     foreign = runs.root / "foreign"
@@ -137,13 +137,13 @@ def test_tensors_are_written_as_the_peers_own(layout: str, peer: str, runs: Runs
 
 
 @pytest.mark.parametrize("heads", LAYOUTS)
-def test_layouts_that_cannot_hold_a_head_say_so(heads: str, runs: Runs) -> None:
+def test_layouts_that_cannot_hold_a_head_say_so(heads, runs):
     draft = save(runs, heads)
     for layout in {"sglang", "speculators", "deepspec", "modelopt"} - set(LAYOUTS[heads]):
         assert "error: " in runs.refused(draft, layout)
 
 
-def test_a_reduced_vocabulary_keeps_its_head_in_speculators(runs: Runs) -> None:
+def test_a_reduced_vocabulary_keeps_its_head_in_speculators(runs):
     draft = save(runs, "dspark", draft_vocab_size=40)
     folder, _ = runs.convert(draft, "speculators")
     tensors = load_file(folder / "model.safetensors")
@@ -155,7 +155,7 @@ def test_a_reduced_vocabulary_keeps_its_head_in_speculators(runs: Runs) -> None:
         assert "has a vocabulary of its own (draft_vocab_size)" in runs.refused(draft, layout)
 
 
-def test_what_is_missing_or_changed_is_named(runs: Runs) -> None:
+def test_what_is_missing_or_changed_is_named(runs):
     draft = save(runs, "dspark")
     foreign = runs.root / "foreign"
     peer_drafts.save_as_deepspec(draft, runs.target, foreign)
@@ -172,7 +172,7 @@ def test_what_is_missing_or_changed_is_named(runs: Runs) -> None:
     assert "recurrent Markov head (markov_head_type 'rnn') is not supported" in runs.refused(foreign, *flags)
 
 
-def test_the_convention_of_an_unclear_file_is_the_users_to_name(runs: Runs) -> None:
+def test_the_convention_of_an_unclear_file_is_the_users_to_name(runs):
     draft = save(runs, "dspark")
     foreign = runs.root / "foreign"
     peer_drafts.save_as_deepspec(draft, runs.target, foreign)

@@ -1,7 +1,6 @@
 """The library speculators as the oracle of block drafts with heads: those that we wrote for it compute the same states
 and scores there. Skipped where it is not installed."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,7 @@ def load_theirs(folder: Path, kind: str) -> Any:
 
 @pytest.mark.parametrize("name", DRAFTS)
 @torch.no_grad()
-def test_states_and_scores_equal_those_of_the_library(
-    name: str, make_target: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_states_and_scores_equal_those_of_the_library(name, make_target, tmp_path, capsys):
     heads, fields = DRAFTS[name]
     runs = Runs(make_target("qwen3"), tmp_path, capsys)
     fields = {key: value for key, value in fields.items() if value is not None}

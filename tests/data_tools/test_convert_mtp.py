@@ -4,7 +4,6 @@ back."""
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +21,10 @@ from slipstream.models.files.checkpoint import INDEX, read_tensors
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.families import MTP_FORMS
-from slipstream.tests.mtp_targets import KINDS, MakeMTP, module_tensors
+from slipstream.tests.mtp_targets import KINDS, module_tensors
 from slipstream.tests.pairwise import some_of
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
-from slipstream.tests.random_targets import MakeTarget, change_json, load_model
+from slipstream.tests.random_targets import change_json, load_model
 from slipstream.tests.serve.engine_runs import build_engine, plain_answers, run, sized_requests, tokens_of
 from slipstream.tests.serve.test_draft_adapters import save_adapter
 from slipstream.train.mtp import copy_weights
@@ -64,9 +63,7 @@ def convert(source: Path, output: Path, *words: str) -> Path:
 @pytest.mark.parametrize(
     "kind", some_of(["ernie", "glm4-moe", "hy-v3", "mellum", "qwen3-next", "qwen3-5"], ["ernie", "glm4-moe", "qwen3-5"])
 )
-def test_a_copy_of_the_target_has_the_trained_head(
-    kind: str, make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_of_the_target_has_the_trained_head(kind, make_mtp, tmp_path, monkeypatch):
     target = make_mtp(kind)
     save_trained(target.folder, tmp_path / "draft")
     before = load_file(target.folder / "model.safetensors")
@@ -92,7 +89,7 @@ def test_a_copy_of_the_target_has_the_trained_head(
 
 
 @pytest.mark.parametrize(("kind", "count"), [("ernie", 1), ("ernie", 2), ("glm4-moe", 3), ("qwen3-next", 1)])
-def test_the_way_back_gives_the_same_draft(kind: str, count: int, make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_the_way_back_gives_the_same_draft(kind, count, make_mtp, tmp_path):
     target = make_mtp(kind, count)
     draft = save_trained(target.folder, tmp_path / "draft")
     assert draft.keys() >= set().union(*(module_tensors(kind, target.module, index) for index in range(count)))
@@ -105,7 +102,7 @@ def test_the_way_back_gives_the_same_draft(kind: str, count: int, make_mtp: Make
     assert {name for name in values if values[name] != expected[name]} == {"target", "target_fingerprint"}
 
 
-def test_an_adapter_is_merged_into_the_head(make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_the_head(make_mtp, tmp_path):
     target = make_mtp("qwen3-5").folder
     draft = save_trained(target, tmp_path / "draft")
     adapter = save_adapter(target, tmp_path / "draft", tmp_path / "adapter", 2, seed=1)
@@ -116,12 +113,12 @@ def test_an_adapter_is_merged_into_the_head(make_mtp: MakeMTP, tmp_path: Path) -
     assert any(not torch.equal(expected[name], draft[name]) for name in draft)
 
 
-def test_files_without_the_head_are_shared_and_nothing_else_is_copied(make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_files_without_the_head_are_shared_and_nothing_else_is_copied(make_mtp, tmp_path):
     folder = tmp_path / "target"
     shutil.copytree(make_mtp("glm4-moe").folder, folder)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    parts: dict[str, dict[str, Tensor]] = {"model-a.safetensors": {}, "model-b.safetensors": {}}
+    parts = {"model-a.safetensors": {}, "model-b.safetensors": {}}
     for name, tensor in tensors.items():
         parts["model-b.safetensors" if "layers.4." in name or "layers.3." in name else "model-a.safetensors"][name] = (
             tensor
@@ -146,7 +143,7 @@ def test_files_without_the_head_are_shared_and_nothing_else_is_copied(make_mtp: 
 
 
 @pytest.mark.parametrize("has_index", [False, True])
-def test_a_target_that_has_lost_its_head_gets_one(has_index: bool, make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_a_target_that_has_lost_its_head_gets_one(has_index, make_mtp, tmp_path):
     folder = tmp_path / "target"
     shutil.copytree(make_mtp("qwen3-5").folder, folder)
     draft = save_trained(folder, tmp_path / "draft")
@@ -167,7 +164,7 @@ def test_a_target_that_has_lost_its_head_gets_one(has_index: bool, make_mtp: Mak
     assert torch.equal(transformers_tensors("qwen3-5", copy)["mtp.fc.weight"], draft["mtp.fc.weight"].float())
 
 
-def test_experts_in_one_tensor_are_replaced_together(make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_replaced_together(make_mtp, tmp_path):
     folder = tmp_path / "target"
     shutil.copytree(make_mtp("qwen3-next").folder, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -190,7 +187,7 @@ def test_experts_in_one_tensor_are_replaced_together(make_mtp: MakeMTP, tmp_path
     assert torch.equal(copied[f"{path}.down_proj"], matrices(draft, "down").float())
 
 
-def test_a_copy_takes_the_place_of_a_link_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_takes_the_place_of_a_link_that_cannot_be(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
@@ -200,9 +197,7 @@ def test_a_copy_takes_the_place_of_a_link_that_cannot_be(tmp_path: Path, monkeyp
     assert (tmp_path / "b").read_text() == "x"
 
 
-def test_what_cannot_be_stitched_is_refused(
-    make_mtp: MakeMTP, make_target: MakeTarget, tmp_path: Path, exits: Callable[..., object]
-) -> None:
+def test_what_cannot_be_stitched_is_refused(make_mtp, make_target, tmp_path, exits):
     target = make_mtp("glm4-moe").folder
     draft = tmp_path / "draft"
     save_trained(target, draft)

@@ -41,7 +41,7 @@ DEFAULTS = ("norm_before_residual", "norm_before_fc", "norm_output")  # flags of
     ],
     ids=str,
 )
-def runs(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
+def runs(request, tmp_path, capsys) -> Runs:
     """A target and a draft that reads the default or these layers, with a vocabulary of that size, these flags and, if
     they name num_layers, three layers."""
     num_layers, layers, draft_vocab_size, flags = request.param
@@ -74,7 +74,7 @@ def load_theirs(folder: Path) -> Any:
 def their_logits(model: Any, target: Path, tokens: list[int]) -> list[Tensor]:
     """Per step of training-time test (LENGTH, Vd), of states picked by the ids of their config: inputs of layers."""
     verifier = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    inputs: dict[int, Tensor] = {}
+    inputs = {}
     layers = model.target_layer_ids
     states = verifier.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     inputs = dict(enumerate(states[: len(verifier.model.layers)]))  # the last one is after the final norm
@@ -84,7 +84,7 @@ def their_logits(model: Any, target: Path, tokens: list[int]) -> list[Tensor]:
     verifier.model(torch.tensor([tokens]))
     hook.remove()
     aux_states = torch.cat([inputs[layer] for layer in layers], dim=-1)
-    logits: list[Tensor] = []
+    logits = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))
     ids = torch.tensor([tokens[1 : LENGTH + 1]])  # their rows hold the token after the state's
     model(aux_states[:, :LENGTH], ids, torch.zeros(1, LENGTH, dtype=torch.long), ttt_steps=STEPS)
@@ -121,13 +121,13 @@ def assert_equal_logits(logits: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(logits[step][: LENGTH - step], expected[step][: LENGTH - step], rtol=1e-4, atol=1e-4)
 
 
-def test_a_draft_written_for_speculators_computes_the_same_there(runs: Runs, tokens: list[int]) -> None:
+def test_a_draft_written_for_speculators_computes_the_same_there(runs, tokens):
     folder, _ = runs.convert(runs.root / "draft", "speculators")
     draft = load_draft(Eagle3, runs.root / "draft", load_config(runs.target), torch.float32, CPU)
     assert_equal_logits(our_logits(draft, runs.target, tokens), their_logits(load_theirs(folder), runs.target, tokens))
 
 
-def test_a_draft_saved_by_speculators_computes_the_same_here(runs: Runs, tokens: list[int]) -> None:
+def test_a_draft_saved_by_speculators_computes_the_same_here(runs, tokens):
     folder, _ = runs.convert(runs.root / "draft", "speculators")
     model = load_theirs(folder)
     saved = runs.root / "saved"

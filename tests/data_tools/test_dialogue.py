@@ -25,7 +25,7 @@ def turns(letters: str) -> list[dict[str, Any]]:
 
 
 @each_case()
-def test_every_user_turn_gets_an_answer(letters: str, questions: list[list[int]]) -> None:
+def test_every_user_turn_gets_an_answer(letters, questions):
     messages = turns(letters)
     assert split_questions(messages) == [[messages[index] for index in question] for question in questions]
 
@@ -35,7 +35,7 @@ def read(folder: Path, rows: list[Any], **options: Any) -> tuple[list[Dialogue],
     return list(reader), reader
 
 
-def test_ids_are_unique_and_stable(tmp_path: Path) -> None:
+def test_ids_are_unique_and_stable(tmp_path):
     rows = [
         {"id": "a", "messages": chat("Hello", "one")},
         {"id": "a", "messages": chat("Hello", "two")},  # the same question: a duplicate, whatever its answer was
@@ -55,7 +55,7 @@ def test_ids_are_unique_and_stable(tmp_path: Path) -> None:
     assert [dialogue.id for dialogue in read(tmp_path, rows)[0]] == ids
 
 
-def test_ids_of_samples_are_unique_and_stable(tmp_path: Path) -> None:
+def test_ids_of_samples_are_unique_and_stable(tmp_path):
     rows = [{"id": "a#1", "messages": chat("Hi")}, {"id": "a", "messages": chat("Hello")}, {"messages": chat("What?")}]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     options = ConversationOptions(data=(str(path),))
@@ -67,12 +67,12 @@ def test_ids_of_samples_are_unique_and_stable(tmp_path: Path) -> None:
 
 
 @each_case()
-def test_questions_of_every_form_are_answered(tmp_path: Path, columns: dict[str, Any], questions: list[str]) -> None:
+def test_questions_of_every_form_are_answered(tmp_path, columns, questions):
     [dialogue], _ = read(tmp_path, [columns])
     assert dialogue.questions == [chat(question) for question in questions]
 
 
-def test_what_cannot_be_answered_is_counted(tmp_path: Path) -> None:
+def test_what_cannot_be_answered_is_counted(tmp_path):
     rows = [{"messages": turns("sa")}, {"text": "no chat"}, {"messages": chat("b")}]
     rows.append({"messages": [*chat("c"), {"role": "assistant", "content": "d", "tool_calls": []}]})
     dialogues, reader = read(tmp_path, rows, skip_bad=True)
@@ -82,13 +82,13 @@ def test_what_cannot_be_answered_is_counted(tmp_path: Path) -> None:
         read(tmp_path, rows)
 
 
-def test_where_and_limit(tmp_path: Path) -> None:
+def test_where_and_limit(tmp_path):
     rows = [{"id": str(n), "split": "ab"[n % 2], "messages": chat(f"{n}")} for n in range(9)]
     dialogues, _ = read(tmp_path, rows, where=("split=b",), limit=3)
     assert [dialogue.id for dialogue in dialogues] == ["1", "3", "5"]
 
 
-def test_row_seeds_fit_31_bits_and_differ() -> None:
+def test_row_seeds_fit_31_bits_and_differ():
     seeds = {row_seed(seed, str(row)) for seed in range(3) for row in range(100)}
     assert len(seeds) == 300
     assert all(0 <= seed < 2**31 for seed in seeds)
@@ -124,7 +124,7 @@ def say(content: str, *, reasoning: str = "", ids: bool = False, **fields: Any) 
     return Answer(message=message, num_tokens=1, token_ids=token_ids, **fields)
 
 
-def test_a_dialogue_asks_turn_by_turn_with_its_own_answers() -> None:
+def test_a_dialogue_asks_turn_by_turn_with_its_own_answers():
     prompts, result = drive(CHATML, ["Hello", "What?"], [say("fine"), say("four")])
     messages = chat("Hello", "fine", "What?", "four")
     assert [prompt.messages for prompt in prompts] == [messages[:1], messages[:3]]
@@ -135,7 +135,7 @@ def test_a_dialogue_asks_turn_by_turn_with_its_own_answers() -> None:
     assert result == Result(id="x", row={"id": "x", "messages": messages, "finish_reason": "stop"})
 
 
-def test_exact_tokens_are_written_where_prompts_go_on_with_them() -> None:
+def test_exact_tokens_are_written_where_prompts_go_on_with_them():
     answers = [say("fine", ids=True), say("four", ids=True)]
     prompts, result = drive(CHATML, ["Hello", "What?"], answers)
     tokens = [(prompt.token_ids, answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -146,7 +146,7 @@ def test_exact_tokens_are_written_where_prompts_go_on_with_them() -> None:
     assert result.row.keys() == {"id", "messages", "finish_reason"}
 
 
-def test_rows_without_exact_tokens_render_as_what_was_written() -> None:
+def test_rows_without_exact_tokens_render_as_what_was_written():
     thought = say("<think>hm</think>fine", ids=True)
     prompts, result = drive(THINKING, ["Hello", "What?"], [thought, thought])
     assert len(prompts) == 2, "a prompt without the earlier thinking is what a server would hold"
@@ -163,11 +163,11 @@ def test_rows_without_exact_tokens_render_as_what_was_written() -> None:
     assert drive(CHATML, ["Hello"], [say("<|head|>fine", text="fine")])[1].row, "special tokens may not come back"
 
 
-def test_a_template_that_refuses_drops_the_row() -> None:
+def test_a_template_that_refuses_drops_the_row():
     assert drive("{{ raise_exception('no') }}", ["Hello"], []) == ([], Result(id="x", dropped="template_refuses"))
 
 
-def test_a_cut_answer_ends_its_dialogue() -> None:
+def test_a_cut_answer_ends_its_dialogue():
     cut = say("fi", finish_reason="length")
     prompts, result = drive(CHATML, ["Hello", "What?"], [cut])
     assert len(prompts) == 1
@@ -180,7 +180,7 @@ def test_a_cut_answer_ends_its_dialogue() -> None:
     assert drive(CHATML, ["Hello", "What?"], [cut], keep_cut=False)[1] == Result(id="x", dropped="cut_by_max_tokens")
 
 
-def test_an_answer_that_calls_a_tool_ends_its_dialogue() -> None:
+def test_an_answer_that_calls_a_tool_ends_its_dialogue():
     calls = [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]
     answer = Answer(
         message={"role": "assistant", "content": "", "tool_calls": calls}, finish_reason="stop", num_tokens=1
@@ -189,7 +189,7 @@ def test_an_answer_that_calls_a_tool_ends_its_dialogue() -> None:
     assert (len(prompts), result.row["messages"]) == (1, [*chat("Hello"), answer.message])
 
 
-def test_calls_of_the_input_are_history() -> None:
+def test_calls_of_the_input_are_history():
     dialogue = Dialogue("x", [turns("uct")])
     conversing = converse(dialogue, None, keep_cut=True)
     assert next(conversing).messages == turns("uct")
@@ -201,7 +201,7 @@ def test_calls_of_the_input_are_history() -> None:
     ]  # fmt: skip
 
 
-def test_a_row_keeps_its_weight_and_category(tmp_path: Path) -> None:
+def test_a_row_keeps_its_weight_and_category(tmp_path):
     rows = [{"prompt": "Hello", "weight": 0.5}, {"prompt": "What?", "category": "math"}]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     weights = list[tuple[float | None, str | None]]()
@@ -214,17 +214,17 @@ def test_a_row_keeps_its_weight_and_category(tmp_path: Path) -> None:
     assert weights == [(0.5, None), (None, "math")]
 
 
-def test_empty_answers_are_dropped() -> None:
+def test_empty_answers_are_dropped():
     assert drive(CHATML, ["Hello"], [say("")])[1] == Result(id="x", dropped="empty_answer")
 
 
-def test_reasoning_returned_apart_is_kept_apart() -> None:
+def test_reasoning_returned_apart_is_kept_apart():
     for content, reason in (("fine", "stop"), ("", "length")):
         _, result = drive(None, ["Hello"], [say(content, reasoning="hm", finish_reason=reason)])
         assert result.row["messages"][-1] == {"role": "assistant", "content": content, "reasoning_content": "hm"}
 
 
-def test_a_journal_cuts_off_a_half_written_row(tmp_path: Path) -> None:
+def test_a_journal_cuts_off_a_half_written_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     for half in (b'{"id": "c", "mess', b'{"id": "c"}', b""):
         path.write_bytes(b'{"id": "a"}\n{"id": "b"}\n' + half)
@@ -235,7 +235,7 @@ def test_a_journal_cuts_off_a_half_written_row(tmp_path: Path) -> None:
         assert [json.loads(line)["id"] for line in lines] == ["a", "b", "d"]
 
 
-def test_a_journal_refuses_foreign_files_and_second_writers(tmp_path: Path) -> None:
+def test_a_journal_refuses_foreign_files_and_second_writers(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a"}\n{"text": "b"}\n')
     with pytest.raises(ValueError, match=r"rows.jsonl, line 2: is not a row with an id"):
@@ -249,7 +249,7 @@ def test_a_journal_refuses_foreign_files_and_second_writers(tmp_path: Path) -> N
     assert path.read_text() == '{"id": "c"}\n'
 
 
-def test_rows_are_put_in_the_order_of_the_input(tmp_path: Path) -> None:
+def test_rows_are_put_in_the_order_of_the_input(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"id": identity} for identity in "dxbcya"])
     sort_rows(path, {identity: position for position, identity in enumerate("abcd")})
     assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == list("abcdxy")

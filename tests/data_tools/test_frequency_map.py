@@ -2,9 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -24,7 +22,7 @@ SPECIAL = list(range(8))
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+def data(tmp_path_factory, target) -> Path:
     """A folder with conversations (rows.jsonl) and the dataset prepared from them (prepared)."""
     folder = tmp_path_factory.mktemp("data")
     rows = write_jsonl(folder / "rows.jsonl", ROWS)
@@ -56,7 +54,7 @@ def as_counter(token_map: TokenMap) -> Counter[int]:
     return Counter({token: count for token, count in enumerate(token_map.counts.tolist()) if count})
 
 
-def test_counts_the_supervised_training_tokens(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_the_supervised_training_tokens(tmp_path, data, capsys):
     token_map = run(tmp_path, "--data", data / "prepared", "--size", 40)
     counts = counter(data / "prepared", "train")
     report = json.loads((data / "prepared" / "report.json").read_text())
@@ -73,7 +71,7 @@ def test_counts_the_supervised_training_tokens(tmp_path: Path, data: Path, capsy
     assert f"        40  {covered:8.2%}  " + "#" * round(30 * covered) in output
 
 
-def test_splits_shards_and_threads_add_up(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_shards_and_threads_add_up(tmp_path, data, monkeypatch):
     monkeypatch.setattr(frequency_map, "SHARD_ROWS", 7)
     token_map = run(tmp_path, "--data", data / "prepared", "--split", "heldout", "--num-proc", 3)
     assert as_counter(token_map) == counter(data / "prepared", "heldout")
@@ -83,12 +81,12 @@ def test_splits_shards_and_threads_add_up(tmp_path: Path, data: Path, monkeypatc
     assert as_counter(twice) == once + once
 
 
-def test_conversations_count_as_their_prepared_dataset(tmp_path: Path, data: Path, target: Path) -> None:
+def test_conversations_count_as_their_prepared_dataset(tmp_path, data, target):
     raw = run(tmp_path, "--data", data / "rows.jsonl", "--target", target, "--size", 40)
     assert as_counter(raw) == counter(data / "prepared", "train", "heldout")
 
 
-def test_served_answers_count_as_the_conversations_they_come_from(tmp_path: Path, data: Path, target: Path) -> None:
+def test_served_answers_count_as_the_conversations_they_come_from(tmp_path, data, target):
     """One file of each kind of log: together they are the prepared dataset, end tokens included."""
     answers = [row["messages"][1]["content"] for row in ROWS]
     logs: list[dict[str, object]] = [{"id": str(n), "messages": row["messages"]} for n, row in enumerate(ROWS[:100])]
@@ -99,7 +97,7 @@ def test_served_answers_count_as_the_conversations_they_come_from(tmp_path: Path
     assert as_counter(token_map) == counter(data / "prepared", "train", "heldout")
 
 
-def test_the_plot_and_the_loss_at_given_rates(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plot_and_the_loss_at_given_rates(tmp_path, data, capsys):
     plot = tmp_path / "plots" / "map.png"
     rates = ["--accept-rates", "0.5", "0.25"]
     share = run(tmp_path, "--data", data / "prepared", "--size", 40, *rates, "--plot", plot).coverage
@@ -111,7 +109,7 @@ def test_the_plot_and_the_loss_at_given_rates(tmp_path: Path, data: Path, capsys
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_same_data_give_the_same_bytes(tmp_path: Path, data: Path) -> None:
+def test_the_same_data_give_the_same_bytes(tmp_path, data):
     token_map = run(tmp_path, "--data", data / "prepared")
     files = [tmp_path / f"{number}.safetensors" for number in range(12)]
     for file in files:
@@ -119,9 +117,7 @@ def test_the_same_data_give_the_same_bytes(tmp_path: Path, data: Path) -> None:
     assert len({file.read_bytes() for file in files}) == 1
 
 
-def test_a_run_that_ends_while_it_draws_is_repeated(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, exits: Any
-) -> None:
+def test_a_run_that_ends_while_it_draws_is_repeated(tmp_path, data, monkeypatch, exits):
     flags = [f"--data={data / 'prepared'}", *(f"--{name}={tmp_path / name}" for name in ("output", "plot", "fr-spec"))]
     with monkeypatch.context() as patch:
         patch.setattr(Figure, "savefig", Mock(side_effect=KeyboardInterrupt))
@@ -131,7 +127,7 @@ def test_a_run_that_ends_while_it_draws_is_repeated(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fr-spec", "output", "plot"]
 
 
-def test_merged_maps_add_their_counts_in_any_order(tmp_path: Path, data: Path) -> None:
+def test_merged_maps_add_their_counts_in_any_order(tmp_path, data):
     for split in ("train", "heldout"):
         run(tmp_path, "--data", data / "prepared", "--split", split).write(tmp_path / f"{split}.safetensors")
     parts = [tmp_path / "train.safetensors", tmp_path / "heldout.safetensors"]
@@ -158,21 +154,19 @@ def error(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) 
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_ids_outside_the_vocabulary_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ids_outside_the_vocabulary_are_an_error(tmp_path, capsys):
     for wrong in (512, -1):
         write_tokens(tmp_path / f"data{wrong}", [10, wrong])
         message = error(capsys, tmp_path, "--data", tmp_path / f"data{wrong}")
         assert f"token id {wrong} is outside the vocabulary of 512 tokens" in message
 
 
-def test_special_tokens_of_answers_are_kept(tmp_path: Path) -> None:
+def test_special_tokens_of_answers_are_kept(tmp_path):
     write_tokens(tmp_path / "data", [10, 10, 11, 11, 6])
     assert run(tmp_path, "--data", tmp_path / "data", "--size", 3).ids.tolist() == [END, 6, 10]
 
 
-def test_other_tokenizers_are_refused(
-    tmp_path: Path, data: Path, target: Path, make_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_tokenizers_are_refused(tmp_path, data, target, make_folder, capsys):
     write_tokens(tmp_path / "foreign", [10, 11])
     message = error(capsys, tmp_path, "--data", data / "prepared", tmp_path / "foreign")
     assert "different tokenizers" in message
@@ -183,17 +177,13 @@ def test_other_tokenizers_are_refused(
 
 
 @each_case()
-def test_impossible_runs_get_one_sentence(
-    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
-) -> None:
+def test_impossible_runs_get_one_sentence(tmp_path, data, capsys, arguments, message):
     words = [word.replace("PREPARED", str(data / "prepared")) for word in arguments]
     assert message in error(capsys, tmp_path, *words)
 
 
 @pytest.mark.parametrize("option", ["--output", "--sglang-pt", "--fr-spec", "--plot"])
-def test_only_files_of_the_same_kind_are_replaced(
-    option: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_files_of_the_same_kind_are_replaced(option, tmp_path, data, capsys, monkeypatch):
     path = tmp_path / "file"
     words = ["--data", str(data / "prepared"), "--size", "40"]
     words += [option, str(path)] if option == "--output" else [option, str(path), "--output", str(tmp_path / "map")]
@@ -202,7 +192,7 @@ def test_only_files_of_the_same_kind_are_replaced(
     content = path.read_bytes()
     assert not list(tmp_path.glob(".*"))
 
-    def refused(*more: str) -> str:
+    def refused(*more):
         with pytest.raises(SystemExit):
             frequency_map.main([*words, *more])
         return capsys.readouterr().err

@@ -16,7 +16,6 @@ from slipstream.tests.data_tools.chats import (
     GLM,
     LLAMA,
     THINKING,
-    Pieces,
     build_tokenizer,
     chat,
     join,
@@ -69,34 +68,34 @@ def mask(template: str, messages: list[Any], **options: Any) -> Document:
     ],
     ids=["tags", "rendered", "llama"],
 )
-def test_masks_equal_the_tokens_cut_by_hand(template: str, end: str, pieces: Pieces) -> None:
+def test_masks_equal_the_tokens_cut_by_hand(template, end, pieces):
     assert mask(template, CONVERSATION, end=end) == join(build_tokenizer(template, end), pieces)
 
 
 @pytest.mark.parametrize(("options", "answers"), [({"turns": "last"}, {6}), ({"weights": {2: 0}}, {6}),
                                                   ({"weights": {4: 0}}, {3}),
                                                   ({"weights": {4: 0}, "turns": "last"}, {3})])  # fmt: skip
-def test_some_answers_are_supervised(options: dict[str, Any], answers: set[int]) -> None:
+def test_some_answers_are_supervised(options, answers):
     pieces = [(text, index in answers) for index, (text, _) in enumerate(CHATML_PIECES[: max(answers) + 1])]
     for template in (CHATML, CHATML_TAGGED):
         assert mask(template, CONVERSATION, **options) == join(build_tokenizer(template), pieces)
 
 
-def test_the_tokens_of_an_answer_have_its_weight() -> None:
+def test_the_tokens_of_an_answer_have_its_weight():
     pieces = [(text, {3: 0.5, 6: 2.0}.get(index, 0.0)) for index, (text, _) in enumerate(CHATML_PIECES)]
     assert mask(CHATML, CONVERSATION, weights={2: 0.5, 4: 2.0}) == join(build_tokenizer(CHATML), pieces)
 
 
-def test_a_row_with_no_answer_to_supervise_is_dropped() -> None:
+def test_a_row_with_no_answer_to_supervise_is_dropped():
     with pytest.raises(RowDropped, match="no_assistant_turn: every answer has weight 0"):
         mask(CHATML, CONVERSATION, weights={2: 0, 4: 0})
 
 
-def test_turns_after_the_last_answer_are_left_out() -> None:
+def test_turns_after_the_last_answer_are_left_out():
     assert mask(CHATML, [*CONVERSATION, {"role": "user", "content": "more"}]) == mask(CHATML, CONVERSATION)
 
 
-def test_without_a_known_end_token_the_whole_turn_is_supervised() -> None:
+def test_without_a_known_end_token_the_whole_turn_is_supervised():
     pieces = [*CHATML_PIECES[:3], ("How are you?<|im_end|>\n", True)]
     assert mask(CHATML, CONVERSATION[:3], end="<|eot|>") == join(build_tokenizer(CHATML), pieces)
 
@@ -104,7 +103,7 @@ def test_without_a_known_end_token_the_whole_turn_is_supervised() -> None:
 THINKING_CHAT = chat("Hello", "<think>hm</think>fine", "What?", "<think>so</think>four")
 
 
-def test_an_answer_that_is_rendered_otherwise_later_begins_another_document() -> None:
+def test_an_answer_that_is_rendered_otherwise_later_begins_another_document():
     first = [
         ("<|im_start|>user\n", False),
         ("Hello<|im_end|>\n<|im_start|>assistant\n", False),
@@ -126,7 +125,7 @@ def test_an_answer_that_is_rendered_otherwise_later_begins_another_document() ->
 CALL = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
 
 
-def test_an_answer_ends_with_the_token_that_begins_the_next_message() -> None:
+def test_an_answer_ends_with_the_token_that_begins_the_next_message():
     first, second = ({"role": "assistant", "content": text, "reasoning_content": "hm"} for text in ("fine", "four"))
     messages = [*chat("Hello"), first, *chat("What?"), second]
     hello = [("<|head|>", False), ("\nHello<|/head|>", False)]
@@ -152,9 +151,7 @@ def test_an_answer_ends_with_the_token_that_begins_the_next_message() -> None:
         (True, "", "", "fine<|im_end|>"),
     ],
 )
-def test_thinking_that_a_template_leaves_out_is_supervised(
-    is_thinking: bool, reasoning: str, opening: str, answer: str
-) -> None:
+def test_thinking_that_a_template_leaves_out_is_supervised(is_thinking, reasoning, opening, answer):
     message = {"role": "assistant", "content": "fine", **({"reasoning_content": reasoning} if reasoning else {})}
     pieces = [("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n" + opening, False), (answer, True)]
     options = {"variables": {"enable_thinking": is_thinking}}
@@ -185,12 +182,12 @@ def test_thinking_that_a_template_leaves_out_is_supervised(
         ("{{ messages[0].content.index('x') }}", chat("Hello", "fine"), "template_refuses: substring not found"),
     ],
 )  # fmt: skip
-def test_rows_that_cannot_be_masked_are_dropped_with_a_reason(template: str, messages: list[Any], reason: str) -> None:
+def test_rows_that_cannot_be_masked_are_dropped_with_a_reason(template, messages, reason):
     with pytest.raises(RowDropped, match=reason):
         mask(template, messages)
 
 
-def test_missing_and_broken_templates_are_refused() -> None:
+def test_missing_and_broken_templates_are_refused():
     with pytest.raises(ValueError, match="no chat template; give one with --chat-template"):
         ChatTemplate(build_tokenizer(None), date="2024-07-26", variables={})
     for broken in ("{% if %}", "{{ 'a"):
@@ -198,7 +195,7 @@ def test_missing_and_broken_templates_are_refused() -> None:
             mask(broken, CONVERSATION)
 
 
-def test_a_frozen_date_changes_nothing_else() -> None:
+def test_a_frozen_date_changes_nothing_else():
     source = "  {%- if true %}\n    {%- set d = strftime_now('%d %b %Y, %A') %}\n{%- endif %}\n{{ d }} end\n"
     tokenizer = build_tokenizer(source)
     unfrozen = tokenizer.apply_chat_template(chat("x"), tokenize=False)
@@ -211,14 +208,14 @@ def test_a_frozen_date_changes_nothing_else() -> None:
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_TAGGED])
 @pytest.mark.parametrize("turns", ["all", "last"])
-def test_a_cut_answer_has_no_end_token(template: str, turns: Any) -> None:
+def test_a_cut_answer_has_no_end_token(template, turns):
     ids, supervised = mask(template, CONVERSATION, turns=turns)
     assert ids[-1] == build_tokenizer(template).eos_token_id
     assert mask(template, CONVERSATION, turns=turns, is_cut=True) == (ids[:-1], supervised[:-1])
 
 
 @each_case()
-def test_a_cut_answer_ends_where_it_was_cut(message: dict[str, str], answer: str) -> None:
+def test_a_cut_answer_ends_where_it_was_cut(message, answer):
     """A template closes the thinking that max_tokens ended."""
     thinking = CHATML.replace("m['content']", "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content "
                                               "else '') + m.content")  # fmt: skip
@@ -252,12 +249,10 @@ CALLS = (
     ],
 )
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "weather"}}]])
-def test_arguments_come_as_the_template_takes_them(
-    form: str, expected: str, is_text: bool, is_wrapped: bool, tools: list[Any] | None
-) -> None:
+def test_arguments_come_as_the_template_takes_them(form, expected, is_text, is_wrapped, tools):
     """OpenAI writes them as JSON text, data often as objects."""
     arguments = {"city": "Köln", "days": [1, 2]}
-    call: dict[str, Any] = {"name": "weather", "arguments": json.dumps(arguments, ensure_ascii=False)}
+    call = {"name": "weather", "arguments": json.dumps(arguments, ensure_ascii=False)}
     call = call if is_text else {**call, "arguments": arguments}
     call = {"id": "c0", "type": "function", "function": call} if is_wrapped else call
     messages = [*chat("How are you?"), {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def as_set(dataset: Any, *splits: str) -> set[tuple[tuple[int, ...], tuple[bool,
     return {(tuple(row["input_ids"]), tuple(row["loss_mask"])) for split in splits for row in dataset[split]}
 
 
-def test_dataset_and_report(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dataset_and_report(tmp_path, target, capsys):
     dataset, report = prepare(tmp_path, target, ROWS, "--heldout", "0.2")
     rows = [expected(target, number) for number in range(20)]
     assert as_set(dataset, "train", "heldout") == {(tuple(ids), tuple(mask)) for ids, mask in rows}
@@ -58,8 +57,8 @@ def test_dataset_and_report(tmp_path: Path, target: Path, capsys: pytest.Capture
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
-def test_seed_decides_the_order(tmp_path: Path, target: Path) -> None:
-    def order(*options: str) -> tuple[list[Any], str, str]:
+def test_seed_decides_the_order(tmp_path, target):
+    def order(*options):
         dataset, report = prepare(tmp_path, target, ROWS, *options)
         return list(dataset["train"]["input_ids"]), report["data_hash"], dataset["train"]._fingerprint
 
@@ -70,12 +69,12 @@ def test_seed_decides_the_order(tmp_path: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
-def test_workers_change_nothing(kind: str, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_change_nothing(kind, tmp_path, target, monkeypatch):
     """Nor does Ctrl-C reach them: it would print the traceback of each."""
     monkeypatch.setattr(tokenization, "CHUNK_ROWS", 5)
     masks = []
 
-    def threads(number: int, **_: object) -> ThreadPoolExecutor:
+    def threads(number, **_):
         return ThreadPoolExecutor(
             number, initializer=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
         )
@@ -92,9 +91,7 @@ def test_workers_change_nothing(kind: str, tmp_path: Path, target: Path, monkeyp
     assert bool(masks) == (kind == "threads")
 
 
-def test_a_killed_worker_ends_in_a_sentence(
-    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, exits: Any
-) -> None:
+def test_a_killed_worker_ends_in_a_sentence(tmp_path, target, monkeypatch, exits):
     monkeypatch.setattr(
         tokenization, "ProcessPoolExecutor", lambda number, **_: ThreadPoolExecutor(number, initializer=lambda: 1 // 0)
     )
@@ -102,7 +99,7 @@ def test_a_killed_worker_ends_in_a_sentence(
         prepare(tmp_path, target, ROWS, "--num-proc=2")
 
 
-def test_a_held_out_file_is_that_split_in_its_order(tmp_path: Path, target: Path) -> None:
+def test_a_held_out_file_is_that_split_in_its_order(tmp_path, target):
     """Copies of its rows are not trained on."""
     other = write_jsonl(tmp_path / "other.jsonl", ROWS[12:])
     dataset, report = prepare(tmp_path, target, ROWS[:15], "--heldout-data", str(other))
@@ -112,9 +109,7 @@ def test_a_held_out_file_is_that_split_in_its_order(tmp_path: Path, target: Path
     assert report["split_rows"] == {"train": 12, "heldout": 8}
 
 
-def test_copies_of_held_out_rows_are_not_trained_on(
-    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str], exits: Any
-) -> None:
+def test_copies_of_held_out_rows_are_not_trained_on(tmp_path, target, capsys, exits):
     dataset, report = prepare(tmp_path, target, ROWS * 3, "--heldout", "0.2")
     held_out = as_set(dataset, "heldout")
     assert not held_out & as_set(dataset, "train")
@@ -125,7 +120,7 @@ def test_copies_of_held_out_rows_are_not_trained_on(
         prepare(tmp_path, target, ROWS[:1] * 9, "--heldout", "0.2")
 
 
-def test_where_and_limit(tmp_path: Path, target: Path) -> None:
+def test_where_and_limit(tmp_path, target):
     dataset, report = prepare(tmp_path, target, ROWS, "--where", "split=b", "--limit", "4", "--heldout", "0")
     assert as_set(dataset, "train") == {tuple(map(tuple, expected(target, number))) for number in (1, 3, 5, 7)}
     assert (report["rows_in"], report["rows_filtered"], len(dataset["heldout"])) == (4, 4, 0)
@@ -134,7 +129,7 @@ def test_where_and_limit(tmp_path: Path, target: Path) -> None:
         assert prepare(tmp_path, target, rows, "--where", word)[1]["rows_kept"] == 4
 
 
-def test_long_rows_are_cut_and_rows_with_too_little_left_dropped(tmp_path: Path, target: Path) -> None:
+def test_long_rows_are_cut_and_rows_with_too_little_left_dropped(tmp_path, target):
     ids, mask = expected(target, 1)
     length = mask.index(True) + 2
     longer = {"messages": chat("What is 1? " * 9, "It is 1.")}
@@ -145,7 +140,7 @@ def test_long_rows_are_cut_and_rows_with_too_little_left_dropped(tmp_path: Path,
     assert "0 of" in report["dropped_examples"]["too_few_supervised_tokens"][0]
 
 
-def test_every_format_meets_in_one_dataset(tmp_path: Path, target: Path) -> None:
+def test_every_format_meets_in_one_dataset(tmp_path, target):
     tokenizer = AutoTokenizer.from_pretrained(target)
     rows = [
         {"conversations": [{"from": "human", "value": "What is 1?"}, {"from": "gpt", "value": "It is 1."}]},
@@ -164,7 +159,7 @@ def test_every_format_meets_in_one_dataset(tmp_path: Path, target: Path) -> None
     }
 
 
-def test_target_without_template_takes_plain_completions(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_target_without_template_takes_plain_completions(tmp_path, make_folder):
     target = make_folder(None)
     dataset, report = prepare(tmp_path, target, [{"prompt": "What?\n", "completion": "It is."}], "--heldout", "0")
     pieces = [("What?\n", False), ("It is.<|im_end|>", True)]
@@ -174,7 +169,7 @@ def test_target_without_template_takes_plain_completions(tmp_path: Path, make_fo
     assert report["vocab_size"] == len(tokenizer), "no model config: the tokenizer's"
 
 
-def test_cut_answers_have_no_supervised_end(tmp_path: Path, target: Path, make_folder: Callable[..., Path]) -> None:
+def test_cut_answers_have_no_supervised_end(tmp_path, target, make_folder):
     ids, mask = expected(target, 1)
     ids = ids[:-1]
     mask = mask[:-1]
@@ -189,14 +184,14 @@ def test_cut_answers_have_no_supervised_end(tmp_path: Path, target: Path, make_f
     assert AutoTokenizer.from_pretrained(plain).decode(dataset["train"][0]["input_ids"]) == "What is 1?It is 1."
 
 
-def test_dropped_rows_are_counted_by_reason(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_dropped_rows_are_counted_by_reason(tmp_path, make_folder):
     rows = [ROWS[0], {"messages": chat("a", "")}, {"messages": chat("What?")}, {"messages": chat("a", "b")[1:]}]
     _, report = prepare(tmp_path, make_folder(THINKING), rows, "--heldout", "0")
     assert report["rows_dropped"] == {"empty_answer": 1, "no_assistant_turn": 1, "starts_with_assistant": 1}
     assert "rows.jsonl, line 2" in report["dropped_examples"]["empty_answer"][0]
 
 
-def test_rows_keep_their_category(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_keep_their_category(tmp_path, target, capsys):
     """MT-bench's, or that of a named column; read back, and none where no row has any."""
     names = ["writing", "math", None, "math"]
     rows = [
@@ -221,7 +216,7 @@ def test_rows_keep_their_category(tmp_path: Path, target: Path, capsys: pytest.C
     assert report["heldout_categories"] == {}
 
 
-def test_tokens_have_the_weights_of_their_message_and_row(tmp_path: Path, target: Path) -> None:
+def test_tokens_have_the_weights_of_their_message_and_row(tmp_path, target):
     """A column holds them, in rows that need it alone, and is read back. Messages of weight 0 are not supervised."""
     turns = [turn for number in (1, 2, 6) for turn in ROWS[number]["messages"]]
     turns[1] = {**turns[1], "weight": 4}
@@ -256,7 +251,7 @@ def test_tokens_have_the_weights_of_their_message_and_row(tmp_path: Path, target
     assert plain["data_hash"] != report["data_hash"]
 
 
-def test_documents_of_a_conversation_stay_in_one_split(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_documents_of_a_conversation_stay_in_one_split(tmp_path, make_folder):
     rows = [{"messages": chat(f"Hello {n}", "<think>hm</think>fine", "What?", f"is {n}")} for n in range(20)]
     target = make_folder(THINKING)
     dataset, report = prepare(tmp_path, target, rows, "--heldout", "0.3")
@@ -276,7 +271,7 @@ def test_documents_of_a_conversation_stay_in_one_split(tmp_path: Path, make_fold
     assert supervised[1].startswith("is ")
 
 
-def test_samples_of_a_prompt_stay_in_one_split(tmp_path: Path, target: Path) -> None:
+def test_samples_of_a_prompt_stay_in_one_split(tmp_path, target):
     """Also where the first sample was dropped. Ids that only look like those of samples mean nothing."""
     rows: list[dict[str, Any]] = []
     for number in range(20):
@@ -297,7 +292,7 @@ def test_samples_of_a_prompt_stay_in_one_split(tmp_path: Path, target: Path) -> 
     assert prepare(tmp_path, target, foreign, "--heldout", "0.2")[1]["split_rows"] == {"train": 44, "heldout": 11}
 
 
-def test_the_date_in_a_template_is_frozen_and_said(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_the_date_in_a_template_is_frozen_and_said(tmp_path, make_folder):
     target = make_folder(LLAMA, end="<|eot|>")
     dataset, report = prepare(tmp_path, target, ROWS[:1], "--heldout", "0", "--date", "2023-03-05")
     text = AutoTokenizer.from_pretrained(target).decode(dataset["train"][0]["input_ids"])
@@ -305,7 +300,7 @@ def test_the_date_in_a_template_is_frozen_and_said(tmp_path: Path, make_folder: 
     assert report["frozen_date"] == "2023-03-05"
 
 
-def test_chat_template_file_and_variables(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_chat_template_file_and_variables(tmp_path, make_folder):
     (tmp_path / "mine.jinja").write_text("{{ greeting }}" + CHATML)
     options = ["--chat-template", str(tmp_path / "mine.jinja"), "--template.greeting", "<s>", "--heldout", "0"]
     target = make_folder(None)
@@ -314,7 +309,7 @@ def test_chat_template_file_and_variables(tmp_path: Path, make_folder: Callable[
     assert as_set(dataset, "train") == {((0, *ids), (False, *mask))}
 
 
-def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_rows_stop_or_are_counted(tmp_path, target, capsys):
     foreign = {"input_ids": [5], "loss_mask": [1], "tokenizer_hash": "other"}
     bad = [{"messages": []}, {"input_ids": [512], "loss_mask": [1]}, foreign, {"messages": chat("hi \ud83d", "fine")}]
     bad.append({**ROWS[4], "category": "\ud83d"})
@@ -337,15 +332,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
 
 
 @each_case()
-def test_impossible_runs_get_one_sentence(
-    tmp_path: Path,
-    target: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    rows: Any,
-    options: Any,
-    message: str,
-) -> None:
+def test_impossible_runs_get_one_sentence(tmp_path, target, capsys, monkeypatch, rows, options, message):
     monkeypatch.chdir(write_jsonl(tmp_path / "other.jsonl", ROWS[1:2]).parent)
     with pytest.raises(SystemExit) as caught:
         prepare(tmp_path, target, ROWS[:rows] if isinstance(rows, int) else rows, *options)
@@ -356,14 +343,14 @@ def test_impossible_runs_get_one_sentence(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.jsonl", "rows.jsonl"]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, target: Path, capsys: Any) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path, target, capsys):
     with pytest.raises(SystemExit):
         prepare(tmp_path, target, ROWS, "--output", "/proc/x/out")
     message = "output /proc/x/out cannot be used (No such file or directory: /proc/x); check the path, or name another"
     assert message in capsys.readouterr().err
 
 
-def test_an_existing_output_is_kept(tmp_path: Path, target: Path, exits: Any) -> None:
+def test_an_existing_output_is_kept(tmp_path, target, exits):
     prepare(tmp_path, target, ROWS)
     out = tmp_path / "out"
     rows = str(tmp_path / "rows.jsonl")
@@ -378,9 +365,7 @@ def test_an_existing_output_is_kept(tmp_path: Path, target: Path, exits: Any) ->
     assert load_from_disk(out)["train"]
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(
-    tmp_path: Path, make_folder: Callable[..., Path], exits: Any
-) -> None:
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, make_folder, exits):
     target = make_folder(CHATML, 300)
     highest = len(AutoTokenizer.from_pretrained(target)) - 1
     with exits(f"token id {highest}, its config.json a vocab_size of 300"):

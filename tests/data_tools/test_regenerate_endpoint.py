@@ -6,9 +6,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import load_from_disk
@@ -29,7 +28,7 @@ def endpoint() -> Iterator[FakeEndpoint]:
         yield endpoint
 
 
-def test_endpoints_get_messages(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+def test_endpoints_get_messages(tmp_path, endpoint):
     (tmp_path / "key").write_text("secret\n")
     rows = run(tmp_path, "--endpoint", endpoint.url, "--concurrency", 4, "--api-key-file", tmp_path / "key")
     assert [row["messages"] for row in rows] == EXPECTED
@@ -51,9 +50,7 @@ def test_endpoints_get_messages(tmp_path: Path, endpoint: FakeEndpoint) -> None:
     assert report(tmp_path)["tokens_this_run"] == 32 * 7
 
 
-def test_endpoints_get_tokens_when_the_target_is_known(
-    tmp_path: Path, make_folder: Callable[..., Path], endpoint: FakeEndpoint
-) -> None:
+def test_endpoints_get_tokens_when_the_target_is_known(tmp_path, make_folder, endpoint):
     target = make_folder(CHATML)
     run(tmp_path, "--endpoint", endpoint.url, "--target", target, "--model", "fake-model", rows=ROWS[:3])
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -64,7 +61,7 @@ def test_endpoints_get_tokens_when_the_target_is_known(
     assert all(body["return_token_ids"] and not body["skip_special_tokens"] for body in endpoint.bodies)
 
 
-def test_requests_are_spread_over_endpoints(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+def test_requests_are_spread_over_endpoints(tmp_path, endpoint):
     with FakeEndpoint() as other:
         endpoint.delay_s = other.delay_s = 0.01
         run(tmp_path, "--endpoint", f"{endpoint.url},{other.url}/", "--concurrency", 2)
@@ -76,7 +73,7 @@ def test_requests_are_spread_over_endpoints(tmp_path: Path, endpoint: FakeEndpoi
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_every_end_of_an_answer(tmp_path: Path, streams: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_end_of_an_answer(tmp_path, streams, capsys):
     questions = ["fine", "flaky", "refused", "broken", "odd", "aborted", "filtered", "long", "thinks", "calls"]
     rows = [{"id": question, "messages": chat(question)} for question in questions]
     with FakeEndpoint(streams=streams) as endpoint:
@@ -101,15 +98,13 @@ def test_every_end_of_an_answer(tmp_path: Path, streams: bool, capsys: pytest.Ca
         assert Counter(endpoint.questions) == expected | again
 
 
-def test_halves_of_surrogate_pairs_do_not_end_a_run(
-    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_halves_of_surrogate_pairs_do_not_end_a_run(tmp_path, endpoint, monkeypatch):
     monkeypatch.setattr(fake_answers, "reply", lambda *_: "a\ud83d\ude00\ud800")  # in two pieces: a\ud83d, \ude00\ud800
     [row] = run(tmp_path, "--endpoint", endpoint.url, rows=ROWS[:1])
     assert row["messages"][-1]["content"] == "a\U0001f600\ufffd"
 
 
-def test_rows_that_always_fail_do_not_hold_up_the_others(tmp_path: Path, capsys: Any) -> None:
+def test_rows_that_always_fail_do_not_hold_up_the_others(tmp_path, capsys):
     """Every fifth row; and more at the beginning than end a run."""
     options = ["--retries", 0, "--concurrency", 1, "--max-failures", 4]
     sound = [f"fine {n}" for n in range(20)]
@@ -126,7 +121,7 @@ def test_rows_that_always_fail_do_not_hold_up_the_others(tmp_path: Path, capsys:
             assert report(tmp_path)["rows_dropped"] == {}
 
 
-def test_a_refusal_of_every_row_drops_none(tmp_path: Path, capsys: Any) -> None:
+def test_a_refusal_of_every_row_drops_none(tmp_path, capsys):
     for status, num_requests in ((404, 1), (401, 1), (400, 5), (503, 5)):
         with FakeEndpoint(status=status) as endpoint:
             options = ["--endpoint", endpoint.url, "--max-failures", 5, "--concurrency", 1, "--retries", 0]
@@ -137,7 +132,7 @@ def test_a_refusal_of_every_row_drops_none(tmp_path: Path, capsys: Any) -> None:
         assert [row["messages"] for row in run(tmp_path, "--endpoint", endpoint.url)] == EXPECTED
 
 
-def test_a_silent_endpoint_is_not_asked_again_at_once(tmp_path: Path, endpoint: FakeEndpoint, capsys: Any) -> None:
+def test_a_silent_endpoint_is_not_asked_again_at_once(tmp_path, endpoint, capsys):
     rows = [{"id": "a", "messages": chat("silent")}]
     options = ["--endpoint", endpoint.url, "--timeout", 0.5, "--concurrency", 1]
     assert "sent nothing for 0.5 seconds; raise --timeout" in error(capsys, tmp_path, *options, rows=rows)
@@ -146,7 +141,7 @@ def test_a_silent_endpoint_is_not_asked_again_at_once(tmp_path: Path, endpoint: 
     assert endpoint.questions == ["silent"] * 2
 
 
-def test_one_model_answers_a_file(tmp_path: Path, endpoint: FakeEndpoint, capsys: Any) -> None:
+def test_one_model_answers_a_file(tmp_path, endpoint, capsys):
     with FakeEndpoint(model="other-model") as other:
         run(tmp_path, "--endpoint", endpoint.url, rows=ROWS[:3])
         message = error(capsys, tmp_path, "--endpoint", other.url)
@@ -189,9 +184,7 @@ def prepared_answers(folder: Path, target: Path) -> list[str]:
     [((), "exact"), (("return_token_ids",), "text"), (("return_token_ids", "skip_special_tokens"), "none")],
 )
 @pytest.mark.parametrize("turns", [1, 2])
-def test_special_tokens_of_a_format_are_not_lost(
-    tmp_path: Path, unknown: tuple[str, ...], fidelity: str, turns: int
-) -> None:
+def test_special_tokens_of_a_format_are_not_lost(tmp_path, unknown, fidelity, turns):
     tokenizer = build_tokenizer(HARMONY_TEMPLATE, "<|eot|>")
     tokenizer.add_special_tokens({"additional_special_tokens": HARMONY})
     tokenizer.eos_token = "<|return|>"
@@ -211,7 +204,7 @@ def test_special_tokens_of_a_format_are_not_lost(
 
 
 @pytest.mark.parametrize("unknown", [(), ("return_token_ids",)])
-def test_thinking_is_removed_from_later_prompts_and_kept_in_answers(tmp_path: Path, unknown: tuple[str, ...]) -> None:
+def test_thinking_is_removed_from_later_prompts_and_kept_in_answers(tmp_path, unknown):
     tokenizer = build_tokenizer(QWEN_3.replace("[", "").replace("]", ""))
     tokenizer.save_pretrained(tmp_path / "target")
     thought = "<think>\nEasy sum\n</think>\n\nfour"
@@ -226,7 +219,7 @@ def test_thinking_is_removed_from_later_prompts_and_kept_in_answers(tmp_path: Pa
 SHORT = [*ROWS[:2], {"id": "big", "messages": chat("What is it? " * 30)}]
 
 
-def test_a_short_context_bounds_answers_and_drops_prompts(tmp_path: Path) -> None:
+def test_a_short_context_bounds_answers_and_drops_prompts(tmp_path):
     with FakeEndpoint(context=60) as endpoint:
         rows = run(tmp_path, "--endpoint", endpoint.url, "--max-failures", 1, rows=SHORT)
     assert [row["id"] for row in rows] == ["row0", "row1"]
@@ -235,9 +228,7 @@ def test_a_short_context_bounds_answers_and_drops_prompts(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("listed", "model"), [(60, ()), (60, ("--model", "fake-model")), (None, ())])
-def test_the_room_is_the_listed_context_or_the_targets(
-    tmp_path: Path, make_folder: Callable[..., Path], listed: int | None, model: tuple[str, ...]
-) -> None:
+def test_the_room_is_the_listed_context_or_the_targets(tmp_path, make_folder, listed, model):
     target = make_folder(CHATML, 512)
     change_json(target / "config.json", max_position_embeddings=70)
     with FakeEndpoint(context=listed) as endpoint:
@@ -246,12 +237,12 @@ def test_the_room_is_the_listed_context_or_the_targets(
     assert [len(body["prompt"]) + body["max_tokens"] for body in endpoint.bodies] == [listed or 70] * 2
 
 
-def test_an_endpoint_that_is_down_is_named(tmp_path: Path, capsys: Any) -> None:
+def test_an_endpoint_that_is_down_is_named(tmp_path, capsys):
     message = error(capsys, tmp_path, "--endpoint", "http://127.0.0.1:9/v1")
     assert "endpoint http://127.0.0.1:9/v1 does not list its models" in message
 
 
-def test_a_run_goes_on_where_its_file_was_cut(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+def test_a_run_goes_on_where_its_file_was_cut(tmp_path, endpoint):
     rows = [{"id": f"row{n}", "messages": chat(f"What is {n}?")} for n in range(9)]
     output = tmp_path / "out.jsonl"
     words = ["--data", str(write_jsonl(tmp_path / "rows.jsonl", rows)), "-o", str(output), "--endpoint", endpoint.url]
@@ -263,7 +254,7 @@ def test_a_run_goes_on_where_its_file_was_cut(tmp_path: Path, endpoint: FakeEndp
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path):
     rows = [{"id": f"row{n}", "messages": chat(f"What is {n}?", "", f"And {n}?")} for n in range(80)]
     data = write_jsonl(tmp_path / "rows.jsonl", [*rows, rows[3]])
     output = tmp_path / "out.jsonl"

@@ -1,8 +1,7 @@
 """`slipstream regenerate` with an engine in the same process: answers, options, drops, interrupts."""
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,9 +19,9 @@ with_llms = pytest.mark.usefixtures("llms")
 
 
 @pytest.fixture
-def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
+def llms(monkeypatch) -> list[FakeLLM]:
     """The engines that programs made, in place of the real one."""
-    engines: list[FakeLLM] = []
+    engines = []
 
     def make(*arguments: Any, **options: Any) -> FakeLLM:
         engines.append(FakeLLM(*arguments, **options))
@@ -32,9 +31,7 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
     return engines
 
 
-def test_engine_answers_every_turn(
-    tmp_path: Path, make_folder: Callable[..., Path], llms: list[FakeLLM], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_engine_answers_every_turn(tmp_path, make_folder, llms, capsys):
     target = make_folder("{{ '<|im_start|>' + strftime_now('%d %b %Y') }}" + CHATML)
     options = ["--target", target, "--temperature", 0.7, "--engine.max_running", 3, "--draft", "d"]
     rows = run(tmp_path, *options, "--date", "2023-03-05")
@@ -50,7 +47,7 @@ def test_engine_answers_every_turn(
 
 
 @with_llms
-def test_engine_rows_hold_the_exact_tokens_and_prepare_takes_them(tmp_path: Path, target: Path) -> None:
+def test_engine_rows_hold_the_exact_tokens_and_prepare_takes_them(tmp_path, target):
     rows = run(tmp_path, "--target", target)
     tokenizer = AutoTokenizer.from_pretrained(target)
     for row, messages in zip(rows, EXPECTED, strict=True):
@@ -72,20 +69,20 @@ def test_engine_rows_hold_the_exact_tokens_and_prepare_takes_them(tmp_path: Path
 
 
 @with_llms
-def test_turns_that_come_due_when_no_dialogue_is_left(tmp_path: Path, target: Path) -> None:
+def test_turns_that_come_due_when_no_dialogue_is_left(tmp_path, target):
     rows = run(tmp_path, "--target", target, rows=ROWS[4:5])
     assert [row["messages"] for row in rows] == EXPECTED[4:5]
 
 
 @with_llms
-def test_answers_depend_on_seed_and_id_alone(tmp_path: Path, target: Path) -> None:
+def test_answers_depend_on_seed_and_id_alone(tmp_path, target):
     rows = run(tmp_path, "--target", target, "--seed", 5)
     assert [row["messages"] for row in rows] == [answered(row, 5) for row in ROWS]
     alone = run(tmp_path, "--target", target, "--seed", 5, "--overwrite", rows=ROWS[7:8])
     assert alone == [rows[7]]
 
 
-def test_the_context_bounds_answers_and_prompts(tmp_path: Path, target: Path, llms: list[FakeLLM]) -> None:
+def test_the_context_bounds_answers_and_prompts(tmp_path, target, llms):
     long = {"id": "long", "messages": chat("What is it? " * 30)}
     rows = run(tmp_path, "--target", target, "--engine.max_model_len", 60, rows=[*ROWS[:2], long])
     assert [row["id"] for row in rows] == ["row0", "row1"]
@@ -93,7 +90,7 @@ def test_the_context_bounds_answers_and_prompts(tmp_path: Path, target: Path, ll
     assert all(len(request.prompt) + request.params.max_tokens == 60 for request in llms[0].requests)
 
 
-def test_cut_answers(tmp_path: Path, target: Path, llms: list[FakeLLM]) -> None:
+def test_cut_answers(tmp_path, target, llms):
     rows = run(tmp_path, "--target", target, "--max-tokens", 3, rows=ROWS[:2])
     assert [row["finish_reason"] for row in rows] == ["length", "length"]
     assert [sum(row["loss_mask"]) for row in rows] == [3, 3]
@@ -105,9 +102,7 @@ def test_cut_answers(tmp_path: Path, target: Path, llms: list[FakeLLM]) -> None:
 
 
 @with_llms
-def test_rows_that_the_engine_ends_are_failures(
-    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_rows_that_the_engine_ends_are_failures(tmp_path, target, monkeypatch, capsys):
     def stream(_: FakeLLM, requests: Any) -> Iterator[Output]:
         for request in requests:
             yield Output(request_id=request.id, tokens=[], finish_reason="abort")
@@ -118,15 +113,7 @@ def test_rows_that_the_engine_ends_are_failures(
 
 
 @pytest.mark.parametrize(("words", "total"), [((), 30), (("--samples", 2, "--temperature", 1), 60)])
-def test_a_run_is_continued_where_it_was_interrupted(
-    tmp_path: Path,
-    target: Path,
-    words: tuple[object, ...],
-    total: int,
-    llms: list[FakeLLM],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-) -> None:
+def test_a_run_is_continued_where_it_was_interrupted(tmp_path, target, words, total, llms, monkeypatch, capsys):
     rows = run(tmp_path, "--target", target, *words)
     stream = FakeLLM.stream
 
@@ -153,14 +140,14 @@ def test_a_run_is_continued_where_it_was_interrupted(
 
 
 @with_llms
-def test_a_run_that_was_killed_before_its_report_begins_anew(tmp_path: Path, target: Path) -> None:
+def test_a_run_that_was_killed_before_its_report_begins_anew(tmp_path, target):
     for ending in ("", ".dropped"):
         (tmp_path / f"out.jsonl{ending}").touch()
     assert [row["messages"] for row in run(tmp_path, "--target", target)] == EXPECTED
 
 
 @with_llms
-def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> None:
+def test_a_file_has_one_recipe(tmp_path, target, capsys):
     run(tmp_path, "--target", target, rows=ROWS[:2])
     assert "seed is 1, but" in error(capsys, tmp_path, "--target", target, "--seed", 1)
     assert "was started with 0" in error(capsys, tmp_path, "--target", target, "--seed", 1)
@@ -172,7 +159,7 @@ def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> Non
     assert report(tmp_path)["rows_dropped"] == {}
 
 
-def test_each_prompt_gets_several_answers(tmp_path: Path, target: Path, llms: list[FakeLLM], capsys: Any) -> None:
+def test_each_prompt_gets_several_answers(tmp_path, target, llms, capsys):
     def answer(*flags: Any) -> list[dict[str, Any]]:
         return run(tmp_path, "--target", target, "--temperature", 1, *flags, rows=ROWS[3:6])
 
@@ -195,7 +182,7 @@ def test_each_prompt_gets_several_answers(tmp_path: Path, target: Path, llms: li
 
 
 @with_llms
-def test_a_file_that_a_version_with_fewer_options_began_is_continued(tmp_path: Path, target: Path, capsys: Any) -> None:
+def test_a_file_that_a_version_with_fewer_options_began_is_continued(tmp_path, target, capsys):
     run(tmp_path, "--target", target, rows=ROWS[:2])
     path = tmp_path / "out.jsonl.report"
     values = json.loads(path.read_text())
@@ -205,9 +192,7 @@ def test_a_file_that_a_version_with_fewer_options_began_is_continued(tmp_path: P
     assert len(run(tmp_path, "--target", target, rows=ROWS[:3])) == 3
 
 
-def test_the_target_of_a_file_does_not_change_under_its_name(
-    tmp_path: Path, make_folder: Callable[..., Path], llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_the_target_of_a_file_does_not_change_under_its_name(tmp_path, make_folder, llms, monkeypatch, capsys):
     target = make_folder(CHATML, 512)
     run(tmp_path, "--target", target, rows=ROWS[:2])
     fault = f"target {target} or its chat template has changed since"
@@ -220,9 +205,7 @@ def test_the_target_of_a_file_does_not_change_under_its_name(
 
 
 @with_llms
-def test_a_run_that_ended_before_its_first_row_binds_the_next_one_to_nothing(
-    tmp_path: Path, target: Path, capsys: Any
-) -> None:
+def test_a_run_that_ended_before_its_first_row_binds_the_next_one_to_nothing(tmp_path, target, capsys):
     assert "target /absent does not exist" in error(capsys, tmp_path, "--target", "/absent")
     assert not (tmp_path / "out.jsonl").exists()
     assert "absent.jsonl does not exist" in error(capsys, tmp_path, "--target", "/absent", "--data", "absent.jsonl")
@@ -232,12 +215,12 @@ def test_a_run_that_ended_before_its_first_row_binds_the_next_one_to_nothing(
 
 
 @each_case()
-def test_bad_options_get_one_sentence(tmp_path: Path, options: tuple[str, ...], message: str, capsys: Any) -> None:
+def test_bad_options_get_one_sentence(tmp_path, options, message, capsys):
     assert message in error(capsys, tmp_path, *options)
 
 
 @with_llms
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, target: Path, capsys: Any) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path, target, capsys):
     message = error(capsys, tmp_path, "--target", target, "--output", "/proc/x/a.jsonl")
     assert "output /proc/x/a.jsonl cannot be used (No such file or directory: /proc/x); check the path" in message
 
@@ -256,9 +239,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, target: Path, c
     ],
 )
 @pytest.mark.parametrize("more", [(), ("--overwrite",)])
-def test_files_of_others_are_neither_continued_nor_replaced(
-    tmp_path: Path, name: str, content: str, message: str, more: tuple[str, ...], capsys: Any
-) -> None:
+def test_files_of_others_are_neither_continued_nor_replaced(tmp_path, name, content, message, more, capsys):
     (tmp_path / name).write_text(content)
     assert f"{message} and is not replaced; name another file" in error(
         capsys, tmp_path, "--target", "nobody/absent", *more
@@ -267,7 +248,7 @@ def test_files_of_others_are_neither_continued_nor_replaced(
     assert {path.name for path in tmp_path.iterdir()} == {name, "rows.jsonl"}
 
 
-def test_an_input_is_no_output(tmp_path: Path, target: Path, exits: Any) -> None:
+def test_an_input_is_no_output(tmp_path, target, exits):
     """Not even the file of its report."""
     data = write_jsonl(tmp_path / "out.jsonl.report", ROWS)
     with exits(f"{data} is data {data}, which is read"):
@@ -276,7 +257,7 @@ def test_an_input_is_no_output(tmp_path: Path, target: Path, exits: Any) -> None
         )
 
 
-def test_the_real_engine_writes_what_the_target_generates(tmp_path: Path) -> None:
+def test_the_real_engine_writes_what_the_target_generates(tmp_path):
     tokenizer = build_tokenizer(CHATML)
     shape = {**SHAPE, "vocab_size": 320, "head_dim": 16, "eos_token_id": tokenizer.eos_token_id}
     save_random_target(Qwen3Config(**shape), tmp_path / "model")

@@ -15,7 +15,7 @@ from slipstream.tests.tables import each_case, table_of
 
 
 @pytest.fixture(scope="module")
-def loaded(target: Path) -> TargetTokenizer:
+def loaded(target) -> TargetTokenizer:
     return load_target_tokenizer(ConversationOptions(target=str(target)))
 
 
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = table_of(__file__, "cases")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_and_their_ends_are_counted(case: str, target: Path, loaded: TargetTokenizer) -> None:
+def test_texts_and_their_ends_are_counted(case, target, loaded):
     columns, expected = CASES[case]
     (outcome,) = tokenize_rows([row(columns)], AnswerTokenizer(loaded, TokenizeOptions()))
     assert outcome.status == "kept"
@@ -46,7 +46,7 @@ def test_texts_and_their_ends_are_counted(case: str, target: Path, loaded: Targe
     assert mask.all()
 
 
-def test_token_ids_are_taken_as_they_are(loaded: TargetTokenizer) -> None:
+def test_token_ids_are_taken_as_they_are(loaded):
     rows = [
         {"choices": [{"text": "not this", "token_ids": [9, 8, 2], "finish_reason": "stop"}]},
         {"text": "nor this", "output_ids": [7, 7], "meta_info": {"finish_reason": {"type": "stop"}}},
@@ -64,7 +64,7 @@ def test_token_ids_are_taken_as_they_are(loaded: TargetTokenizer) -> None:
     assert answers == [[9, 8, 2], [7, 7], [5], [4, 2], [4, 2, 6]]
 
 
-def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> None:
+def test_failed_requests_and_tool_calls_are_dropped(loaded):
     rows = [
         {"custom_id": "a", "response": None, "error": {"message": "overloaded"}},
         {"error": {"message": "overloaded"}},
@@ -80,7 +80,7 @@ def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> 
     ({"response": "a\ud83d"}, "message holds \\\\ud83d at character 1, half of a surrogate pair"),
     ({"choices": [choice("a\ud83d")]}, "message holds \\\\ud83d at character 1, half of a surrogate pair"),
 )
-def test_other_rows_are_named_with_their_place(columns: dict[str, Any], message: str, loaded: TargetTokenizer) -> None:
+def test_other_rows_are_named_with_their_place(columns, message, loaded):
     rows = [row(columns, 7), row({"text": "Hello"})]
     with pytest.raises(RowError, match=f"log, line 7: .*{message}.* \\(--skip-bad counts such rows instead\\)"):
         list(tokenize_rows(rows, AnswerTokenizer(loaded, TokenizeOptions())))

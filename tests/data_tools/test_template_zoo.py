@@ -142,10 +142,10 @@ ZOO = {
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize("tags", [("", ""), (BEGIN, FINISH)], ids=["plain", "tagged"])
 @pytest.mark.parametrize("turns", ["all", "last"])
-def test_what_is_supervised_is_what_the_target_has_to_write(name: str, tags: tuple[str, str], turns: Any) -> None:
+def test_what_is_supervised_is_what_the_target_has_to_write(name, tags, turns):
     family = ZOO[name]
     tokenizer = build_tokenizer(family.template.replace("[", tags[0]).replace("]", tags[1]), family.end)
-    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, **family.variables}
+    options = {"add_generation_prompt": True, "return_dict": True, **family.variables}
     prompts = [tokenizer.apply_chat_template(family.messages[:turn], **options)["input_ids"] for turn in (1, 3)]
     answers = [tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in family.answers]
     expected = list(zip(prompts, answers, strict=True))[-1 if turns == "last" else 0 :]
@@ -166,13 +166,13 @@ def test_what_is_supervised_is_what_the_target_has_to_write(name: str, tags: tup
 @grouped()
 @pytest.mark.parametrize("lost", ["", " Hello"])
 @pytest.mark.parametrize("name", ZOO)
-def test_answers_with_known_tokens_stay_where_the_template_renders_them_otherwise(name: str, lost: str) -> None:
+def test_answers_with_known_tokens_stay_where_the_template_renders_them_otherwise(name, lost):
     """A template that strips earlier thinking makes a document of each answer, after the prompt that it renders; so
     does one that cannot render an answer, part of which is `lost` in its message."""
     family = ZOO[name]
     tokenizer = build_tokenizer(family.template.replace("[", "").replace("]", ""), family.end)
     chat_template = ChatTemplate(tokenizer, date="2024-07-26", variables=family.variables)
-    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, **family.variables}
+    options = {"add_generation_prompt": True, "return_dict": True, **family.variables}
     prompts = [tokenizer.apply_chat_template(family.messages[:turn], **options)["input_ids"] for turn in (1, 3)]
     answers = [
         tokenizer(answer.replace(family.end, lost + family.end), add_special_tokens=False)["input_ids"]

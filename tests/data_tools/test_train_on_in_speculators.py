@@ -36,7 +36,7 @@ FLAGS = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": Tr
 
 
 @pytest.fixture
-def runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
+def runs(tmp_path, capsys) -> Runs:
     save_random_target(Qwen3Config(**SHAPE, head_dim=16), tmp_path / "target")
     return Runs(tmp_path / "target", tmp_path, capsys)
 
@@ -79,14 +79,14 @@ def check_trained(network: Any, draft: Path, trained: Path, target: Path) -> Non
     assert 0 < (after - before).norm() < 0.05 * before.norm()
 
 
-def test_eagle3(runs: Runs) -> None:
+def test_eagle3(runs):
     draft = save_eagle3_draft(runs, LAYERS, **FLAGS)
     converted, _ = runs.convert(draft, "speculators")
     trained = train("eagle3", converted, runs.target, runs.root)
     check_trained(Eagle3, draft, trained, runs.target)
 
 
-def test_dflash(runs: Runs) -> None:
+def test_dflash(runs):
     draft = runs.root / "draft"
     fields = {"aux_layers": LAYERS, "draft_vocab_size": 50, **runs.target_fields()}
     save_random_dflash(runs.target, draft, **fields)

@@ -17,7 +17,7 @@ from slipstream.doctor.options import QUESTIONS, DoctorConfig
 from slipstream.doctor.readings import with_layers, without_flag
 from slipstream.doctor.replay import Replay, Round, Score, Subject
 from slipstream.doctor.texts import Renderer, batches_of, read_conversations
-from slipstream.models.drafts.base import HEAD, Choices, DraftFiles, DraftNetwork, write_draft
+from slipstream.models.drafts.base import HEAD, Choices, DraftFiles, write_draft
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.frozen import DecoderTarget
@@ -37,7 +37,7 @@ Answers = tuple[Path, Target, list[Batch], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def answers(make_target: Callable[[str], Path]) -> Answers:
+def answers(make_target) -> Answers:
     """The target's greedy answers to random prompts."""
     folder = make_target("qwen3")
     target = load_target(folder, load_config(folder), torch.float32, CPU)
@@ -54,7 +54,7 @@ def answers(make_target: Callable[[str], Path]) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def healthy(answers: Answers, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subject]:
+def healthy(answers, tmp_path_factory) -> Callable[..., Subject]:
     """A healthy draft of a family, with fields of its config."""
 
     @cache
@@ -62,7 +62,7 @@ def healthy(answers: Answers, tmp_path_factory: pytest.TempPathFactory) -> Calla
         folder = answers[0]
         path = tmp_path_factory.mktemp("draft") / "draft"
         if family == "eagle3":
-            module: DraftNetwork = random_draft(folder, **{"draft_vocab_size": 100} | fields)
+            module = random_draft(folder, **{"draft_vocab_size": 100} | fields)
             path.mkdir()
             write_draft(module, module.state_dict(), path, {})
         else:
@@ -96,9 +96,7 @@ def check(subject: Subject, answers: Answers, stage: str, path: Path = Path("dra
 
 
 @pytest.mark.parametrize(("family", "fields"), [("eagle3", {"fc_norm": True}), ("dflash", {})])
-def test_nothing_is_wrong_with_healthy_drafts(
-    family: str, fields: dict[str, Any], healthy: Callable[..., Subject], answers: Answers
-) -> None:
+def test_nothing_is_wrong_with_healthy_drafts(family, fields, healthy, answers):
     diagnosis = examine(healthy(family, **fields), answers)
     assert not diagnosis.findings
     assert diagnosis.as_read is not None
@@ -177,7 +175,7 @@ TRAINED: dict[str, tuple[str, str, Callable[[Subject], Subject]]] = {  # of a dr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
-def test_causes_in_a_trained_draft(name: str, bundled: Answers) -> None:
+def test_causes_in_a_trained_draft(name, bundled):
     draft, stage, plant = TRAINED[name]
     before = accept_length(trained(draft), bundled)
     diagnosis = check(plant(trained(draft)), bundled, stage)
@@ -186,7 +184,7 @@ def test_causes_in_a_trained_draft(name: str, bundled: Answers) -> None:
 
 
 @pytest.mark.slow
-def test_risks_of_a_trained_draft(bundled: Answers) -> None:
+def test_risks_of_a_trained_draft(bundled):
     subject = trained("eagle3-flags")
     assert not examine(subject, bundled).findings
     diagnosis = examine(subject.with_values(max_position_embeddings=16), bundled)
@@ -196,7 +194,7 @@ def test_risks_of_a_trained_draft(bundled: Answers) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("draft", "flag"), [("eagle3-flags", "fc_norm"), ("eagle3-one-state", "norm_before_fc")])
 @pytest.mark.parametrize("is_nested", [True, False])
-def test_a_norm_that_servers_overlook(draft: str, flag: str, is_nested: bool, bundled: Answers) -> None:
+def test_a_norm_that_servers_overlook(draft, flag, is_nested, bundled):
     """It is not said at the top level, where some look alone, or not at all."""
     subject = trained(draft)
     eagle = {**subject.files.values["eagle_config"], **({flag: True} if is_nested else {})}
@@ -235,9 +233,7 @@ PASSED_ON = (True, False)  # whether the draft was trained to read the state aft
 
 
 @pytest.mark.parametrize(("is_normed", "is_specforge"), rotating(PASSED_ON, [False, True]))
-def test_the_state_that_later_steps_read(
-    is_normed: bool, is_specforge: bool, healthy: Callable[..., Subject], answers: Answers
-) -> None:
+def test_the_state_that_later_steps_read(is_normed, is_specforge, healthy, answers):
     """A draft that reads its state after the final norm is said to read the one before, or the other way round.
     SpecForge's files of summer 2026 have the field, with the meaning of servers or its own, by which steps read the
     state before the norm whatever it says. They are refused, and the meaning that is accepted better is named."""
@@ -256,7 +252,7 @@ def test_the_state_that_later_steps_read(
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["eagle3-flags", "eagle3"])
 @pytest.mark.parametrize("is_refused", [True, False])
-def test_the_state_that_later_steps_of_a_trained_draft_read(draft: str, is_refused: bool, bundled: Answers) -> None:
+def test_the_state_that_later_steps_of_a_trained_draft_read(draft, is_refused, bundled):
     """eagle3-flags was trained to read the state after the norm, eagle3 the one before."""
     good = turned(trained(draft))
     assert accept_length(good, bundled) == pytest.approx(accept_length(trained(draft), bundled), rel=0.01)
@@ -281,9 +277,7 @@ class GrowingStates(Replay):
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_what_only_steps_beyond_the_training_gain_by_is_no_cause(
-    early: bool, healthy: Callable[..., Subject], answers: Answers
-) -> None:
+def test_what_only_steps_beyond_the_training_gain_by_is_no_cause(early, healthy, answers):
     replay = GrowingStates(answers[1], Path("draft"), answers[2], DEPTH)
     replay.early = early
     diagnosis = diagnose(healthy("eagle3"), replay, Path("draft"))
@@ -328,7 +322,7 @@ EAGLE3_IN_GATE = (
 
 
 @pytest.mark.parametrize("name", some_of(EAGLE3, EAGLE3_IN_GATE))
-def test_causes_in_eagle3_drafts(name: str, healthy: Callable[..., Subject], answers: Answers) -> None:
+def test_causes_in_eagle3_drafts(name, healthy, answers):
     stage, plant = EAGLE3[name]
     good = healthy("eagle3", aux_layers=(1, 2, 4))
     before = accept_length(good, answers)
@@ -337,15 +331,13 @@ def test_causes_in_eagle3_drafts(name: str, healthy: Callable[..., Subject], ans
     assert diagnosis.mended.accept_length == pytest.approx(before, rel=0.02)
 
 
-def test_a_norm_that_the_config_denies(healthy: Callable[..., Subject], answers: Answers) -> None:
+def test_a_norm_that_the_config_denies(healthy, answers):
     bad = healthy("eagle3", norm_before_fc=True).with_values(norm_before_fc=False)
     diagnosis = check(bad, answers, "fc and norms")
     assert "input_norm.weight" in diagnosis.refusal
 
 
-def test_another_trainers_file_without_ids_is_refused_and_they_are_found(
-    healthy: Callable[..., Subject], answers: Answers
-) -> None:
+def test_another_trainers_file_without_ids_is_refused_and_they_are_found(healthy, answers):
     good = healthy("eagle3", aux_layers=(0, 2, 3))
     bad = good.with_values(eagle_config=None, eagle_aux_hidden_state_layer_ids=None, drafter=None)
     diagnosis = check(bad, answers, "target's states")
@@ -353,7 +345,7 @@ def test_another_trainers_file_without_ids_is_refused_and_they_are_found(
     assert diagnosis.mended is not None
 
 
-def test_the_kind_of_draft_is_that_of_its_tensors(healthy: Callable[..., Subject], answers: Answers) -> None:
+def test_the_kind_of_draft_is_that_of_its_tensors(healthy, answers):
     good = healthy("eagle3")
     bad = replace(good.with_values(drafter=None, architectures=["LlamaForCausalLMEagle"]), family="eagle")
     cause = first_cause(check(bad, answers, "files").findings)
@@ -362,7 +354,7 @@ def test_the_kind_of_draft_is_that_of_its_tensors(healthy: Callable[..., Subject
 
 
 @pytest.mark.slow
-def test_block_drafts(healthy: Callable[..., Subject], answers: Answers) -> None:
+def test_block_drafts(healthy, answers):
     good = healthy("dflash")
     before = accept_length(good, answers)
     layers = good.files.values["num_hidden_layers"]
@@ -384,7 +376,7 @@ def test_block_drafts(healthy: Callable[..., Subject], answers: Answers) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ["sample_from_anchor", "shift_label", "nested", "option"])
-def test_an_anchor_that_is_said_to_draft(field: str, healthy: Callable[..., Subject], answers: Answers) -> None:
+def test_an_anchor_that_is_said_to_draft(field, healthy, answers):
     """The doctor names the field that is wrong, for every field that may say so."""
     good = healthy("dflash").with_values(drafter=None, sample_from_anchor=None)
     inner = {**good.files.values["dflash_config"], "shift_label": True}
@@ -406,7 +398,7 @@ def test_an_anchor_that_is_said_to_draft(field: str, healthy: Callable[..., Subj
 
 
 @pytest.mark.slow
-def test_a_confidence_head_of_another_number_of_slots(healthy: Callable[..., Subject], answers: Answers) -> None:
+def test_a_confidence_head_of_another_number_of_slots(healthy, answers):
     """Its calibration has a number for every slot that drafts, so a file that contradicts it is refused."""
     inner = {"confidence_temperatures": [1.0] * 4}
     good = healthy("dflash", confidence_head=True, sample_from_anchor=True)
@@ -417,7 +409,7 @@ def test_a_confidence_head_of_another_number_of_slots(healthy: Callable[..., Sub
     assert diagnosis.mended.accept_length == pytest.approx(accept_length(good, answers))
 
 
-def test_a_mask_embedding_of_its_own(healthy: Callable[..., Subject], answers: Answers, tmp_path: Path) -> None:
+def test_a_mask_embedding_of_its_own(healthy, answers, tmp_path):
     good = healthy("dflash")
     vector = answers[1].shared["embed_tokens.weight"][0].clone()
     torch.save(vector, tmp_path / "mask_embedding.pt")

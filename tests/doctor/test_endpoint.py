@@ -20,7 +20,7 @@ def answered() -> list[Answered]:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "vllm-detailed", "sglang", "plain"])
-def test_a_server_is_asked(dialect: str) -> None:
+def test_a_server_is_asked(dialect):
     lengths = [min(MOST, length_of(text)) for text in TEXTS]
     emitted = [count for length in lengths for count in rounds_of(length)]
     answers = [PacedServer().words(text, 0, length) for text, length in zip(TEXTS, lengths, strict=True)]
@@ -37,6 +37,6 @@ def test_a_server_is_asked(dialect: str) -> None:
     assert not report.is_tested
 
 
-def test_a_server_that_does_not_answer() -> None:
+def test_a_server_that_does_not_answer():
     with pytest.raises(ValueError, match="endpoint is http://127.0.0.1:9: .* is not an OpenAI-compatible server"):
         check_endpoint("http://127.0.0.1:9")

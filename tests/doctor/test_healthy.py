@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -28,16 +27,16 @@ def check(draft: str, **options: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_healthy_drafts(draft: str) -> None:
+def test_healthy_drafts(draft):
     check(draft, limit=32)
 
 
-def test_a_healthy_draft_on_a_few_short_answers() -> None:
+def test_a_healthy_draft_on_a_few_short_answers():
     check("eagle3", limit=4, max_tokens=24)
 
 
 @each_case()
-def test_a_draft_that_was_hardly_trained_is_not_called_sound(run: dict[str, float], cause: str, tmp_path: Path) -> None:
+def test_a_draft_that_was_hardly_trained_is_not_called_sound(run, cause, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(run))
 
     def examination(accepted: int) -> Examination:
@@ -55,7 +54,7 @@ def test_a_draft_that_was_hardly_trained_is_not_called_sound(run: dict[str, floa
     assert (verdict(sound), sound.findings) == ("Nothing is wrong: accept length 2.00.", ())
 
 
-def test_there_are_three_healthy_drafts_of_each_kind() -> None:
+def test_there_are_three_healthy_drafts_of_each_kind():
     kinds = ("eagle3", "eagle", "dflash", "dspark")
     counts = Counter(next(kind for kind in kinds if draft.split("-")[0] == kind) for draft in DRAFTS)
     assert counts == dict.fromkeys(kinds, 3)
@@ -63,7 +62,7 @@ def test_there_are_three_healthy_drafts_of_each_kind() -> None:
     assert sum(sizes) <= 6_000_000
 
 
-def test_a_draft_of_a_target_of_another_width(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_of_a_target_of_another_width(capsys):
     draft = str(ROOT / "tests" / "assets" / "eagle3")
     examination = examine(DoctorConfig(draft=draft, target=str(HYBRID), limit=2, max_tokens=8, device="cpu"))
     print_report(examination)

@@ -1,7 +1,6 @@
 """`slipstream doctor --live`: figures and causes read from texts of /metrics, and a server that is asked."""
 
 import re
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -45,7 +44,7 @@ def report(acceptance: AcceptanceView) -> LiveReport:
 
 
 @each_case()
-def test_causes(rates: Rates | None, facts: dict[str, Any], causes: list[str]) -> None:
+def test_causes(rates, facts, causes):
     acceptance = view(rates or FELL, **facts)
     examined = report(acceptance)
     assert [cause.name for cause in examined.causes] == causes
@@ -57,7 +56,7 @@ def test_causes(rates: Rates | None, facts: dict[str, Any], causes: list[str]) -
     assert len(text.splitlines()) < 60
 
 
-def test_a_page_without_requests_and_other_servers() -> None:
+def test_a_page_without_requests_and_other_servers():
     assert "No request has a record yet" in live_text(report(AcceptanceView()))
     part = 'slipstream_accept_new_prompts 0.0\nslipstream_accept_evidence{category="all",record="day"} 1.0\n'
     for text in ("vllm:num_requests_running 1.0\n", part):
@@ -65,7 +64,7 @@ def test_a_page_without_requests_and_other_servers() -> None:
             report_of("http://there", "model", text)
 
 
-def test_a_server_with_keys_asks_for_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_with_keys_asks_for_one(monkeypatch, capsys):
     async def models(*_: object) -> web.Response:
         raise web.HTTPUnauthorized
 
@@ -76,9 +75,7 @@ def test_a_server_with_keys_asks_for_one(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.parametrize(("rates", "status"), [(FELL, 1), (SOUND, 0)])
-def test_a_server_is_asked(
-    rates: Rates, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_is_asked(rates, status, capsys, monkeypatch):
     async def metrics(*_: object) -> web.Response:
         return web.Response(text=metrics_of(view(rates)))
 
@@ -89,7 +86,7 @@ def test_a_server_is_asked(
     assert ("ALARM" in capsys.readouterr().out) == bool(status)
 
 
-def test_options() -> None:
+def test_options():
     with pytest.raises(ValueError, match="live is 'http://there', .* leave draft and endpoint out"):
         DoctorConfig(live="http://there", draft="mtp")
     DoctorConfig(live="http://there").check_inputs()

@@ -1,7 +1,6 @@
 """The doctor of MTP heads: in their target's files, as drafts, and with faults planted in the files."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from slipstream.models.drafts.base import DraftFiles
 from slipstream.models.drafts.mtp import MTP, load_mtp
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.frozen import DecoderTarget
-from slipstream.tests.mtp_targets import MakeMTP, add_tensors, save_almost_copying
+from slipstream.tests.mtp_targets import add_tensors, save_almost_copying
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.sources import HYBRID, TINY
@@ -49,11 +48,11 @@ def bundled_config() -> DoctorConfig:
 
 
 @pytest.fixture(scope="module")
-def bundled(bundled_config: DoctorConfig) -> Examination:
+def bundled(bundled_config) -> Examination:
     return examine(bundled_config)
 
 
-def test_the_bundled_head_is_healthy(bundled: Examination) -> None:
+def test_the_bundled_head_is_healthy(bundled):
     head_facts = check_healthy(bundled)
     assert head_facts["where"] == "the target's files"
     assert head_facts["form"] == "that of Qwen3_5ForCausalLM"
@@ -66,16 +65,14 @@ def test_the_bundled_head_is_healthy(bundled: Examination) -> None:
 
 
 @pytest.mark.slow
-def test_a_head_as_a_draft_is_healthy(tmp_path: Path) -> None:
+def test_a_head_as_a_draft_is_healthy(tmp_path):
     folder = tmp_path / "draft"
     convert.main([f"--input={HYBRID}", "--layout=slipstream", f"--output={folder}"])
     report = examine(DoctorConfig(draft=str(folder), target=str(HYBRID), **QUICK))  # type: ignore[arg-type]
     assert check_healthy(report)["where"] == "a draft checkpoint"
 
 
-def test_columns_in_the_other_order_are_named(
-    bundled_config: DoctorConfig, bundled: Examination, tmp_path: Path
-) -> None:
+def test_columns_in_the_other_order_are_named(bundled_config, bundled, tmp_path):
     folder = tmp_path / "target"
     shutil.copytree(HYBRID, folder)
     weight = load_file(folder / "model.safetensors")["mtp.fc.weight"]
@@ -111,9 +108,7 @@ def norms_less_1(tensors: Tensors) -> Tensors:
         (norms_less_1, "norms less 1", "add 1 to the weights of the head's norms"),
     ],
 )
-def test_faults_of_norms_are_named(
-    change: Callable[[Tensors], Tensors], name: str, remedy: str, make_mtp: MakeMTP, tmp_path: Path
-) -> None:
+def test_faults_of_norms_are_named(change, name, remedy, make_mtp, tmp_path):
     folder = tmp_path / "target"
     save_almost_copying(make_mtp("glm4-moe").folder, folder)
     add_tensors(folder, change(load_file(folder / "model.safetensors")))
@@ -127,7 +122,7 @@ def test_faults_of_norms_are_named(
     assert diagnosis.mended.accept_length > 2 > 1.3 > diagnosis.as_read.accept_length
 
 
-def test_a_target_without_a_head_is_refused() -> None:
+def test_a_target_without_a_head_is_refused():
     with user_error("no MTP head of Qwen3ForCausalLM, the architecture of"):
         examine(DoctorConfig(draft="mtp", target=str(TINY), **QUICK))  # type: ignore[arg-type]
     with user_error("target is empty and draft 'mtp' is not a checkpoint that names one; add --t"):
@@ -146,7 +141,7 @@ def replay_of(folder: Path, *, answers: bool = False) -> Replay:
     return Replay(target, folder, [collate([[(text, mask) for text in tokens.tolist()]], 1 << 20)], 3)
 
 
-def test_several_modules_are_told_and_the_first_is_tried_alone(make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_several_modules_are_told_and_the_first_is_tried_alone(make_mtp, tmp_path):
     folder = make_mtp("glm4-moe", 2).folder
     replay = replay_of(folder)
     case = Case(HEAD, replay.build(HEAD), replay.target.model)
@@ -160,7 +155,7 @@ def test_several_modules_are_told_and_the_first_is_tried_alone(make_mtp: MakeMTP
     assert replay.score(alone.subject) == replay_of(tmp_path / "target").score(HEAD)
 
 
-def test_the_other_state_is_tried_and_read(make_mtp: MakeMTP) -> None:
+def test_the_other_state_is_tried_and_read(make_mtp):
     replay = replay_of(make_mtp("ernie").folder)
     case = Case(HEAD, replay.build(HEAD), replay.target.model)
     [other] = [reading for reading in head_readings(case) if reading.stage == "target's states"]
@@ -169,7 +164,7 @@ def test_the_other_state_is_tried_and_read(make_mtp: MakeMTP) -> None:
     assert replay.score(other.subject).rounds
 
 
-def test_a_quantised_head_is_told_and_replayed(make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_a_quantised_head_is_told_and_replayed(make_mtp, tmp_path):
     save_quantized(LAYOUTS["compressed-channel"], make_mtp("glm4-moe").folder, tmp_path / "target")
     replay = replay_of(tmp_path / "target")
     case = Case(HEAD, replay.build(HEAD), replay.target.model)
@@ -179,7 +174,7 @@ def test_a_quantised_head_is_told_and_replayed(make_mtp: MakeMTP, tmp_path: Path
     assert replay.score(HEAD).rounds
 
 
-def test_a_head_with_an_output_head_of_its_own_is_refused(make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_a_head_with_an_output_head_of_its_own_is_refused(make_mtp, tmp_path):
     folder = tmp_path / "target"
     shutil.copytree(make_mtp("glm4-moe").folder, folder)
     head = load_file(folder / "model.safetensors")["lm_head.weight"]

@@ -1,6 +1,5 @@
 """The replay accepts the engine's tokens, round by round: windows, and every head of a block."""
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,7 @@ SAVE = {"eagle": save_random_eagle, "eagle3": save_random_draft, "dflash": save_
 
 
 @pytest.mark.parametrize(("name", "target"), gate_of(CASES, GATE))
-def test_the_replay_accepts_what_the_engine_accepts(
-    name: str, target: str, make_target: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_the_replay_accepts_what_the_engine_accepts(name, target, make_target, tmp_path):
     family, fields = DRAFTS[name]
     folder = make_target(target)
     draft = tmp_path / "draft"

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +35,7 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def worded(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def worded(make_target, tmp_path_factory) -> Path:
     """A random target whose tokens are words, and whose prompts begin otherwise where it thinks."""
     folder = shutil.copytree(make_target("qwen3"), tmp_path_factory.mktemp("worded") / "target")
     words = {f"w{token}": token for token in range(VOCAB)}
@@ -87,7 +86,7 @@ def config_of(target: Path, draft: Path, data: Path) -> DoctorConfig:
     return DoctorConfig(target=str(target), draft=str(draft), data=(str(data),), max_tokens=TOKENS)
 
 
-def test_thinking_that_only_the_training_had(worded: Path, tmp_path: Path) -> None:
+def test_thinking_that_only_the_training_had(worded, tmp_path):
     questions = prompts(thinking=True)
     draft = fitted(worded, tmp_path / "draft", questions, answers_of(worded, questions))
     report = examine(config_of(worded, draft, write_data(tmp_path / "data.jsonl")))
@@ -98,7 +97,7 @@ def test_thinking_that_only_the_training_had(worded: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_draft_of_these_prompts_is_healthy(worded: Path, tmp_path: Path) -> None:
+def test_a_draft_of_these_prompts_is_healthy(worded, tmp_path):
     questions = prompts(thinking=False)
     draft = fitted(worded, tmp_path / "draft", questions, answers_of(worded, questions))
     report = examine(config_of(worded, draft, write_data(tmp_path / "data.jsonl")))
@@ -107,7 +106,7 @@ def test_a_draft_of_these_prompts_is_healthy(worded: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_answers_that_the_target_did_not_write(worded: Path, tmp_path: Path) -> None:
+def test_answers_that_the_target_did_not_write(worded, tmp_path):
     """The data's answers are those of a model that differs from the target in its last layer."""
     questions = prompts(thinking=False)
     other = AutoModelForCausalLM.from_pretrained(worded)
@@ -121,7 +120,7 @@ def test_answers_that_the_target_did_not_write(worded: Path, tmp_path: Path) -> 
     assert "answers of another model" in [finding.name for finding in report.findings if finding.kind == "cause"]
 
 
-def test_loops() -> None:
+def test_loops():
     looping = [1, 2, 3] * 20
     other = list(range(60))
     conversation = Conversation(())
@@ -133,7 +132,7 @@ def test_loops() -> None:
 
 
 @pytest.mark.slow
-def test_prompts_on_which_the_target_loops(tmp_path: Path) -> None:
+def test_prompts_on_which_the_target_loops(tmp_path):
     """Digits, which the bundled target does not understand."""
     rng = random.Random(0)
     data = tmp_path / "data.jsonl"
@@ -155,7 +154,7 @@ SERVER = Endpoint(
 
 
 @each_case()
-def test_where_a_servers_gap_is(changes: dict[str, float], kind: str | None, stage: str) -> None:
+def test_where_a_servers_gap_is(changes, kind, stage):
     diagnosis = Diagnosis(findings=(RISK,), tried=(), as_read=SCORE, mended=SCORE)
     findings = [*endpoint_findings(diagnosis, replace(SERVER, **changes))]  # type: ignore[arg-type]
     assert [(finding.kind, finding.stage) for finding in findings] == ([] if kind is None else [(kind, stage)])
@@ -165,7 +164,7 @@ def test_where_a_servers_gap_is(changes: dict[str, float], kind: str | None, sta
 
 
 @each_case()
-def test_whether_the_engine_here_accepts_as_much(served: float | None, refusal: str, name: str | None) -> None:
+def test_whether_the_engine_here_accepts_as_much(served, refusal, name):
     diagnosis = Diagnosis(findings=(), tried=(), as_read=SCORE, mended=SCORE)
     assert SCORE.accept_length == 2.0
     findings = [*parity(diagnosis, served, refusal)]

@@ -137,7 +137,7 @@ def main() -> None:
         compiled.append(run(kernel, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
-    sizes: dict[str, int] = {}
+    sizes = {}
     for product in PRODUCTS:
         product()
         sizes[product.__name__] = compiled[0].metadata.shared

@@ -61,7 +61,7 @@ def run_ranks(world: int, num_bytes: int, run: Callable[[Peers], list[Tensor]]) 
     processes = [context.Process(target=work, args=(rank,), daemon=True) for rank in range(world)]
     for process in processes:
         process.start()
-    outputs: dict[int, Any] = {}
+    outputs = {}
     try:
         while len(outputs) < world:
             rank, output = results.get(timeout=SECONDS)

@@ -1,7 +1,6 @@
 """Gated activations against their formulas in fp64."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -35,9 +34,7 @@ def gelu_tanh(gate: Tensor) -> Tensor:
 @pytest.mark.parametrize(("activation", "op"), [(silu, silu_mul), (gelu_tanh, gelu_tanh_mul)])
 @pytest.mark.parametrize("run", ["reference", "triton"])
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
-def test_the_formula(
-    activation: Kernel, op: Any, run: str, shape: tuple[int, int], dtype: torch.dtype, device: str
-) -> None:
+def test_the_formula(activation, op, run, shape, dtype, device):
     gate_up = random(*shape, dtype, device)
     with poisoned():
         out = getattr(op, run)(gate_up)
@@ -50,7 +47,7 @@ def test_the_formula(
 @each_device
 @pytest.mark.parametrize("run", ["reference", "triton"])
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
-def test_gates_of_attention(run: str, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_gates_of_attention(run, shape, dtype, device):
     """Gates in strided rows, as beside queries; in any leading dims."""
     gate, x = random(*shape, dtype, device).chunk(2, dim=-1)
     x = x.contiguous()
@@ -65,14 +62,14 @@ def test_gates_of_attention(run: str, shape: tuple[int, int], dtype: torch.dtype
 
 @each_device
 @pytest.mark.parametrize("op", [silu_mul, gelu_tanh_mul])
-def test_extremes(op: Any, device: str) -> None:
+def test_extremes(op, device):
     gate = torch.tensor([-1e6, -100.0, -0.0, 100.0, 1e6], device=device)
     expected = torch.tensor([0.0, 0.0, 0.0, 200.0, 2e6], device=device)
     torch.testing.assert_close(op.triton(torch.cat((gate, torch.full_like(gate, 2.0)))[None])[0], expected)
 
 
 @each_device
-def test_leading_dims_and_no_rows(device: str) -> None:
+def test_leading_dims_and_no_rows(device):
     gate_up = random(6, 40, torch.float32, device).reshape(2, 3, 80)
     torch.testing.assert_close(silu_mul.triton(gate_up), silu_mul.reference(gate_up))
     assert silu_mul.triton(gate_up[:0]).shape == (0, 3, 40)
@@ -87,7 +84,7 @@ def gradient(run: Kernel, gate_up: Tensor, upstream: Tensor) -> Tensor:
 @each_device
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("shape", "dtype"), rotating([*SHAPES, (2, 1), (3, 1025)], TOLERANCES))
-def test_gradients(kernel: Kernel, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_gradients(kernel, shape, dtype, device):
     """Upstream gradients in strided rows, one that is constant, and one stored by columns."""
     gate_up = random(*shape, dtype, device)
     towards = random(*shape, dtype, device)[:, : shape[1]] / 4
@@ -101,7 +98,7 @@ def test_gradients(kernel: Kernel, shape: tuple[int, int], dtype: torch.dtype, d
 
 
 @each_device
-def test_gradients_of_extremes_leading_dims_and_no_rows(device: str) -> None:
+def test_gradients_of_extremes_leading_dims_and_no_rows(device):
     gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], device=device)
     grads = gradient(silu_mul.triton, torch.cat((gate, torch.full_like(gate, 2.0))), torch.ones_like(gate))
     torch.testing.assert_close(grads[:5], torch.tensor([0.0, 0.0, 1.0, 2.0, 2.0], device=device))
@@ -114,7 +111,7 @@ def test_gradients_of_extremes_leading_dims_and_no_rows(device: str) -> None:
 
 
 @each_device
-def test_only_what_needs_gradients_keeps_anything(device: str) -> None:
+def test_only_what_needs_gradients_keeps_anything(device):
     gate_up = random(3, 40, torch.bfloat16, device)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -129,7 +126,7 @@ def test_only_what_needs_gradients_keeps_anything(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
-def test_training_and_serving_compute_the_same(device: str) -> None:
+def test_training_and_serving_compute_the_same(device):
     gate_up = random(5, 1000, torch.bfloat16, device)
     learning = silu_mul(gate_up.detach().requires_grad_())
     assert learning.requires_grad
@@ -139,6 +136,6 @@ def test_training_and_serving_compute_the_same(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 32, 2048])
-def test_a_graph_replays_it(rows: int) -> None:
+def test_a_graph_replays_it(rows):
     gate_up = random(rows, 14336, torch.bfloat16, "cuda")
     assert torch.equal(replayed(lambda: silu_mul.triton(gate_up)), silu_mul.triton(gate_up))

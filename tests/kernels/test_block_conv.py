@@ -14,7 +14,7 @@ from slipstream.tests.pairwise import grouped, rotating
 @pytest.mark.parametrize(
     ("shape", "block", "dtype"), rotating([(6, 48, 16, 2), (8, 24, 8, 3)], [1, 2], [torch.float32, torch.bfloat16])
 )
-def test_the_formula(shape: tuple[int, ...], block: int, dtype: torch.dtype, run: str, device: str) -> None:
+def test_the_formula(shape, block, dtype, run, device):
     T, H, group, taps = shape
     generator = torch.Generator().manual_seed(H)
     x = torch.randn(T, H, generator=generator).to(dtype)
@@ -37,7 +37,7 @@ def test_the_formula(shape: tuple[int, ...], block: int, dtype: torch.dtype, run
     ("shape", "block", "dtype"),
     rotating([(130, 48, 16, 2), (8, 1040, 8, 3), (0, 48, 16, 2)], [2, 1, 8], [torch.float32, torch.bfloat16]),
 )
-def test_its_gradient(shape: tuple[int, ...], block: int, dtype: torch.dtype, device: str) -> None:
+def test_its_gradient(shape, block, dtype, device):
     T, H, group, taps = shape
     T -= T % block
     generator = torch.Generator().manual_seed(H)

@@ -1,6 +1,6 @@
 """The table of kernels: what an 8B Llama takes, what products must be like, and that all choices can be executed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import get_args
 
@@ -34,7 +34,7 @@ def described(format: Format, kind: Kind, shape: Sequence[int], rows: int = 1) -
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_which_kernels_an_8b_llama_takes(exact: bool) -> None:
+def test_which_kernels_an_8b_llama_takes(exact):
     for format, kind, shape, kernels in EXACT if exact else table_of(__file__, "fastest"):
         for rows in ROWS:
             expected = next(kernel for limit, kernel in kernels.items() if rows <= limit)
@@ -42,7 +42,7 @@ def test_which_kernels_an_8b_llama_takes(exact: bool) -> None:
             assert choose(item, H100).kernel == expected, item
 
 
-def test_a_whole_mlp_in_fp8_is_one_kernel() -> None:
+def test_a_whole_mlp_in_fp8_is_one_kernel():
     mlp = Product("fp8", 32, 4096, 4096, "mlp", size=14336)
     changes = [
         {"num_rows": 33},
@@ -59,17 +59,15 @@ def test_a_whole_mlp_in_fp8_is_one_kernel() -> None:
 
 
 @each_case()
-def test_products_that_do_not_fit_take_another(
-    format: Format, kind: Kind, shape: list[int], rows: int, change: dict, kernel: Kernel, other: Kernel
-) -> None:
+def test_products_that_do_not_fit_take_another(format, kind, shape, rows, change, kernel, other):
     item = described(format, kind, shape, rows)
     assert choose(item, H100).kernel == kernel
     change = {name: getattr(torch, value) if name == "dtype" else value for name, value in change.items()}
     assert choose(item._replace(**change), H100).kernel == other
 
 
-def test_what_start_up_saw_of_the_library_decides() -> None:
-    kernels: list[Kernel] = ["library", "library by parts"]
+def test_what_start_up_saw_of_the_library_decides():
+    kernels = ["library", "library by parts"]
     for kernel in kernels:
         item = described("16 bits", "plain", OUT, 256)._replace(is_exact=True, library=kernel)
         assert choose(item, H100).kernel == kernel
@@ -81,7 +79,7 @@ def test_what_start_up_saw_of_the_library_decides() -> None:
 
 
 @pytest.mark.parametrize("device", [A100, B200, H100._replace(programs=4)], ids=["A100", "B200", "slice"])
-def test_kernels_of_hopper_need_all_of_it(device: Device) -> None:
+def test_kernels_of_hopper_need_all_of_it(device):
     hopper = {"streamed", "fp8 mlp", "int4 streamed", "int4 pipelined"}
     kernels = {choose(described(*case, rows), device).kernel for *case, _ in EXACT for rows in ROWS}
     assert not kernels & hopper
@@ -90,7 +88,7 @@ def test_kernels_of_hopper_need_all_of_it(device: Device) -> None:
     assert (wide == {None}) == (not device.is_hopper)
 
 
-def test_wide_products_fill_the_gpu() -> None:
+def test_wide_products_fill_the_gpu():
     down = described("int4", "plain", DOWN)._replace(is_exact=True)
     wide = [choose(down._replace(num_rows=rows), H100).wide for rows in (16, 17, 64, 1024)]
     assert wide == [None, Wide(32, 2), Wide(64, 2), Wide(128, 2)]
@@ -113,7 +111,7 @@ KINDS: dict[Format, tuple[Kind, ...]] = {
 
 
 @pytest.mark.parametrize("format", KINDS)
-def test_all_products_have_a_kernel_and_exact_ones_an_order(format: Format) -> None:
+def test_all_products_have_a_kernel_and_exact_ones_an_order(format):
     """A product's inputs are cut into the same parts for any number of rows."""
     for kind, shape, device in product(KINDS[format], SHAPES, (H100, B200)):
         parts = set()
@@ -125,7 +123,7 @@ def test_all_products_have_a_kernel_and_exact_ones_an_order(format: Format) -> N
         assert len(parts) == 1, (kind, shape, device)
 
 
-def test_choices_can_be_executed() -> None:
+def test_choices_can_be_executed():
     """By the interpreter, which has no kernels of Hopper; those are compiled in test_compile_ahead.py."""
     x = torch.randn(130, 256).half()
     weight = torch.randn(64, 256).half() / 16
@@ -146,7 +144,7 @@ def test_choices_can_be_executed() -> None:
         scales = rows.scales[:count] if rows.scales.dim() == 1 else rows.scales[:, :count]
         return rows._replace(codes=rows.codes[:count], scales=scales)
 
-    runs: list[tuple[Callable[[int], Tensor], Tensor, tuple[int, ...]]] = [
+    runs = [
         (of_16_bits, F.linear(x, weight, bias), (1, 130)),
         (
             lambda count: fp8.fp8_linear_triton(first(count, rows), *codes, bias),
@@ -165,6 +163,6 @@ def test_choices_can_be_executed() -> None:
             torch.testing.assert_close(run(count), expected[:count], atol=2e-2, rtol=1e-2)
 
 
-def test_choices_are_plain_values() -> None:
+def test_choices_are_plain_values():
     assert choose(described("fp8", "plain", OUT), H100) is choose(described("fp8", "plain", OUT), Device())
     assert isinstance(choose(described("fp8", "plain", OUT), H100), Choice)

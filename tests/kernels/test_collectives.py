@@ -29,7 +29,7 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_terms_are_added_along_a_balanced_tree() -> None:
+def test_terms_are_added_along_a_balanced_tree():
     a, b, c, d, e, f, g, h = random(8, 3, seed=0)
     assert torch.equal(add_along_tree([a, b, c, d]), (a + b) + (c + d))
     assert torch.equal(add_along_tree([a, b, c]), (a + b) + c)
@@ -46,7 +46,7 @@ def test_terms_are_added_along_a_balanced_tree() -> None:
         [(1, torch.float32), (4, torch.float32), (3, torch.float16)],
     ),
 )
-def test_all_ranks_get_the_sum_in_tree_order(world: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_get_the_sum_in_tree_order(world, dtype, monkeypatch):
     """Two rows in one kernel that sends all to all, up to six by shares, and more in two kernels, of partial sums that
     lie in the ranks' memory or elsewhere; ranks lag in turn, and sums have 16 bits and 32 in the same cells."""
     monkeypatch.setattr(all_reduce, "FEW_ROWS", dtype.itemsize // 2)
@@ -93,7 +93,7 @@ def test_all_ranks_get_the_sum_in_tree_order(world: int, dtype: torch.dtype, mon
 
 @NO_INTERPRETER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_that_are_none_are_sent(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_are_none_are_sent(dtype, monkeypatch):
     """Zeros of both signs, infinities, and NaN of all bits, which is an empty cell inverted."""
     monkeypatch.setattr(all_reduce, "FEW_ROWS", dtype.itemsize // 4)
     integer = torch.int32 if dtype == torch.float32 else torch.int16
@@ -113,7 +113,7 @@ def test_numbers_that_are_none_are_sent(dtype: torch.dtype, monkeypatch: pytest.
 
 @NO_INTERPRETER
 @pytest.mark.parametrize("rows", [1, 3, 5])
-def test_a_peer_that_leaves_is_named(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_leaves_is_named(rows, monkeypatch):
     monkeypatch.setattr(all_reduce, "FEW_ROWS", 2)
     monkeypatch.setattr(all_reduce, "SHARED_ROWS", 4)
 
@@ -132,7 +132,7 @@ def test_a_peer_that_leaves_is_named(rows: int, monkeypatch: pytest.MonkeyPatch)
 
 @NO_INTERPRETER
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_columns_are_gathered_in_the_order_of_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_gathered_in_the_order_of_ranks(world, monkeypatch):
     monkeypatch.setattr(gather, "TILE", 16)
     monkeypatch.setattr(gather, "PROGRAMS", 2)
     calls = [(1, 50), (3, 20), (2, 34), (1, 2), (9, 30), (2, 3), (15, 1)]
@@ -150,7 +150,7 @@ def test_columns_are_gathered_in_the_order_of_ranks(world: int, monkeypatch: pyt
         assert all(torch.equal(outputs[index], expected) for outputs in results)
 
 
-def test_memory_that_is_not_there_is_refused() -> None:
+def test_memory_that_is_not_there_is_refused():
     peers = Peers(0, torch.zeros(1024, dtype=torch.uint8), [0], 1.0)
     assert peers.take(100) == 0
     assert peers.take(4) == 256
@@ -160,7 +160,7 @@ def test_memory_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scenario", ["sums", "replays", "products", "quantised", "tables", "lost"])
-def test_ranks_on_gpus(scenario: str) -> None:
+def test_ranks_on_gpus(scenario):
     """On one GPU, too, which they share."""
     program = Path(__file__).with_name("gpu_ranks.py")
     done = subprocess.run([sys.executable, program, scenario], capture_output=True, text=True, check=False)
@@ -168,7 +168,7 @@ def test_ranks_on_gpus(scenario: str) -> None:
 
 
 @NO_INTERPRETER
-def test_ranks_of_one_machine_meet_when_they_first_add(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_machine_meet_when_they_first_add(monkeypatch):
     monkeypatch.setattr(peer_ranks, "MOST_ROWS", 4)
     monkeypatch.setattr(peer_ranks, "MOST_WORDS", 256)
     monkeypatch.setattr(gather, "TILE", 16)

@@ -9,7 +9,7 @@ from pathlib import Path
 RUN = Path(__file__).with_name("compile_ahead_run.py")
 
 
-def test_dry_passes_launch_nothing_and_compile_each_kernel_once(tmp_path: Path) -> None:
+def test_dry_passes_launch_nothing_and_compile_each_kernel_once(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run([sys.executable, RUN], env=environment, check=True, capture_output=True, text=True)

@@ -27,7 +27,7 @@ each_label_run = pytest.mark.parametrize("run", LABEL_RUNS)
 
 
 @pytest.fixture(autouse=True)
-def several_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def several_tiles(monkeypatch, request) -> None:
     """Short rows go through several tiles, too."""
     parameters = getattr(request.node, "callspec", None)
     if parameters is None or parameters.params.get("shape", (0,))[0] < 4096:
@@ -92,9 +92,7 @@ def check(run: Run, student: Tensor, teacher: Tensor, weights: Tensor, kind: str
 @pytest.mark.parametrize(("shape", "dtypes"), rotating(SHAPES, DTYPES))
 @pytest.mark.parametrize("kind", KINDS)
 @each_run
-def test_values_and_gradients(
-    run: Run, kind: str, shape: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], device: str
-) -> None:
+def test_values_and_gradients(run, kind, shape, dtypes, device):
     student = random(shape, dtypes[0], device, 0)
     teacher = random(shape, dtypes[1], device, 1)
     weights = torch.rand(shape[0], generator=torch.Generator().manual_seed(2)).to(device)
@@ -117,7 +115,7 @@ def far_logits() -> Tensor:
 @each_device
 @pytest.mark.parametrize("kind", KINDS)
 @each_run
-def test_extreme_logits(run: Run, kind: str, device: str) -> None:
+def test_extreme_logits(run, kind, device):
     far = far_logits()
     near = far + torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     near[5] -= 2e4  # a constant changes nothing
@@ -130,7 +128,7 @@ def test_extreme_logits(run: Run, kind: str, device: str) -> None:
 @each_device
 @pytest.mark.parametrize("kind", ["soft_ce", "forward_kl", "tv", "lk"])
 @each_run
-def test_columns_that_the_teacher_rules_out(run: Run, kind: str, device: str) -> None:
+def test_columns_that_the_teacher_rules_out(run, kind, device):
     """-inf is probability 0: the same as a teacher of a very low logit there; whole tiles, too."""
     student = random((4, 300), torch.float32, device, 0)
     teacher = random((4, 300), torch.float32, device, 1)
@@ -148,7 +146,7 @@ def test_columns_that_the_teacher_rules_out(run: Run, kind: str, device: str) ->
 
 @each_device
 @each_run
-def test_limits_of_the_losses(run: Run, device: str) -> None:
+def test_limits_of_the_losses(run, device):
     student = random((3, 200), torch.float32, device, 0)
     weights = torch.ones(3, device=device)
     upstream = torch.ones(3, device=device)
@@ -172,7 +170,7 @@ def test_limits_of_the_losses(run: Run, device: str) -> None:
 @each_device
 @pytest.mark.parametrize("kind", KINDS)
 @each_run
-def test_rows_without_weight_do_not_exist(run: Run, kind: str, device: str) -> None:
+def test_rows_without_weight_do_not_exist(run, kind, device):
     student = random((4, 200), torch.float32, device, 0)
     teacher = random((4, 200), torch.float32, device, 1)
     student[1] = torch.nan
@@ -189,7 +187,7 @@ def test_rows_without_weight_do_not_exist(run: Run, kind: str, device: str) -> N
 
 @each_device
 @pytest.mark.parametrize("run", [*RUNS, *LABEL_RUNS])
-def test_the_best_column_is_the_first_of_equals(run: Run, device: str) -> None:
+def test_the_best_column_is_the_first_of_equals(run, device):
     student = random((6, 400), torch.bfloat16, device, 0)
     student[1, [30, 150, 390]] = 50.0
     student[2, [399, 200]] = 50.0
@@ -207,7 +205,7 @@ def test_the_best_column_is_the_first_of_equals(run: Run, device: str) -> None:
 
 
 @each_device
-def test_the_gradient_can_take_the_place_of_the_logits(device: str) -> None:
+def test_the_gradient_can_take_the_place_of_the_logits(device):
     leaf = random((3, 300), torch.bfloat16, device, 0)
     teacher = random((3, 300), torch.bfloat16, device, 1)
     weights = torch.tensor([1.0, 0.0, 0.5], device=device)
@@ -234,7 +232,7 @@ def test_the_gradient_can_take_the_place_of_the_logits(device: str) -> None:
 
 @each_device
 @each_run
-def test_no_rows_and_no_gradient_for_the_teacher(run: Run, device: str) -> None:
+def test_no_rows_and_no_gradient_for_the_teacher(run, device):
     student = torch.randn(4, 50, device=device)
     teacher = torch.randn(4, 50, device=device, requires_grad=True)
     losses, best = run(student[:0], teacher[:0], torch.ones(0, device=device))
@@ -245,7 +243,7 @@ def test_no_rows_and_no_gradient_for_the_teacher(run: Run, device: str) -> None:
     assert student.grad is not None
 
 
-def test_float64_stays_float64_on_the_cpu() -> None:
+def test_float64_stays_float64_on_the_cpu():
     """Gradients of tests that compare packed with unpacked rows; checked by finite differences."""
     generator = torch.Generator().manual_seed(0)
     student = torch.randn(3, 6, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -296,13 +294,13 @@ def check_labels(run: Run, logits: Tensor, labels: Tensor) -> None:
 @each_device
 @pytest.mark.parametrize(("shape", "dtype"), rotating(LABEL_SHAPES, PRECISIONS))
 @each_label_run
-def test_losses_best_columns_and_gradients(run: Run, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_losses_best_columns_and_gradients(run, shape, dtype, device):
     check_labels(run, *labelled(shape, dtype, device))
 
 
 @each_device
 @each_label_run
-def test_nothing_is_written_between_the_rows(run: Run, device: str) -> None:
+def test_nothing_is_written_between_the_rows(run, device):
     wide = torch.full((3, 400), torch.nan, device=device)
     wide[:, 50:350], labels = labelled((3, 300), torch.float32, device)
     run(wide[:, 50:350], labels, with_gradient=True)
@@ -313,7 +311,7 @@ def test_nothing_is_written_between_the_rows(run: Run, device: str) -> None:
 
 @each_device
 @each_label_run
-def test_labels_extreme_logits(run: Run, device: str) -> None:
+def test_labels_extreme_logits(run, device):
     far = far_logits()
     logits = torch.cat((far, far[5:] - 6e4, torch.linspace(-1e20, 1e20, 300)[None]))
     check_labels(run, logits.to(device), torch.tensor([299, 5, 150, 299, 299, 7, 7, 298], device=device))
@@ -322,7 +320,7 @@ def test_labels_extreme_logits(run: Run, device: str) -> None:
 @each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @each_label_run
-def test_labels_columns_that_are_ruled_out(run: Run, dtype: torch.dtype, device: str) -> None:
+def test_labels_columns_that_are_ruled_out(run, dtype, device):
     """-inf is probability 0, whole tiles, too: it costs infinitely much as a label, and gets no gradient else."""
     logits, _ = labelled((3, 300), dtype, device)
     logits[0, :130], logits[1, 1:], logits[2, 250:] = (-torch.inf,) * 3
@@ -335,7 +333,7 @@ def test_labels_columns_that_are_ruled_out(run: Run, dtype: torch.dtype, device:
 
 @each_device
 @each_label_run
-def test_a_logit_that_is_no_number_makes_its_row_none(run: Run, device: str) -> None:
+def test_a_logit_that_is_no_number_makes_its_row_none(run, device):
     logits, labels = labelled((3, 300), torch.float32, device)
     logits[1, 200] = torch.nan
     losses, _ = run(logits, labels, with_gradient=True)
@@ -346,13 +344,13 @@ def test_a_logit_that_is_no_number_makes_its_row_none(run: Run, device: str) -> 
 @each_device
 @each_label_run
 @pytest.mark.parametrize("with_gradient", [False, True])
-def test_labels_no_rows(with_gradient: bool, run: Run, device: str) -> None:
+def test_labels_no_rows(with_gradient, run, device):
     labels = torch.zeros(0, dtype=torch.int64, device=device)
     losses, best = run(torch.zeros(0, 50, device=device), labels, with_gradient=with_gradient)
     assert losses.shape == best.shape == (0,)
 
 
-def test_labels_float64_is_computed_in_float64_on_the_cpu() -> None:
+def test_labels_float64_is_computed_in_float64_on_the_cpu():
     logits = torch.randn(4, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([3, 0, 29, 5])
     leaf = logits.clone().requires_grad_()
@@ -365,7 +363,7 @@ def test_labels_float64_is_computed_in_float64_on_the_cpu() -> None:
 @each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("run", [taught_cross_entropy.reference, taught_cross_entropy.triton])
-def test_taught_losses_have_weights_and_overlaps(run: Any, dtype: torch.dtype, device: str) -> None:
+def test_taught_losses_have_weights_and_overlaps(run, dtype, device):
     student = random((5, 300), dtype, device, 0, scale=1.5)
     teacher = random((5, 300), dtype, device, 1, scale=1.5)
     labels = torch.tensor([0, 299, 7, 130, 255], device=device)

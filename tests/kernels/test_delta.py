@@ -41,7 +41,7 @@ NODES = 8
 
 
 @pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_programs(monkeypatch) -> None:
     """The interpreter is slow for each program of the convolution, of which long prompts still have several."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(delta, "BLOCK_ROWS", 32)
@@ -82,7 +82,7 @@ class Layer:
         self.lengths = [0] * SLOTS
 
     def layout(self, segments: list[Segment], spare: int) -> Layout:
-        rows: list[list[int]] = []
+        rows = []
         masks = torch.empty(0, dtype=torch.int64)
         are_chains = all(s.parents is None or s.parents == list(range(-1, len(s.parents) - 1)) for s in segments)
         for segment in segments:
@@ -212,14 +212,14 @@ def check(outputs: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
         pytest.param(ODD, torch.bfloat16, marks=SLOW),
     ],
 )
-def test_texts_equal_the_recurrence_over_each_alone(sizes: Sizes, dtype: torch.dtype, device: str) -> None:
+def test_texts_equal_the_recurrence_over_each_alone(sizes, dtype, device):
     """Prompts in chunks beside trees and chains of random nodes, of which random paths are accepted."""
     rng = random.Random(1)
     layer = Layer(device, dtype, sizes)
     prompts = {0: 63, 1: 1, 2: 200, 3: 64}
     texts = {slot: torch.empty(0, WIDTH) for slot in prompts}
     for turn in range(7):
-        segments: list[Segment] = []
+        segments = []
         for slot, length in prompts.items():
             left = length - len(texts[slot])
             if left > 0:
@@ -249,12 +249,12 @@ def test_texts_equal_the_recurrence_over_each_alone(sizes: Sizes, dtype: torch.d
     assert min(len(text) for text in texts.values()) > 4
 
 
-def test_each_node_steps_once_from_the_state_of_its_parent() -> None:
+def test_each_node_steps_once_from_the_state_of_its_parent():
     rng = random.Random(4)
     for _ in range(100):
         parents = random_parents(rng, rng.randint(1, 16))
         emitted = []
-        state: list[int] = []  # the nodes that it has been through
+        state = []  # the nodes that it has been through
         for step in tree_steps(parents):
             node = step & ROW
             if step & RESTART:
@@ -269,7 +269,7 @@ def test_each_node_steps_once_from_the_state_of_its_parent() -> None:
         assert sorted(emitted) == list(range(len(parents)))
 
 
-def test_trees_take_few_steps_more_than_they_have_nodes() -> None:
+def test_trees_take_few_steps_more_than_they_have_nodes():
     chain = list(range(-1, 15))
     assert len(tree_steps(chain)) == 16
     comb = [-1, *(node - 2 + node % 2 for node in range(1, 16))]  # each inner node has a leaf beside the next
@@ -279,7 +279,7 @@ def test_trees_take_few_steps_more_than_they_have_nodes() -> None:
 
 
 @each_device
-def test_bits_depend_neither_on_drafts_nor_on_company(device: str) -> None:
+def test_bits_depend_neither_on_drafts_nor_on_company(device):
     rng = random.Random(2)
     plain = Layer(device, torch.bfloat16, FEW_HEADS)
     drafted = Layer(device, torch.bfloat16, FEW_HEADS)
@@ -293,7 +293,7 @@ def test_bits_depend_neither_on_drafts_nor_on_company(device: str) -> None:
     from_snapshot.step([Segment(0, prompt[:128])])
     for states, expected in zip(drafted.states, from_snapshot.states, strict=True):
         assert torch.equal(states[SLOTS], expected[0]), "the snapshot is the state after 128 tokens"
-    answer: list[Tensor] = []
+    answer = []
     for _ in range(4):
         size = rng.choice([3, 8])
         parents = random_parents(rng, size)
@@ -318,7 +318,7 @@ def test_bits_depend_neither_on_drafts_nor_on_company(device: str) -> None:
         assert torch.equal(states[0], expected[0])
 
 
-def test_a_block_equals_the_chunk_rule_of_transformers() -> None:
+def test_a_block_equals_the_chunk_rule_of_transformers():
     rng = torch.Generator().manual_seed(3)
     q, k, v = torch.randn(3, 1, 64, 2, 16, generator=rng)
     q, k = (F.normalize(x, dim=-1) for x in (q, k))

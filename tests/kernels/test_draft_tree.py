@@ -42,7 +42,7 @@ def loop_tree(request: int, shape: TreeShape, kind: str) -> tuple[list[Node], li
     frontiers = []
     frontier = [-1]
     for _ in range(shape.depth):
-        level: list[int] = []
+        level = []
         for parent in frontier:
             path, score = ((), 0.0) if parent < 0 else (nodes[parent].path, nodes[parent].score)
             for value, token in zip(*children_of(path, request, shape.topk, kind), strict=True):
@@ -64,8 +64,8 @@ def build(shape: TreeShape, B: int, kind: str, page_size: int, run: Any, ids: Te
     place = make_place(B, page_size)
     candidates = Candidates.empty(B, shape, torch.device("cpu"))
     candidates.scores.fill_(torch.nan)
-    frontier: Frontier | None = None
-    paths: list[tuple[int, tuple[int, ...]]] = [(b, ()) for b in range(B)]
+    frontier = None
+    paths = [(b, ()) for b in range(B)]
     frontiers = []
     columns_of = {} if ids is None else {int(token): column for column, token in enumerate(ids)}
     for level in range(shape.depth):
@@ -88,7 +88,7 @@ def build(shape: TreeShape, B: int, kind: str, page_size: int, run: Any, ids: Te
     ("size", "kind"),
     rotating([(3, 4, 16), (2, 1, 3), (4, 5, 64), (4, 3, 16), (1, 3, 4)], ["plain", "ties", "certain", "filtered"]),
 )
-def test_trees_equal_the_loops(run: str, kind: str, size: tuple[int, int, int]) -> None:
+def test_trees_equal_the_loops(run, kind, size):
     """size: topk, depth and the number of nodes that are kept."""
     shape = TreeShape(*size[:2])
     B = 3
@@ -117,7 +117,7 @@ def check_frontiers(
 ) -> None:
     k = shape.topk
     length = int(place.lengths[b])
-    numbers: dict[tuple[int, ...], int] = {}  # path -> frontier node
+    numbers = {}  # path -> frontier node
     assert len(frontiers) == shape.depth - 1
     for level, frontier in enumerate(frontiers):
         columns = slice(b * k, (b + 1) * k)
@@ -146,7 +146,7 @@ def check_tree(tokens: Tensor, parents: Tensor) -> None:
 
 
 @each_run
-def test_probabilities_above_one_do_not_tear_a_tree(run: str) -> None:
+def test_probabilities_above_one_do_not_tear_a_tree(run):
     """Rounding may leave a log-probability just above 0; a child must not overtake its parent."""
     shape = TreeShape(2, 3)
     B = 1
@@ -166,7 +166,7 @@ def test_probabilities_above_one_do_not_tear_a_tree(run: str) -> None:
 
 
 @each_run
-def test_every_prefix_is_the_tree_of_that_width(run: str) -> None:
+def test_every_prefix_is_the_tree_of_that_width(run):
     place, candidates, _ = build(TreeShape(4, 4), 3, "plain", 16, run, None)
     del place
     roots = torch.tensor([7, 8, 9])
@@ -178,7 +178,7 @@ def test_every_prefix_is_the_tree_of_that_width(run: str) -> None:
 
 
 @pytest.mark.parametrize("width", [2, 3, 5, 9, 21])
-def test_a_smaller_shape_finds_the_same_best_nodes(width: int) -> None:
+def test_a_smaller_shape_finds_the_same_best_nodes(width):
     shape = TreeShape(4, 3)
     trees = []
     for drafted_shape in (shape, shape.within(width)):
@@ -190,7 +190,7 @@ def test_a_smaller_shape_finds_the_same_best_nodes(width: int) -> None:
 
 @each_run
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_a_chain_adds_up_log_probabilities(run: str, count: int) -> None:
+def test_a_chain_adds_up_log_probabilities(run, count):
     """One more than `count` nodes; a token that filters cut ends the scores."""
     columns = torch.arange(3 * (count + 1)).view(count + 1, 3)
     log_probs = -columns[1:, :, None] / 8.0

@@ -16,7 +16,7 @@ from slipstream.kernels.collectives.tree import add_along_tree
 from slipstream.kernels.gemm import fp8, grouped_fp8, int4_weight
 from slipstream.kernels.gemm import grouped as grouped_gemm
 from slipstream.kernels.gemm.choose import EXPERT_ROWS, SUMMED_ROWS, choose, device_of
-from slipstream.kernels.gemm.expert_weights import ExpertMatrix, Format, FP8Weight, format_of
+from slipstream.kernels.gemm.expert_weights import ExpertMatrix, FP8Weight, format_of
 from slipstream.kernels.gemm.grouped import (
     FEW_ROWS,
     TILINGS,
@@ -173,9 +173,7 @@ def quantized_experts(kind: str, shape: tuple[int, int, int, int], device: str) 
 @grouped()
 @each_device
 @pytest.mark.parametrize(("shape", "dtype", "normalise"), rotating(SHAPES, DTYPES, [True, False]))
-def test_tokens_go_to_their_best_experts(
-    shape: tuple[int, ...], dtype: torch.dtype, normalise: bool, device: str
-) -> None:
+def test_tokens_go_to_their_best_experts(shape, dtype, normalise, device):
     rows, size, _, experts, top_k = shape
     router, bias, _ = random_layer(shape[1:], dtype, device, is_gpt_oss=True)
     x = random_rows(rows, size, dtype, device)
@@ -228,9 +226,7 @@ def preferred(preference: list[float], scoring: Scoring, top_k: int) -> list[int
         [True, False],
     ),
 )
-def test_scores_corrections_and_groups_choose_as_sorting_does(
-    scoring: Scoring, experts: int, rows: int, corrects: bool, normalise: bool, device: str
-) -> None:
+def test_scores_corrections_and_groups_choose_as_sorting_does(scoring, experts, rows, corrects, normalise, device):
     """The correction counts for the choice alone, and groups by their two best."""
     router, _, _ = random_layer((64, 16, experts, 3), torch.float32, device)
     x = random_rows(rows, 64, torch.float32, device)
@@ -249,9 +245,7 @@ def test_scores_corrections_and_groups_choose_as_sorting_does(
 
 @each_device
 @pytest.mark.parametrize(("rows", "normalise", "dtype"), [(1, True, torch.bfloat16), (37, False, torch.float32)])
-def test_factors_of_experts_multiply_the_weights_alone(
-    rows: int, normalise: bool, dtype: torch.dtype, device: str
-) -> None:
+def test_factors_of_experts_multiply_the_weights_alone(rows, normalise, dtype, device):
     """As Gemma 4's: bit for bit the product of two operators."""
     router, _, _ = random_layer((64, 16, 24, 3), torch.float32, device)
     x = random_rows(rows, 64, torch.float32, device)
@@ -265,7 +259,7 @@ def test_factors_of_experts_multiply_the_weights_alone(
 
 @each_device
 @pytest.mark.parametrize("block_rows", [2, 16])
-def test_blocks_hold_every_pair_once_and_one_expert_each(block_rows: int, device: str) -> None:
+def test_blocks_hold_every_pair_once_and_one_expert_each(block_rows, device):
     router, _, _ = random_layer((32, 8, 6, 2), torch.float32, device)
     x = random_rows(40, 32, torch.float32, device)
     for _ in range(2):  # counts are zero again
@@ -284,7 +278,7 @@ def test_blocks_hold_every_pair_once_and_one_expert_each(block_rows: int, device
 
 
 @each_device
-def test_of_equal_experts_the_lowest_is_chosen_and_nan_chooses_different_ones(device: str) -> None:
+def test_of_equal_experts_the_lowest_is_chosen_and_nan_chooses_different_ones(device):
     x = torch.ones(3, 32, device=device)
     x[1] = 0
     x[2, 0] = float("nan")
@@ -307,9 +301,7 @@ def test_of_equal_experts_the_lowest_is_chosen_and_nan_chooses_different_ones(de
     ("shape", "dtype", "kind", "sharing"),
     rotating(SHAPES, DTYPES, ["gpt-oss", "silu", "gelu"], ["none", "gated", "plain"]),
 )
-def test_outputs_are_those_of_a_loop_over_tokens(
-    shape: tuple[int, ...], dtype: torch.dtype, kind: str, sharing: str, device: str
-) -> None:
+def test_outputs_are_those_of_a_loop_over_tokens(shape, dtype, kind, sharing, device):
     rows, size, _, experts, top_k = shape
     router, bias, weights = random_layer(shape[1:], dtype, device, kind == "gpt-oss")
     weights = weights._replace(activation="gelu_tanh") if kind == "gelu" else weights
@@ -332,7 +324,7 @@ def test_outputs_are_those_of_a_loop_over_tokens(
     ("is_gpt_oss", "sharing"),
     gate_of([(True, "none"), (False, "gated"), (False, "plain")], [(True, "none"), (False, "gated")]),
 )
-def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss: bool, sharing: str, device: str) -> None:
+def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss, sharing, device):
     """Experts whose sizes are no multiples of a tile's; full blocks and others."""
     rows = 150
     size = 320
@@ -351,7 +343,7 @@ def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss: bool, sharing: str,
 
 
 @each_device
-def test_the_router_adds_parts_in_one_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_router_adds_parts_in_one_order(device, monkeypatch):
     """Side by side, one after another, in low tiles and in high ones."""
     router, bias, _ = random_layer((1024, 8, 6, 2), torch.float16, device, is_gpt_oss=True)
     x = random_rows(70, 1024, torch.float16, device)
@@ -391,7 +383,7 @@ def rounding(kind: str, device: str) -> Callable[[Tensor], Tensor]:
 @grouped()
 @each_device
 @pytest.mark.parametrize(("kind", "shape", "block_rows"), QUANTIZED)
-def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...], block_rows: int, device: str) -> None:
+def test_quantised_experts_are_those_of_a_loop(kind, shape, block_rows, device):
     rows, size, _, experts, top_k = shape
     weights, wide = quantized_experts(kind, shape[1:], device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -417,7 +409,7 @@ def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...]
 @each_device
 @pytest.mark.parametrize("kind", some_of(["fp8", "fp8 static", "fp8 blocks"], ["fp8 static", "fp8 blocks"]))
 @torch.inference_mode()
-def test_large_tiles_of_fp8_give_the_bits_of_small_ones(kind: str, device: str) -> None:
+def test_large_tiles_of_fp8_give_the_bits_of_small_ones(kind, device):
     """Full blocks and others; inputs that come quantised, and not; a shared expert."""
     rows = 150
     size = 384
@@ -445,7 +437,7 @@ def test_large_tiles_of_fp8_give_the_bits_of_small_ones(kind: str, device: str) 
 
 
 @each_device
-def test_parts_of_the_inputs_are_added_in_one_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_the_inputs_are_added_in_one_way(device, monkeypatch):
     """Side by side for few rows, one after the other for more."""
     monkeypatch.setattr(grouped_gemm, "SPLIT_INPUTS", 544)
     weights, wide = quantized_experts("mxfp4", (32, 544, 2, 1), device)
@@ -461,7 +453,7 @@ def test_parts_of_the_inputs_are_added_in_one_way(device: str, monkeypatch: pyte
     assert torch.equal(results[0], results[2])
 
 
-def test_mxfp4_words_are_those_of_the_file() -> None:
+def test_mxfp4_words_are_those_of_the_file():
     """Inputs that do not fill the last chunk are read back, and each code at its place."""
     blocks = torch.randint(256, (2, 96, 5, 16)).byte()
     scales = torch.randint(100, 150, (2, 96, 5)).byte()
@@ -494,7 +486,7 @@ def decode_kernel(words_ptr, out_ptr, PACKED: tl.constexpr):
         pytest.param("cuda", torch.float32, range(1, 240), marks=pytest.mark.gpu),
     ],
 )
-def test_mxfp4_weights_are_exact(device: str, dtype: torch.dtype, rows: range) -> None:
+def test_mxfp4_weights_are_exact(device, dtype, rows):
     """At every scale that a way of decoding takes, subnormal numbers included."""
     words = torch.randint(-(1 << 15), 1 << 15, (8, 1, 32, 32), generator=torch.Generator().manual_seed(0)).short()
     scales = torch.arange(256)[:, None].expand(-1, 4).byte().contiguous().view(torch.int32)
@@ -506,7 +498,7 @@ def test_mxfp4_weights_are_exact(device: str, dtype: torch.dtype, rows: range) -
     assert torch.equal(decoded[rows.start : rows.stop], expected[rows.start : rows.stop])
 
 
-def test_no_rows() -> None:
+def test_no_rows():
     router, _, weights = random_layer((32, 8, 6, 2), torch.float32, "cpu")
     x = torch.empty(0, 32)
     for run, mix in ((route.reference, mix_experts.reference), (route_triton, mix_experts_triton)):
@@ -514,7 +506,7 @@ def test_no_rows() -> None:
 
 
 @each_device
-def test_an_expert_of_more_pairs_than_a_tile_of_few_reads_its_weights_once(device: str) -> None:
+def test_an_expert_of_more_pairs_than_a_tile_of_few_reads_its_weights_once(device):
     router, _, weights = random_layer((64, 24, 3, 2), torch.float16, device)
     x = random_rows(30, 64, torch.float16, device)
     routing = route_triton(x, router, None, 2, True, least_block_rows("plain", len(x)))
@@ -527,7 +519,7 @@ def test_an_expert_of_more_pairs_than_a_tile_of_few_reads_its_weights_once(devic
     assert torch.equal(mixed, mix_experts_triton(x, small, weights, tiling=tiling))
 
 
-def test_blocks_grow_with_the_pairs_of_an_expert() -> None:
+def test_blocks_grow_with_the_pairs_of_an_expert():
     assert [choose_block_rows(8 * rows, 128) for rows in (1, 2, 3, 128, 256, 1024, 8192)] == [1, 1, 16, 16, 32, 64, 128]
 
 
@@ -535,7 +527,7 @@ def test_blocks_grow_with_the_pairs_of_an_expert() -> None:
 @pytest.mark.parametrize(("kind", "name"), [("fp8", "a3b"), ("fp8 blocks", "a3b"), ("fp8 static", "qwen2"),
     ("mxfp4", "gpt-oss"), ("int4", "a3b"), ("int4 zeros", "a3b"), ("fp8 blocks", "qwen2")])  # fmt: skip
 @torch.inference_mode()
-def test_a_row_of_quantised_experts_has_the_same_bits_among_any_others(kind: str, name: str) -> None:
+def test_a_row_of_quantised_experts_has_the_same_bits_among_any_others(kind, name):
     """Also in a graph; cf. the plain torch."""
     size, _, experts, top_k = REAL[name]
     weights, _ = quantized_experts(kind, (*REAL[name][:2], min(experts, 16), top_k), "cuda")
@@ -563,7 +555,7 @@ def test_a_row_of_quantised_experts_has_the_same_bits_among_any_others(kind: str
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", REAL)
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_among_any_others(name, dtype):
     """And routing does not depend on them; a graph gives the same as plain launches; cf. torch in fp32."""
     size, _, experts, top_k = REAL[name]
     router, bias, weights = random_layer(REAL[name], dtype, "cuda", name == "gpt-oss")
@@ -596,7 +588,7 @@ def test_a_row_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("format", TILINGS)
-def test_every_block_size_has_a_tiling(format: Format) -> None:
+def test_every_block_size_has_a_tiling(format):
     sizes = {choose_block_rows(pairs, 8, least_rows(format)) for pairs in range(1, 2000)}
     assert sizes == {1, *TILINGS[format]}
 
@@ -629,7 +621,7 @@ def part_of(weights: ExpertWeights, share: Share) -> ExpertWeights:
         [("gated", 1, None), ("none", 5, 8), ("mxfp4", 2, None), ("fp8", 34, 16)],
     ),
 )
-def test_whole_experts_of_ranks_add_up_to_one(kind: str, rows: int, block_rows: int | None, device: str) -> None:
+def test_whole_experts_of_ranks_add_up_to_one(kind, rows, block_rows, device):
     """Bit for bit, though no token goes to some ranks; and a rank's experts are those of a loop."""
     shape = (64, 32, 8, 2)
     size, _, experts, top_k = shape
@@ -660,7 +652,7 @@ def test_whole_experts_of_ranks_add_up_to_one(kind: str, rows: int, block_rows: 
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_gated_product_begins_beside_the_router() -> None:
+def test_a_gated_product_begins_beside_the_router():
     """It has the bits of one that waits, among kernels that reuse each other's memory."""
     router, _, _ = random_layer((2816, 8, 128, 8), torch.bfloat16, "cuda")
     weight = random_rows(4224, 2816, torch.bfloat16, "cuda") / 53

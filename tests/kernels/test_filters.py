@@ -120,7 +120,7 @@ def check(logits: Tensor, temperature: Tensor, filters: Filters, thresholds: Ten
     + [pytest.param(rounded, 8192, marks=SLOW)]
     + [pytest.param(*case, marks=pytest.mark.gpu) for case in product(SOURCES, (32_000, 128_256, 262_144))],
 )
-def test_thresholds_equal_the_sort(source: Source, vocab: int, device: str) -> None:
+def test_thresholds_equal_the_sort(source, vocab, device):
     logits = source((len(SETTINGS), vocab), torch.Generator().manual_seed(vocab)).to(device)
     temperature, filters = parameters(SETTINGS, device)
     with poisoned():
@@ -129,7 +129,7 @@ def test_thresholds_equal_the_sort(source: Source, vocab: int, device: str) -> N
 
 
 @each_device
-def test_rows_choose_parameters_and_do_not_depend_on_their_batch(device: str) -> None:
+def test_rows_choose_parameters_and_do_not_depend_on_their_batch(device):
     logits = long_tailed((6, 4500), torch.Generator().manual_seed(0)).to(device)
     temperature, filters = parameters(SETTINGS, device)
     rows = torch.tensor([4, 2, 12], device=device)
@@ -143,7 +143,7 @@ def test_rows_choose_parameters_and_do_not_depend_on_their_batch(device: str) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [32_000, 128_256, 151_936])
-def test_many_random_settings(vocab: int) -> None:
+def test_many_random_settings(vocab):
     generator = torch.Generator().manual_seed(vocab)
     for source in (normal, rounded, long_tailed, unused_ids):
         logits = source((128, vocab), generator).cuda()
@@ -157,7 +157,7 @@ def test_many_random_settings(vocab: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 64])
-def test_a_graph_replays_the_search(rows: int) -> None:
+def test_a_graph_replays_the_search(rows):
     logits = long_tailed((rows, 128_256), torch.Generator().manual_seed(1)).cuda()
     temperature, filters = parameters([SETTINGS[row % len(SETTINGS)] for row in range(rows)], "cuda")
     expected = filter_thresholds_triton(logits, temperature, filters, None, 1)

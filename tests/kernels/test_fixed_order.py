@@ -29,7 +29,7 @@ ROWS = [1, 2, 7, 16, 31, 33, 64, 65, 100, 128, 129, 200, 256, 300, 513, 1024, 15
 
 @each_device
 @pytest.mark.parametrize("shape", [(1, 24, 64), (33, 40, 128), (70, 65, 192), (40, 16, 2048)])
-def test_products_are_those_of_their_formula(shape: tuple[int, int, int], device: str) -> None:
+def test_products_are_those_of_their_formula(shape, device):
     dtype = torch.float16
     x, weight, bias = random(*shape, dtype, device)
     for own_bias in (None, bias):
@@ -44,7 +44,7 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], device
 
 @each_device
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 33, 70), (4, 5, 513)])
-def test_parts_are_summed_in_their_order(shape: tuple[int, int, int], device: str) -> None:
+def test_parts_are_summed_in_their_order(shape, device):
     parts = torch.randn(shape, device=device)
     bias = torch.randn(shape[2], device=device, dtype=torch.float16)
     outputs = torch.rand(shape[2], device=device)
@@ -62,7 +62,7 @@ def test_parts_are_summed_in_their_order(shape: tuple[int, int, int], device: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [shape for shape in LLAMA if shape[0] == 4096])
 @torch.inference_mode()
-def test_the_library_sums_parts_like_us(shape: tuple[int, int]) -> None:
+def test_the_library_sums_parts_like_us(shape):
     """So that they are not left out unnoticed."""
     x, weight, _ = random(512, *shape, torch.bfloat16, "cuda")
     assert has_equal_parts(weight)
@@ -71,7 +71,7 @@ def test_the_library_sums_parts_like_us(shape: tuple[int, int]) -> None:
         assert torch.equal(out, linear_many_rows_triton(x[:rows], weight, part=part))
 
 
-def test_usual_parts_are_those_of_few_rows() -> None:
+def test_usual_parts_are_those_of_few_rows():
     for shape, part in (((6144, 4096), 4096), ((4096, 14336), 7168), ((64, 4224), 1152), ((64, 4232), 1152)):
         weight = torch.empty(shape, device="meta")
         assert (usual_part(weight), usual_part(weight, gated=True)) == (part, shape[1])
@@ -82,7 +82,7 @@ def test_usual_parts_are_those_of_few_rows() -> None:
 @grouped()
 @pytest.mark.parametrize("num_inputs", [128, 2048, 4096, 4224, 14336])
 @pytest.mark.parametrize("split", [1, 2, 4])
-def test_parts_are_the_same_for_every_depth(num_inputs: int, split: int) -> None:
+def test_parts_are_the_same_for_every_depth(num_inputs, split):
     parts = {part_inputs(num_inputs, Tiling(64, depth, split)) for depth in (32, 64, 128)}
     assert len(parts) == 1 or num_inputs < 128 * split
     assert all((split - 1) * part < num_inputs <= split * part for part in parts) or num_inputs < 128 * split
@@ -98,9 +98,7 @@ def test_parts_are_the_same_for_every_depth(num_inputs: int, split: int) -> None
         ((12, 0), 99, torch.bfloat16, "the kernels need 200 KB of shared memory for a program, which A GPU has not"),
     ],
 )
-def test_gpus_that_lack_something_are_told(
-    capability: tuple[int, int], memory: int, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_lack_something_are_told(capability, memory, dtype, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A GPU")
     monkeypatch.setattr(fixed_order, "shared_memory", lambda _: memory << 10)
@@ -112,7 +110,7 @@ def test_gpus_that_lack_something_are_told(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [*LLAMA, (1000, 2560), (2560, 9728), (896, 4864), (1152, 896)])
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_among_any_others(shape, dtype):
     x, weight, bias = random(ROWS[-1], *shape, dtype, "cuda")
     for own_bias in (None, bias) if shape[0] < 128256 else (None,):
         order = FixedOrder()

@@ -70,7 +70,7 @@ def many_rows(x: fp8.QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor
 @grouped()
 @each_device
 @pytest.mark.parametrize(("shape", "blocks", "few"), rotating(SHAPES, [False, True], [True, False]))
-def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks: bool, few: bool, device: str) -> None:
+def test_products_are_those_of_their_formula(shape, blocks, few, device):
     rows, outputs, inputs = shape
     weight, scales = layer(outputs, inputs, blocks, device)
     generator = torch.Generator(device).manual_seed(rows)
@@ -91,7 +91,7 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks
 
 @each_device
 @by_row_and_block
-def test_inputs_are_quantised_by_row(by_block: bool, device: str) -> None:
+def test_inputs_are_quantised_by_row(by_block, device):
     """Codes times powers of two come back: the interpreter does not round to e4m3 as GPUs do."""
     generator = torch.Generator(device).manual_seed(0)
     codes = torch.randn(5, 272, generator=generator, device=device).mul(60).clamp(-448, 448).to(fp8.E4M3)
@@ -115,7 +115,7 @@ def test_inputs_are_quantised_by_row(by_block: bool, device: str) -> None:
 
 @each_device
 @torch.inference_mode()
-def test_what_a_static_scale_cannot_reach_becomes_the_largest_code(device: str) -> None:
+def test_what_a_static_scale_cannot_reach_becomes_the_largest_code(device):
     x = torch.tensor([[torch.inf, -torch.inf, 1e30, -1e30, 0.0] * 16] * 2, device=device)
     for run in (quantize_rows.reference, quantize_rows.triton):
         codes = run(x, InputScales(torch.tensor(0.013, device=device))).codes.float()
@@ -123,7 +123,7 @@ def test_what_a_static_scale_cannot_reach_becomes_the_largest_code(device: str) 
 
 
 @each_device
-def test_no_rows_and_the_dispatch(device: str) -> None:
+def test_no_rows_and_the_dispatch(device):
     weight, scales = layer(256, 128, False, device)
     assert fp8_linear.triton(rows_of(3, 128, False, device)._replace(
         codes=torch.empty(0, 128, dtype=fp8.E4M3, device=device)
@@ -136,7 +136,7 @@ def test_no_rows_and_the_dispatch(device: str) -> None:
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("shape", [*LLAMA, (2048, 1536), (1152, 896)])
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], blocks: bool) -> None:
+def test_a_row_has_the_same_bits_among_any_others(shape, blocks):
     """Whichever kernel computes it, and after its inputs were quantised beside any others."""
     weight, scales = layer(*shape, blocks, "cuda")
     x = torch.randn(ROWS[-1], shape[1], device="cuda").bfloat16()
@@ -155,7 +155,7 @@ def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], blocks
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("shape", LLAMA)
 @torch.inference_mode()
-def test_the_library_adds_like_our_kernels(shape: tuple[int, int], blocks: bool) -> None:
+def test_the_library_adds_like_our_kernels(shape, blocks):
     """So that it is not left out unnoticed."""
     weight, scales = layer(*shape, blocks, "cuda")
     split = choose_split(*shape)
@@ -172,7 +172,7 @@ def test_the_library_adds_like_our_kernels(shape: tuple[int, int], blocks: bool)
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_sums_of_the_tensor_cores_alone_are_a_little_less_exact() -> None:
+def test_sums_of_the_tensor_cores_alone_are_a_little_less_exact():
     weight, scales = layer(4096, 14336, False, "cuda")
     x = quantize_rows(torch.randn(512, 14336, device="cuda").bfloat16())
     expected = (x.codes.double() @ weight.double().t()) * x.scales[:, None] * scales
@@ -185,7 +185,7 @@ def test_sums_of_the_tensor_cores_alone_are_a_little_less_exact() -> None:
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_inputs_are_quantised_as_on_the_cpu() -> None:
+def test_inputs_are_quantised_as_on_the_cpu():
     x = torch.randn(33, 4096).bfloat16()
     for static, by_block in ((None, False), (None, True), (torch.tensor(0.013), False)):
         expected = quantize_rows.reference(x, InputScales(static, by_block))
@@ -196,7 +196,7 @@ def test_inputs_are_quantised_as_on_the_cpu() -> None:
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_graph_replays_a_chain() -> None:
+def test_a_graph_replays_a_chain():
     down = layer(4096, 14336, False, "cuda")
     gate_up = layer(28672, 4096, False, "cuda")
     check_chain(
@@ -208,7 +208,7 @@ def test_a_graph_replays_a_chain() -> None:
     )
 
 
-def test_gated_products_round_as_the_two_kernels() -> None:
+def test_gated_products_round_as_the_two_kernels():
     weight, scales = layer(256, 128, False, "cpu")
     x = rows_of(5, 128, False, "cpu")._replace(dtype=torch.float16)
     if torch.cuda.is_available():
@@ -221,7 +221,7 @@ def test_gated_products_round_as_the_two_kernels() -> None:
 
 @each_device
 @pytest.mark.parametrize("input_format", [(None, False), (None, True), (0.03125, False)])
-def test_norms_quantise_their_output(input_format: tuple[float | None, bool], device: str) -> None:
+def test_norms_quantise_their_output(input_format, device):
     """As norm and quantisation apart; in fp32 on the CPU, where the interpreter rounds to e4m3 in its own way."""
     residual, delta = (torch.randn(6, 400, device=device)[:, :272] for _ in range(2))
     weight = 1 + torch.rand(272, device=device)
@@ -248,7 +248,7 @@ def test_norms_quantise_their_output(input_format: tuple[float | None, bool], de
 
 @each_device
 @by_row_and_block
-def test_gated_activations_are_quantised_in_one_kernel(by_block: bool, device: str) -> None:
+def test_gated_activations_are_quantised_in_one_kernel(by_block, device):
     gate_up = torch.randn(7, 2 * 272 + 16, device=device).half()[:, : 2 * 272]
     for static in (None, torch.tensor(0.01, device=device)):
         scales = InputScales(static, by_block)
@@ -262,7 +262,7 @@ def test_gated_activations_are_quantised_in_one_kernel(by_block: bool, device: s
 
 @each_device
 @by_row_and_block
-def test_gates_of_attention_are_quantised_in_one_kernel(by_block: bool, device: str) -> None:
+def test_gates_of_attention_are_quantised_in_one_kernel(by_block, device):
     """The gate stands beside queries, keys and values."""
     gate = torch.randn(7, 3 * 272, device=device).half()[:, 272 : 2 * 272]
     x = torch.randn(7, 272, device=device).half()

@@ -28,7 +28,7 @@ def random_scales(*shape: int, device: str = "cpu") -> Tensor:
     return (0.015 + 0.02 * torch.rand(*shape, generator=torch.Generator().manual_seed(0))).to(device)
 
 
-def test_codes_are_rounded_to_the_nearest_and_saturate() -> None:
+def test_codes_are_rounded_to_the_nearest_and_saturate():
     every = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     finite = every[every.isfinite()]
     x = torch.cat((torch.linspace(-600, 600, 4001), torch.linspace(-0.1, 0.1, 2001)))
@@ -46,7 +46,7 @@ KERNELS = [rotate_and_store.reference, pytest.param(rotate_and_store.triton, mar
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", [(5, 6, 2, 8), (2, 3, 1, 8, 6), (64, 32, 8, 128)])
-def test_keys_and_values_are_written_as_codes(kernel: Write, case: tuple[int, ...]) -> None:
+def test_keys_and_values_are_written_as_codes(kernel, case):
     device = "cuda" if kernel is rotate_and_store.triton else "cpu"
     scene = test_rope.Scene(case, torch.float32, device)
     scales = random_scales(2, case[2], device=device)
@@ -67,7 +67,7 @@ def codes_of_all(device: str) -> tuple[Tensor, Tensor]:
 
 @each_device
 @torch.inference_mode()
-def test_codes_come_back_from_the_kernels(device: str) -> None:
+def test_codes_come_back_from_the_kernels(device):
     """Beyond the largest code they saturate. The angle is 0."""
     x, scales = codes_of_all(device)
     kv = x * scales.flatten()[:, None]
@@ -86,7 +86,7 @@ def test_codes_come_back_from_the_kernels(device: str) -> None:
 
 
 @each_device
-def test_context_rows_are_written_as_codes(device: str) -> None:
+def test_context_rows_are_written_as_codes(device):
     scene = test_rope.ContextScene(test_rope.Case(3, L=2, G=3, D=16, R=12), torch.float32, device)
     scales = random_scales(2, 2, 3, device=device)
     plain = scene.run(store_context.reference)
@@ -122,7 +122,7 @@ GPU_CASES["D 256"] = replace(REAL, D=256, Q=16)
 @pytest.mark.parametrize(
     ("name", "dtype", "with_paths"), rotating(CASES, [torch.float32, torch.float16], [True, False])
 )
-def test_ragged_attention_over_codes(name: str, dtype: torch.dtype, with_paths: bool) -> None:
+def test_ragged_attention_over_codes(name, dtype, with_paths):
     check_ragged(replace(CASES[name], D=16 if dtype == torch.float32 else 32), dtype, "cpu", with_paths)
 
 
@@ -131,7 +131,7 @@ def test_ragged_attention_over_codes(name: str, dtype: torch.dtype, with_paths: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", GPU_CASES)
 @torch.inference_mode()
-def test_ragged_attention_over_codes_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+def test_ragged_attention_over_codes_on_a_gpu(name, dtype):
     check_ragged(GPU_CASES[name], dtype, "cuda", True)
 
 
@@ -150,7 +150,7 @@ def check_ragged(case: "test_ragged_attention.Case", dtype: torch.dtype, device:
 @each_device
 @pytest.mark.parametrize("name", ["new nodes of a tree", *(pytest.param(name, marks=SLOW) for name in TREES)])
 @torch.inference_mode()
-def test_tree_attention_over_codes(name: str, device: str) -> None:
+def test_tree_attention_over_codes(name, device):
     case = attention_scenes.Case(lengths=(70, 5), N=4, mask="tree", D=16, Q=2, G=1)
     scene = attention_scenes.Scene(attention_scenes.CASES.get(name, case), torch.float32, device)
     scales, exact = coded(scene)
@@ -165,7 +165,7 @@ def test_tree_attention_over_codes(name: str, device: str) -> None:
 
 @each_device
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_in_another_pass(device: str) -> None:
+def test_a_row_has_the_same_bits_in_another_pass(device):
     """Segments of one pass alone, in the opposite order, and with other tiles."""
     dtype, tiny = (torch.float32, device == "cpu") if device == "cpu" else (torch.bfloat16, False)
     nodes = ((40, 1), (130, 3)) if tiny else REAL.nodes[:12]
@@ -190,7 +190,7 @@ def test_a_row_has_the_same_bits_in_another_pass(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["busy", "D 64", "D 256"])
 @torch.inference_mode()
-def test_bits_do_not_depend_on_the_height_of_tiles(name: str) -> None:
+def test_bits_do_not_depend_on_the_height_of_tiles(name):
     """Low tiles are multiplied by other instructions than high ones."""
     case = GPU_CASES[name]
     scene = test_ragged_attention.Scene(case, torch.bfloat16, "cuda")
@@ -207,7 +207,7 @@ def test_bits_do_not_depend_on_the_height_of_tiles(name: str) -> None:
 
 
 @each_device
-def test_codes_move_as_they_are(device: str) -> None:
+def test_codes_move_as_they_are(device):
     codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(4).view(1, 2, 16, 2, 16)
     sources = torch.tensor([[3, 9, 4]], device=device)
     destinations = torch.tensor([[2, 3, 4]], device=device)

@@ -72,7 +72,7 @@ def heads(weight: Tensor, ids: Tensor) -> list[DraftHead]:
 @grouped("dtype")
 @each_device
 @pytest.mark.parametrize(("tiling", "rows", "dtype"), rotating(TILINGS, ROWS, DTYPES))
-def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, device: str) -> None:
+def test_gathered_linear(tiling, rows, dtype, device):
     hidden, weight, ids = random(rows, dtype, device)
     expected = exact_logits(DraftHead(weight, ids, gathered=True), hidden)
     with poisoned():
@@ -84,7 +84,7 @@ def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, d
 
 @each_device
 @pytest.mark.parametrize(("tiling", "rows"), rotating([None, TILINGS[1]], [1, 33]))
-def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str) -> None:
+def test_fused_equals_the_formula(tiling, rows, device):
     """In fp32, so that scores closer than the noise's rounding are rare."""
     hidden, weight, ids = random(rows, torch.float32, device)
     positions = torch.arange(rows, device=device) * 7
@@ -105,7 +105,7 @@ def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str)
 @grouped()
 @each_device
 @pytest.mark.parametrize(("tiling", "k"), rotating(TILINGS[::2], [16, 2, 1]))
-def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device: str) -> None:
+def test_fused_ties_go_to_the_lowest_place(tiling, k, device):
     hidden, weight, ids = whole(4, device)
     positions = torch.arange(4, device=device)
     sampling = sampling_of(4, device, greedy=True)
@@ -122,7 +122,7 @@ def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device
 
 
 @each_device
-def test_unused_places_are_last(device: str) -> None:
+def test_unused_places_are_last(device):
     """Whole tiles of them, first and last; fewer used places in a tile than k."""
     hidden, weight, ids = random(3, torch.float32, device)
     ids[:] = -1
@@ -142,7 +142,7 @@ def test_unused_places_are_last(device: str) -> None:
 
 
 @each_device
-def test_scores_below_zero_after_larger_ones(device: str) -> None:
+def test_scores_below_zero_after_larger_ones(device):
     """Nothing of a launch is left for the next one."""
     _, weight, ids = random(3, torch.float32, device)
     head = DraftHead(weight.abs(), ids, gathered=True)
@@ -156,7 +156,7 @@ def test_scores_below_zero_after_larger_ones(device: str) -> None:
 
 
 @each_device
-def test_parameters_by_entry(device: str) -> None:
+def test_parameters_by_entry(device):
     hidden, weight, ids = random(6, torch.float32, device)
     head = DraftHead(weight, ids, gathered=True)
     positions = torch.arange(6, device=device)
@@ -170,7 +170,7 @@ def test_parameters_by_entry(device: str) -> None:
 
 
 @each_device
-def test_rows_do_not_depend_on_their_batch(device: str) -> None:
+def test_rows_do_not_depend_on_their_batch(device):
     rows = 16 if device == "cpu" else MOST_ROWS  # the interpreter's product of more rows adds in another order
     hidden, weight, ids = random(rows, torch.float16, device)
     head = DraftHead(weight, ids, gathered=True)
@@ -186,7 +186,7 @@ def test_rows_do_not_depend_on_their_batch(device: str) -> None:
         assert torch.equal(some_values, values[:count])
 
 
-def test_no_rows_and_the_cpu() -> None:
+def test_no_rows_and_the_cpu():
     hidden, weight, ids = random(4, torch.float32, "cpu")
     positions = torch.arange(4)
     sampling = sampling_of(4, "cpu")
@@ -206,7 +206,7 @@ def test_no_rows_and_the_cpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4, 16, 32, MOST_ROWS, 200])
-def test_real_shapes(rows: int) -> None:
+def test_real_shapes(rows):
     hidden, weight, ids = random(rows, torch.bfloat16, "cuda", REAL)
     expected = hidden.float() @ weight.float().t()[:, ids.clamp(min=0)]
     expected = expected.masked_fill(ids < 0, -torch.inf)
@@ -221,7 +221,7 @@ def test_real_shapes(rows: int) -> None:
 @grouped()
 @pytest.mark.parametrize("rows", [1, 4, 16, 32, MOST_ROWS])
 @pytest.mark.parametrize("greedy", [False, True])
-def test_real_shapes_fused(rows: int, greedy: bool) -> None:
+def test_real_shapes_fused(rows, greedy):
     """Whole numbers: logits are exact, fused or not; scores differ by the noise's rounding only."""
     hidden, weight, ids = whole(rows, "cuda", REAL)
     positions = torch.arange(rows, device="cuda")
@@ -244,7 +244,7 @@ def test_real_shapes_fused(rows: int, greedy: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 32])
-def test_a_graph_replays_them(rows: int) -> None:
+def test_a_graph_replays_them(rows):
     """One after another, each reading the output of the one before, also after the set of ids has changed."""
     hidden, weight, ids = random(rows, torch.bfloat16, "cuda", REAL)
     head = DraftHead(weight, ids.clone(), gathered=True)
@@ -264,7 +264,7 @@ def test_a_graph_replays_them(rows: int) -> None:
 
 
 @pytest.mark.gpu
-def test_the_dispatch() -> None:
+def test_the_dispatch():
     hidden, weight, ids = random(2, torch.bfloat16, "cuda", (1000, 300, 4096))
     head = DraftHead(weight, ids, gathered=True)
     positions = torch.arange(2, device="cuda")
@@ -277,5 +277,5 @@ def test_the_dispatch() -> None:
         assert head_topk(wide, hidden.float(), 1, positions, sampling)[1].shape == (2, 1)
 
 
-def test_tilings_give_wgmma_its_least_size() -> None:
+def test_tilings_give_wgmma_its_least_size():
     assert all(choose_tiling(rows).outputs % 64 == 0 for rows in (1, 16, 17, 32, 33, 64, 500))

@@ -13,7 +13,7 @@ SHARED_MEMORY = 227 << 10  # bytes of a program, at most
 
 
 @pytest.mark.slow
-def test_they_compile_and_fit(tmp_path: Path) -> None:
+def test_they_compile_and_fit(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run([sys.executable, COMPILE], env=environment, capture_output=True, text=True, check=False)

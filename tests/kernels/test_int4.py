@@ -37,7 +37,7 @@ def layer(
     return Int4Weight(pack_codes(codes), units[0], None if symmetric else units[1], group, inputs), exact.to(dtype)
 
 
-def test_codes_lie_in_planes() -> None:
+def test_codes_lie_in_planes():
     """Against a loop; inputs beyond the last are 8, a zero weight."""
     codes = torch.randint(16, (3, 328), dtype=torch.int64)
     words = pack_codes(codes)
@@ -53,7 +53,7 @@ def test_codes_lie_in_planes() -> None:
 
 
 @pytest.mark.parametrize(("group", "inputs"), [(32, 328), (64, 64), (128, 520), (512, 1100)])
-def test_units_lie_in_pairs(group: int, inputs: int) -> None:
+def test_units_lie_in_pairs(group, inputs):
     """Against a loop."""
     groups = torch.arange(3 * -(-inputs // group)).view(3, -1)
     units = pack_units(groups, group, inputs)
@@ -69,9 +69,7 @@ def test_units_lie_in_pairs(group: int, inputs: int) -> None:
 @pytest.mark.parametrize(
     ("shape", "group", "symmetric", "dtype"), rotating(SHAPES, [128, 32, 64, 512], [False, True], DTYPES)
 )
-def test_weights_are_rounded_once_and_products_are_those_of_their_formula(
-    shape: tuple[int, int, int], group: int, symmetric: bool, dtype: torch.dtype, device: str
-) -> None:
+def test_weights_are_rounded_once_and_products_are_those_of_their_formula(shape, group, symmetric, dtype, device):
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("the kernels of a GPU take 16 bits")
     rows, outputs, inputs = shape
@@ -97,7 +95,7 @@ def test_weights_are_rounded_once_and_products_are_those_of_their_formula(
 
 @each_device
 @pytest.mark.parametrize(("inputs", "group", "symmetric"), [(328, 128, False), (2056, 32, True), (2048, 64, False)])
-def test_small_tiles(inputs: int, group: int, symmetric: bool, device: str) -> None:
+def test_small_tiles(inputs, group, symmetric, device):
     weight, value = layer(72, inputs, group, symmetric, device, torch.float16)
     x = torch.randn(5, inputs, device=device).half()
     for gated in (False, True):
@@ -112,7 +110,7 @@ def test_small_tiles(inputs: int, group: int, symmetric: bool, device: str) -> N
 
 
 @each_device
-def test_a_row_does_not_depend_on_few_others(device: str) -> None:
+def test_a_row_does_not_depend_on_few_others(device):
     weight, _ = layer(64, 2048, 128, False, device, torch.float16)
     x = torch.randn(16, 2048, device=device).half()
     assert int4.part_of(weight) == 1024
@@ -122,7 +120,7 @@ def test_a_row_does_not_depend_on_few_others(device: str) -> None:
             assert torch.equal(int4_linear.triton(x[:rows], weight, None, gated, FixedOrder()), out[:rows])
 
 
-def test_mxfp4_blocks() -> None:
+def test_mxfp4_blocks():
     """Against the definition of e2m1 and of the scales."""
     codes = torch.arange(16).repeat(2, 6)  # (2, 96)
     blocks = pack_mxfp4(codes)
@@ -147,7 +145,7 @@ def test_mxfp4_blocks() -> None:
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("shape", [*LLAMA, (1152, 896), (520, 4232)])
 @torch.inference_mode()
-def test_rows_have_the_bits_of_a_layer_of_16_bits(shape: tuple[int, int], symmetric: bool) -> None:
+def test_rows_have_the_bits_of_a_layer_of_16_bits(shape, symmetric):
     """Among any others; with and without the library where it adds alike."""
     for dtype, group in ((torch.bfloat16, 128), (torch.float16, 32), (torch.bfloat16, 64)):
         weight, value = layer(*shape, group, symmetric, "cuda", dtype)
@@ -167,7 +165,7 @@ def test_rows_have_the_bits_of_a_layer_of_16_bits(shape: tuple[int, int], symmet
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_graph_replays_a_chain() -> None:
+def test_a_graph_replays_a_chain():
     down, gate_up = (layer(*shape, 128, False, "cuda", torch.bfloat16)[0] for shape in (LLAMA[3], LLAMA[2]))
     check_chain(
         [

@@ -30,7 +30,7 @@ def product(left: Tensor, right: Tensor, rows: int, columns: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
-def test_tiles_of_any_size_give_equal_bits(dtype: torch.dtype) -> None:
+def test_tiles_of_any_size_give_equal_bits(dtype):
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(64, 32, generator=generator).to(dtype)
     right = torch.randn(32, 64, generator=generator).to(dtype)
@@ -40,7 +40,7 @@ def test_tiles_of_any_size_give_equal_bits(dtype: torch.dtype) -> None:
         assert torch.equal(product(left, right, rows, columns), expected)
 
 
-def test_terms_are_added_from_first_to_last() -> None:
+def test_terms_are_added_from_first_to_last():
     """In fp32 the order shows: 1 is lost beside 2 ** 24 unless the large terms cancel first."""
     large = 2.0**24
     left = np.array([[large, -large, 1.0], [large, 1.0, -large]], np.float32)

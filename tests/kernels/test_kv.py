@@ -14,7 +14,7 @@ HEADS = [(1, 8), (3, 20), pytest.param((8, 128), marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 40])
-def test_move_rows_with_overlapping_ranges(num_rows: int) -> None:
+def test_move_rows_with_overlapping_ranges(num_rows):
     rng = random.Random(num_rows)
     cache = torch.randn(3, 2, 40, 2, 4, generator=torch.Generator().manual_seed(0))
     sources = [rng.randrange(40) for _ in range(num_rows)]
@@ -44,7 +44,7 @@ def random_moves(batch: int, width: int, device: str) -> tuple[Tensor, Tensor]:
     ("width", "heads", "dtype"),
     rotating([1, 2, 5, 64], HEADS, [torch.float32, torch.bfloat16]),
 )
-def test_the_kernel_equals_the_reference(width: int, heads: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_the_kernel_equals_the_reference(width, heads, dtype, device):
     batch, layers = (2, 2) if device == "cpu" else (32, 16)
     sources, destinations = random_moves(batch, width, device)
     cache = torch.randn(layers, 2, 2 * batch * width + 1, *heads, device=device).to(dtype)
@@ -56,7 +56,7 @@ def test_the_kernel_equals_the_reference(width: int, heads: tuple[int, int], dty
 
 @each_device
 @pytest.mark.parametrize("step", [1, -1])
-def test_the_kernel_reads_a_request_before_it_writes_it(step: int, device: str) -> None:
+def test_the_kernel_reads_a_request_before_it_writes_it(step, device):
     cache = torch.arange(64.0, device=device).view(1, 1, 64, 1, 1).repeat(2, 2, 1, 2, 32)
     slots = torch.arange(64, device=device)[None]
     move_rows.triton(cache, (slots + step) % 64, slots)
@@ -64,7 +64,7 @@ def test_the_kernel_reads_a_request_before_it_writes_it(step: int, device: str) 
 
 
 @pytest.mark.gpu
-def test_a_slot_beyond_two_to_the_31_elements() -> None:
+def test_a_slot_beyond_two_to_the_31_elements():
     cache = torch.zeros(1, 2, 2**21, 8, 128, dtype=torch.bfloat16, device="cuda")
     cache[:, :, -1] = 1.0
     slots = torch.tensor([[2**21 - 1, 5]], device="cuda")
@@ -74,7 +74,7 @@ def test_a_slot_beyond_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_replays_it() -> None:
+def test_a_graph_replays_it():
     sources, destinations = random_moves(16, 8, "cuda")
     before = torch.randn(4, 2, 300, 8, 128, device="cuda")
     cache = torch.empty_like(before)
@@ -92,7 +92,7 @@ def test_a_graph_replays_it() -> None:
 @grouped()
 @each_device
 @pytest.mark.parametrize(("count", "page_size"), rotating([1, 4, 13, 64], [1, 16, 64]))
-def test_slots_of_a_chain_equal_indexing(device: str, page_size: int, count: int) -> None:
+def test_slots_of_a_chain_equal_indexing(device, page_size, count):
     generator = torch.Generator().manual_seed(count)
     pages = torch.randint(1, 2**40, (7, 130), generator=generator).to(device)
     rows = torch.tensor([3, 0, 6, 6, 2], device=device)
@@ -111,7 +111,7 @@ def test_slots_of_a_chain_equal_indexing(device: str, page_size: int, count: int
 @grouped()
 @each_device
 @pytest.mark.parametrize(("count", "page_size"), rotating([2, 5, 64], [1, 16]))
-def test_places_of_drafts_equal_indexing(device: str, page_size: int, count: int) -> None:
+def test_places_of_drafts_equal_indexing(device, page_size, count):
     """Padding has no tokens; the last request's draft ends beyond the page table."""
     generator = torch.Generator().manual_seed(count)
     pages = torch.randint(1, 2**40, (7, 130), generator=generator).to(device)

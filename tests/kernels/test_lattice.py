@@ -49,7 +49,7 @@ def lattice_of(B: int, K: int, k: int, kind: str, device: str) -> tuple[Tensor, 
     ("shape", "form", "dtype"),
     rotating([(2, 4, 5, 24), (1, 1, 16, 64), (3, 2, 33, 100)], ["plain", "product", "gated"], DTYPES),
 )
-def test_transitions(shape: tuple[int, ...], form: str, dtype: torch.dtype, run: str, device: str) -> None:
+def test_transitions(shape, form, dtype, run, device):
     B, K, k, rank = shape
     generator = torch.Generator().manual_seed(rank)
     predecessors, gates = (torch.randn(VOCAB, rank, generator=generator).to(dtype) for _ in range(2))
@@ -102,7 +102,7 @@ def log_sure(confidence: Confidence, request: int, slot: int, before: int) -> fl
     ("shape", "kind"), rotating([(3, 5, 4), (1, 1, 1), (2, 7, 16)], ["plain", "ties", "alike", "filtered"])
 )
 @pytest.mark.parametrize("confidence", ["none", "slots", "tokens"])
-def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, device: str) -> None:
+def test_the_walk(shape, kind, confidence, run, device):
     scores, tokens, roots, values = lattice_of(*shape, kind, device)
     B, K, k = shape
     sure = confidence_of(confidence, B, K, device)
@@ -134,9 +134,7 @@ def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, 
     rotating([(2, 3, 4), (1, 1, 3), (2, 4, 3)], ["plain", "ties", "alike", "filtered"], [2, 4], [9, 2, 24]),
 )
 @pytest.mark.parametrize("confidence", ["none", "slots", "tokens"])
-def test_the_tree_is_the_best_of_all_paths(
-    shape: tuple[int, ...], kind: str, topk: int, count: int, confidence: str, run: str, device: str
-) -> None:
+def test_the_tree_is_the_best_of_all_paths(shape, kind, topk, count, confidence, run, device):
     scores, tokens, roots, values = lattice_of(*shape, kind, device)
     B, K, k = shape
     sure = confidence_of(confidence, B, K, device)
@@ -175,7 +173,7 @@ def test_the_tree_is_the_best_of_all_paths(
         assert len(set(paths)) == len(paths), "nodes are distinct"
 
 
-def test_kernel_and_reference_agree_on_ties() -> None:
+def test_kernel_and_reference_agree_on_ties():
     scores, tokens, roots, values = lattice_of(3, 4, 6, "ties", "cpu")
     for actual, expected in zip(
         grow_lattice.triton(scores, tokens, roots, values, 3, 20),
@@ -187,7 +185,7 @@ def test_kernel_and_reference_agree_on_ties() -> None:
 
 @each_device
 @each_run
-def test_noise_is_that_of_the_sample(run: str, device: str) -> None:
+def test_noise_is_that_of_the_sample(run, device):
     scores = torch.randn(4, 5, device=device)
     tokens = torch.randint(300_000, (4, 5), device=device)
     positions = torch.arange(4, device=device) * 7
@@ -202,7 +200,7 @@ def test_noise_is_that_of_the_sample(run: str, device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_replays_equal_the_references() -> None:
+def test_replays_equal_the_references():
     scores, tokens, roots, values = lattice_of(32, 7, 16, "plain", "cuda")
     sure = confidence_of("tokens", 32, 7, "cuda")
     for op, rest in ((walk_lattice, (sure,)), (grow_lattice, (4, 32)), (grow_lattice, (4, 32, sure))):

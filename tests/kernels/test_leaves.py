@@ -24,7 +24,7 @@ def leaf_tiling(split: int, leaves: int, depth: int = 16) -> Tiling:
 
 @pytest.mark.parametrize("split", [1, 2, 4, 8])
 @each_device
-def test_programs_share_out_leaves_in_any_way(split: int, device: str) -> None:
+def test_programs_share_out_leaves_in_any_way(split, device):
     x, weight, bias = random(5, 24, 256, torch.float16, device)
     for own_bias in (None, bias):
         with poisoned():
@@ -37,7 +37,7 @@ def test_programs_share_out_leaves_in_any_way(split: int, device: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 @each_device
-def test_ranks_add_up_to_one(world: int, device: str) -> None:
+def test_ranks_add_up_to_one(world, device):
     x, weight, _ = random(3, 24, 256, torch.float16, device)
     leaves = leaves_of_rank(256, world)
     partials = [
@@ -49,7 +49,7 @@ def test_ranks_add_up_to_one(world: int, device: str) -> None:
     )
 
 
-def test_inputs_that_are_not_cut_are_refused() -> None:
+def test_inputs_that_are_not_cut_are_refused():
     assert [leaves_of_rank(4096, world) for world in (1, 2, 4)] == [4, 2, 1]
     assert leaves_of_rank(4096, 8, leaves=8) == 1
     for world in (3, 8):
@@ -61,7 +61,7 @@ def test_inputs_that_are_not_cut_are_refused() -> None:
 
 @each_device
 @pytest.mark.parametrize("leaves", [1, 2, 4, 8])
-def test_many_rows_have_the_bits_of_few(leaves: int, device: str) -> None:
+def test_many_rows_have_the_bits_of_few(leaves, device):
     x, weight, bias = random(20, 24, 64 * leaves, torch.float16, device)
     few = linear_few_rows_triton(x[:5], weight, bias, leaf_tiling(1, leaves, DEPTH))
     with poisoned():
@@ -73,7 +73,7 @@ def test_many_rows_have_the_bits_of_few(leaves: int, device: str) -> None:
     torch.testing.assert_close(many.float(), out, atol=2e-3, rtol=2e-3)
 
 
-def test_the_table_keeps_the_leaves() -> None:
+def test_the_table_keeps_the_leaves():
     """Every number of rows cuts the inputs into the same leaves, whatever the kernel."""
     device = Device()
     for shape in ((4096, 4096), (4096, 14336), (5120, 6144), (2048, 4096), (4096, 1024), (64, 768)):
@@ -93,7 +93,7 @@ def test_the_table_keeps_the_leaves() -> None:
 
 @each_device
 @pytest.mark.parametrize("kind", ["row", "static", "blocks"])
-def test_fp8_ranks_add_up_to_one(kind: str, device: str) -> None:
+def test_fp8_ranks_add_up_to_one(kind, device):
     """For any number of rows, and however programs share out the leaves."""
     x, weight, _ = random(20, 128, 1024, torch.float16, device)
     codes, scales = quantize_weight(weight)
@@ -134,7 +134,7 @@ def test_fp8_ranks_add_up_to_one(kind: str, device: str) -> None:
 @each_device
 @pytest.mark.parametrize("rows", [5, 20])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_4_bit_ranks_add_up_to_one(rows: int, symmetric: bool, device: str) -> None:
+def test_4_bit_ranks_add_up_to_one(rows, symmetric, device):
     weight, exact = layer(64, 1024, 128, symmetric, device, torch.float16)
     x = random(rows, 1, 1024, torch.float16, device)[0]
     expected = leaf_linear(x, exact, 4)

@@ -13,9 +13,7 @@ from slipstream.tests.pairwise import grouped
 @pytest.mark.parametrize("rows", [0, 1, 2, FEW_ROWS, FEW_ROWS + 1, 40])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_linear_equals_torch(
-    rows: int, with_bias: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_linear_equals_torch(rows, with_bias, dtype, tolerance, monkeypatch):
     monkeypatch.setattr(module, "TRANSPOSED", range(1, FEW_ROWS + 1))
     generator = torch.Generator().manual_seed(rows)
     x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, 24), (10, 24), (10,)))
@@ -26,14 +24,14 @@ def test_linear_equals_torch(
 
 
 @pytest.mark.parametrize("shape", [(24,), (1, 24), (2, 3, 24), (1, 1, 24), (4, 5, 24), (0, 3, 24)])
-def test_leading_dims_are_kept(shape: tuple[int, ...]) -> None:
+def test_leading_dims_are_kept(shape):
     x = torch.randn(shape)
     weight = torch.randn(10, 24)
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_gradients_equal_torch(trained: bool) -> None:
+def test_gradients_equal_torch(trained):
     """A frozen layer passes the gradient on to its input; a trained one gets its own."""
     x = torch.randn(3, 24, dtype=torch.float64)
     weight = torch.randn(10, 24, dtype=torch.float64)

@@ -62,7 +62,7 @@ SHAPES = [30, 2 * TILE + 7, pytest.param(151_936, marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("vocab", "dtype"), rotating(SHAPES, [torch.float32, torch.bfloat16]))
 @torch.inference_mode()
-def test_the_formula(vocab: int, dtype: torch.dtype, run, device: str) -> None:
+def test_the_formula(vocab, dtype, run, device):
     logits = logits_of(vocab, device, dtype)
     emitted = emitted_of(vocab, device)
     out = torch.full((COLUMNS, len(SLOTS), 4), UNWRITTEN, dtype=torch.int32, device=device)
@@ -74,7 +74,7 @@ def test_the_formula(vocab: int, dtype: torch.dtype, run, device: str) -> None:
 @each_device
 @pytest.mark.parametrize("run", RUNS)
 @torch.inference_mode()
-def test_of_the_distribution_that_is_sampled_from(run, device: str) -> None:
+def test_of_the_distribution_that_is_sampled_from(run, device):
     """Bias, filters, temperature; a greedy row has its bias alone."""
     vocab = 50
     E = len(WANTED)
@@ -102,7 +102,7 @@ def test_of_the_distribution_that_is_sampled_from(run, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [4096, 151_936])
 @torch.inference_mode()
-def test_a_replay_gives_the_same(vocab: int) -> None:
+def test_a_replay_gives_the_same(vocab):
     logits = logits_of(vocab, "cuda", torch.bfloat16)
     emitted = emitted_of(vocab, "cuda")
     counts = torch.tensor(WANTED, dtype=torch.int32, device="cuda")
@@ -115,7 +115,7 @@ def test_a_replay_gives_the_same(vocab: int) -> None:
     check(replayed(run), logits, emitted)
 
 
-def test_no_likeliest_tokens() -> None:
+def test_no_likeliest_tokens():
     logits = torch.tensor([[0.0, 1.0, 1.0]])
     tokens = torch.tensor([2])
     packed = token_logprobs(logits, tokens, 0)

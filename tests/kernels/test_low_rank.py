@@ -22,9 +22,7 @@ SHAPES = [((5, 24, 40), 1), ((15, 600, 7), 3), *(pytest.param(real, marks=pytest
 @each_device
 @pytest.mark.parametrize("run", ["reference", "triton"])
 @pytest.mark.parametrize(("sizes", "dtype"), rotating(SHAPES, TOLERANCES))
-def test_each_row_takes_its_adapter(
-    run: str, sizes: tuple[tuple[int, int, int], int], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_row_takes_its_adapter(run, sizes, dtype, device, monkeypatch):
     """Ranks of 2 and 9; the inputs lie in wider rows."""
     (num_rows, size, outputs), repeat = sizes
     generator = torch.Generator().manual_seed(num_rows)
@@ -45,7 +43,7 @@ def test_each_row_takes_its_adapter(
     torch.testing.assert_close(result.double(), expected, atol=2 * TOLERANCES[dtype], rtol=2 * TOLERANCES[dtype])
 
 
-def test_changes_of_layers_are_stacked() -> None:
+def test_changes_of_layers_are_stacked():
     """The second of three layers has none."""
     rows = RowAdapters()
     rows.numbers = torch.tensor([2, 0, 1])

@@ -1,7 +1,6 @@
 """Norms against their formula in fp64."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ def check(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @each_device
 @pytest.mark.parametrize("kernel", [rms_norm.reference, rms_norm.triton])
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
-def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_rms_norm(kernel, shape, dtype, device):
     x = random_rows(shape, dtype, device, 0)
     weight = random(shape[1:], dtype, device, 1)
     with poisoned():
@@ -64,9 +63,7 @@ def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: 
     ("shape", "dtype"),
     rotating([(1, 3, 16), (5, 6, 80), pytest.param((33, 48, 128), marks=pytest.mark.gpu)], TOLERANCES),
 )
-def test_rms_norm_gated(
-    kernel: Callable[..., Tensor], shape: tuple[int, int, int], dtype: torch.dtype, device: str
-) -> None:
+def test_rms_norm_gated(kernel, shape, dtype, device):
     rows, heads, size = shape
     x = random(shape, dtype, device, 0)
     gate = random_rows((rows, heads * size), dtype, device, 1)
@@ -82,9 +79,7 @@ def test_rms_norm_gated(
 @each_device
 @pytest.mark.parametrize("kernel", [add_rms_norm.reference, add_rms_norm.triton])
 @pytest.mark.parametrize(("with_out", "shape", "dtype"), rotating([True, False], SHAPES, TOLERANCES))
-def test_add_rms_norm(
-    kernel: Callable[..., Any], with_out: bool, shape: tuple[int, int], dtype: torch.dtype, device: str
-) -> None:
+def test_add_rms_norm(kernel, with_out, shape, dtype, device):
     residual = random_rows(shape, dtype, device, 0)
     delta = random(shape, dtype, device, 1)
     weight = random(shape[1:], dtype, device, 2)
@@ -119,15 +114,7 @@ def random_increment(shape: tuple[int, int], parts: str, dtype: torch.dtype, dev
     ("shape", "dtype", "parts", "count", "with_out"),
     rotating(SHAPES, TOLERANCES, ["", "+", "o", "*", "+o*"], [0, 1, 2, 3], [False, True]),
 )
-def test_grow_and_norm(
-    kernel: Callable[..., Any],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    parts: str,
-    count: int,
-    with_out: bool,
-    device: str,
-) -> None:
+def test_grow_and_norm(kernel, shape, dtype, parts, count, with_out, device):
     residual = random_rows(shape, dtype, device, 0)
     increment = random_increment(shape, parts, dtype, device)
     weights = [random(shape[1:], (dtype, torch.float32)[index % 2], device, 6 + index) for index in range(count)]
@@ -160,9 +147,7 @@ def test_grow_and_norm(
         [torch.bfloat16, torch.float16],
     ),
 )
-def test_one_kernel_gives_the_bits_of_several(
-    shape: tuple[int, int], parts: str, dtype: torch.dtype, device: str
-) -> None:
+def test_one_kernel_gives_the_bits_of_several(shape, parts, dtype, device):
     residual = random(shape, dtype, device, 0)
     increment = random_increment(shape, parts, dtype, device)
     weight = random(shape[1:], torch.float32, device, 6)
@@ -187,7 +172,7 @@ def test_one_kernel_gives_the_bits_of_several(
 @each_device
 @pytest.mark.parametrize("kernel", [rms_norm_pair.reference, rms_norm_pair.triton])
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
-def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_rms_norm_pair(kernel, shape, dtype, device):
     first = random(shape, dtype, device, 0)
     second = random_rows(shape, dtype, device, 1)
     weights = random(shape[1:], dtype, device, 2), random(shape[1:], dtype, device, 3)
@@ -200,7 +185,7 @@ def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dt
 @each_device
 @pytest.mark.parametrize("kernel", [rms_norm_parts.reference, rms_norm_parts.triton])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_rms_norm_parts(kernel: Callable[..., Tensor], dtype: torch.dtype, device: str) -> None:
+def test_rms_norm_parts(kernel, dtype, device):
     x = random_rows((5, 192), dtype, device, 0)
     weights = random((3, 64), dtype, device, 1)
     expected = [normed(part, weight) for part, weight in zip(x.chunk(3, dim=-1), weights, strict=True)]
@@ -209,7 +194,7 @@ def test_rms_norm_parts(kernel: Callable[..., Tensor], dtype: torch.dtype, devic
 
 
 @each_device
-def test_leading_dims_no_rows_and_mixed_dtypes(device: str) -> None:
+def test_leading_dims_no_rows_and_mixed_dtypes(device):
     x = random((2, 3, 64), torch.bfloat16, device, 0)
     weight = random((64,), torch.float32, device, 1)
     delta = random((2, 3, 64), torch.float32, device, 2)
@@ -223,7 +208,7 @@ def test_leading_dims_no_rows_and_mixed_dtypes(device: str) -> None:
 
 
 @each_device
-def test_a_row_does_not_depend_on_the_others(device: str) -> None:
+def test_a_row_does_not_depend_on_the_others(device):
     x = random((40, 256), torch.float32, device, 0)
     weight = random((256,), torch.float32, device, 1)
     together = rms_norm.triton(x, weight, EPS)
@@ -252,7 +237,7 @@ def warns_always() -> Iterator[None]:
 @pytest.mark.usefixtures("warns_always")
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_under_autograd_fp32_weights_leave_the_dtype_as_it_is(autocast: bool, device: str) -> None:
+def test_under_autograd_fp32_weights_leave_the_dtype_as_it_is(autocast, device):
     """As under autocast: results have the inputs' dtype, and the weights' gradients are fp32."""
     x, y = (random((6, 64), torch.bfloat16, device, seed).requires_grad_() for seed in (0, 1))
     weights = [random((64,), torch.float32, device, seed).requires_grad_() for seed in (2, 3)]
@@ -292,7 +277,7 @@ def test_under_autograd_fp32_weights_leave_the_dtype_as_it_is(autocast: bool, de
 
 @each_device
 @pytest.mark.parametrize("autocast", [False, True])
-def test_gradients_of_a_residual_that_grows(autocast: bool, device: str) -> None:
+def test_gradients_of_a_residual_that_grows(autocast, device):
     """All tensors that an increment reads have them, by several norms of the sum."""
     residual, x, y = (random((6, 64), torch.bfloat16, device, seed).requires_grad_() for seed in range(3))
     gains = [random((64,), torch.float32, device, seed).requires_grad_() for seed in range(3, 8)]
@@ -316,7 +301,7 @@ def test_gradients_of_a_residual_that_grows(autocast: bool, device: str) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 32, 2048])
-def test_a_graph_replays_the_norms(rows: int) -> None:
+def test_a_graph_replays_the_norms(rows):
     x, delta, weight = (random(shape, torch.bfloat16, "cuda", 0) for shape in ((rows, 4096), (rows, 4096), (4096,)))
 
     def run() -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm import int4, pipelined_int4
-from slipstream.kernels.gemm.choose import Kind, choose, device_of
+from slipstream.kernels.gemm.choose import choose, device_of
 from slipstream.kernels.gemm.int4_weight import Int4Weight
 from slipstream.kernels.gemm.pipelined_int4 import MOST_ROWS, choose_pipeline
 from slipstream.kernels.gemm.tiling import choose_int4_tiling, own_parts
@@ -50,7 +50,7 @@ def usual(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, rotat
 def pipelined(
     x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, rotation: Rotation | None = None
 ) -> Tensor:
-    kind: Kind = "gated" if gated else "plain" if rotation is None else "rotated"
+    kind = "gated" if gated else "plain" if rotation is None else "rotated"
     kernel = choose(int4.int4_product(x, weight, kind, True, rotation), device_of(x)).kernel
     if kernel == "int4 streamed":  # which comes first
         tiling = choose_int4_tiling(*shape_of(weight), gated, len(x))
@@ -68,9 +68,7 @@ def shape_of(weight: Int4Weight) -> tuple[int, int]:
 @pytest.mark.parametrize(("group", "symmetric", "dtype"), FORMATS)
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), PRODUCTS)
 @torch.inference_mode()
-def test_bits_are_those_of_the_usual_products(
-    outputs: int, inputs: int, gated: bool, group: int, symmetric: bool, dtype: torch.dtype
-) -> None:
+def test_bits_are_those_of_the_usual_products(outputs, inputs, gated, group, symmetric, dtype):
     weight, _ = test_int4.layer(outputs, inputs, group, symmetric, "cuda", dtype)
     x = torch.randn(MOST_ROWS, inputs, device="cuda").to(dtype)
     for bias in (None,) if gated else (None, torch.randn(outputs, device="cuda").to(dtype)):
@@ -86,9 +84,7 @@ def test_bits_are_those_of_the_usual_products(
 @pytest.mark.parametrize(("group", "symmetric", "dtype"), FORMATS)
 @pytest.mark.parametrize("shape", HEADS)
 @torch.inference_mode()
-def test_heads_are_rotated_and_stored(
-    shape: tuple[int, int, int, int], group: int, symmetric: bool, dtype: torch.dtype
-) -> None:
+def test_heads_are_rotated_and_stored(shape, group, symmetric, dtype):
     outputs, inputs = shape[:2]
     weight, _ = test_int4.layer(outputs, inputs, group, symmetric, "cuda", dtype)
     x, bias = (torch.randn(*size, device="cuda").to(dtype) for size in ((MOST_ROWS, inputs), (outputs,)))
@@ -106,7 +102,7 @@ def chain(run: Callable[..., Tensor], gate_up: Int4Weight, down: Int4Weight, x: 
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_graph_replays_a_chain() -> None:
+def test_a_graph_replays_a_chain():
     """Each kernel's first weights are read while the one before it runs, and its rows once that has written them."""
     (gate_up, _), (down, _) = (
         test_int4.layer(*shape, 128, True, "cuda", torch.bfloat16) for shape in ((8192, 2048), (2048, 4096))
@@ -120,7 +116,7 @@ def test_a_graph_replays_a_chain() -> None:
     assert not done_counters(x.device).any()
 
 
-def test_rings_fill_the_same_memory() -> None:
+def test_rings_fill_the_same_memory():
     """Whatever number of parts a program sums."""
     shapes = [shape for *shape, gated in PRODUCTS if not gated]
     parts = [own_parts(MOST_ROWS, inputs, choose_int4_tiling(outputs, inputs)) for outputs, inputs in shapes]

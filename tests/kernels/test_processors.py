@@ -162,7 +162,7 @@ SCENES = list(product(["chain", "tree", None], [True, False]))
 @each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "masked"), SCENES)
-def test_both_equal_transformers_and_loops(shape: str | None, masked: bool, dtype: torch.dtype, device: str) -> None:
+def test_both_equal_transformers_and_loops(shape, masked, dtype, device):
     """Numbers of requests without a processor come through bit for bit."""
     for vocab in (30, 77):
         processors = processors_of(vocab, device, shape, masked)
@@ -195,7 +195,7 @@ def test_both_equal_transformers_and_loops(shape: str | None, masked: bool, dtyp
     rotating(["chain", "tree"], [True, False], [30, pytest.param(151_936, marks=pytest.mark.gpu)])
     + [pytest.param("tree", True, 5000, marks=SLOW), (None, True, 30)],
 )
-def test_tokens_are_those_of_processed_logits(shape: str | None, masked: bool, vocab: int, device: str) -> None:
+def test_tokens_are_those_of_processed_logits(shape, masked, vocab, device):
     """Greedy, plain and filtered: of the reference the very tokens, of the kernels as good ones."""
     processors = processors_of(vocab, device, shape, masked)
     logits = logits_of(processors, vocab, device)
@@ -217,7 +217,7 @@ def test_tokens_are_those_of_processed_logits(shape: str | None, masked: bool, v
 
 @each_device
 @pytest.mark.parametrize("vocab", [40, pytest.param(5000, marks=SLOW), pytest.param(151_936, marks=pytest.mark.gpu)])
-def test_thresholds_are_those_of_processed_logits(vocab: int, device: str) -> None:
+def test_thresholds_are_those_of_processed_logits(vocab, device):
     """Also where a row has so many equal logits that the whole of it is searched."""
     processors = processors_of(vocab, device, "tree", masked=True)
     logits = logits_of(processors, vocab, device).round()
@@ -236,7 +236,7 @@ def test_thresholds_are_those_of_processed_logits(vocab: int, device: str) -> No
 
 @each_device
 @pytest.mark.parametrize("run", [sample.reference, sample.triton])
-def test_rows_that_cannot_be_sampled(run, device: str) -> None:
+def test_rows_that_cannot_be_sampled(run, device):
     """NaN of either sign anywhere, or nothing but -inf, gives -1, and other rows their tokens."""
     vocab = 5000
     logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(0))
@@ -271,7 +271,7 @@ def of_row(sampling: Sampling, row: int) -> Sampling:
 
 @each_device
 @pytest.mark.parametrize("run", [sample.reference, sample.triton])
-def test_a_mask_that_forbids_every_token(run, device: str) -> None:
+def test_a_mask_that_forbids_every_token(run, device):
     """Every bit counts, the sign of a word, too."""
     vocab = 70
     processors = processors_of(vocab, device, None, masked=False)
@@ -291,7 +291,7 @@ def test_a_mask_that_forbids_every_token(run, device: str) -> None:
 @each_device
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("width", [1, 6])
-def test_counting_equals_a_loop(width: int, dtype: torch.dtype, device: str) -> None:
+def test_counting_equals_a_loop(width, dtype, device):
     """A token may come twice in a round, and requests without penalties are not written."""
     generator = torch.Generator().manual_seed(width)
     flags = torch.tensor([0, 1, 2, 3, 0], dtype=torch.int32, device=device)
@@ -310,7 +310,7 @@ def test_counting_equals_a_loop(width: int, dtype: torch.dtype, device: str) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "masked"), SCENES)
-def test_a_graph_replays_processed_samples(shape: str | None, masked: bool) -> None:
+def test_a_graph_replays_processed_samples(shape, masked):
     """Parameters that change between capture and replay are read anew."""
     vocab = 128_256
     processors = processors_of(vocab, "cuda", shape, masked)

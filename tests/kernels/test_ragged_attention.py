@@ -5,7 +5,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -215,7 +214,7 @@ class Scene:
 
 @grouped()
 @pytest.mark.parametrize("name", NAMES)
-def test_reference_equals_softmax_over_what_each_row_sees(name: str) -> None:
+def test_reference_equals_softmax_over_what_each_row_sees(name):
     scene = Scene(CASES[name], torch.float32, "cpu")
     scene.check(scene.run(ragged_attention.reference))
     scene.check(scene.run(ragged_attention))
@@ -228,7 +227,7 @@ def test_reference_equals_softmax_over_what_each_row_sees(name: str) -> None:
 )
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
-def test_kernel_equals_softmax_over_what_each_row_sees(name: str, dtype: torch.dtype, device: str) -> None:
+def test_kernel_equals_softmax_over_what_each_row_sees(name, dtype, device):
     scene = Scene(CASES[name], dtype, device)
     scene.check(scene.run())
     assert not done_counters(torch.device(device)).any(), "counters are left as they were found"
@@ -236,7 +235,7 @@ def test_kernel_equals_softmax_over_what_each_row_sees(name: str, dtype: torch.d
 
 @NO_INTERPRETER
 @pytest.mark.parametrize("name", ["both"])
-def test_fp16_under_the_interpreter(name: str) -> None:
+def test_fp16_under_the_interpreter(name):
     """Tiles of prompts are higher than those of nodes, and part of their tokens."""
     scene = Scene(replace(CASES[name], D=64), torch.float16, "cpu")
     scene.check(scene.run())
@@ -258,7 +257,7 @@ def same(actual: Tiles | None, right: Tiles | None) -> None:
 @grouped()
 @each_device
 @pytest.mark.parametrize("seed", range(12))
-def test_plan_of_the_kernel_is_that_of_the_reference(seed: int, device: str) -> None:
+def test_plan_of_the_kernel_is_that_of_the_reference(seed, device):
     rng = random.Random(seed)
 
     def length() -> int:
@@ -293,9 +292,7 @@ def test_plan_of_the_kernel_is_that_of_the_reference(seed: int, device: str) -> 
 
 @each_device
 @pytest.mark.parametrize(("longest", "idle", "is_own"), [(700, 1, True), (700, 9, False), (4000, 0, False)])
-def test_each_tile_has_a_program_where_that_fills_the_device(
-    longest: int, idle: int, is_own: bool, device: str
-) -> None:
+def test_each_tile_has_a_program_where_that_fills_the_device(longest, idle, is_own, device):
     """16 requests with 8 KV heads; not if many have no nodes, nor if one is far longer than the others."""
     lengths = [*range(540, 600, 4), longest]
     rows = [0] * idle + [1 + index % 4 for index in range(16 - idle)]
@@ -314,7 +311,7 @@ def test_each_tile_has_a_program_where_that_fills_the_device(
 
 
 @torch.inference_mode()
-def test_bits_do_not_depend_on_tiles_having_a_program_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_tiles_having_a_program_each(monkeypatch):
     monkeypatch.setattr(ragged, "PROGRAMS", 2)
     scene = Scene(Case(nodes=((600, 3), (500, 2)), mask="tree", G=1, Q=2), torch.float32, "cpu")
     work = scene.plan()
@@ -328,7 +325,7 @@ def test_bits_do_not_depend_on_tiles_having_a_program_each(monkeypatch: pytest.M
 @each_device
 @pytest.mark.parametrize("programs", [1, 3, pytest.param(40, marks=SLOW)])
 @torch.inference_mode()
-def test_bits_do_not_depend_on_how_work_is_shared_out(programs: int, device: str) -> None:
+def test_bits_do_not_depend_on_how_work_is_shared_out(programs, device):
     case = Case(nodes=((130, 3), (600, 2)), chunks=((400, 9),), mask="tree", G=1, Q=2)
     scene = Scene(case, torch.float32, device)
     expected = scene.run()
@@ -353,7 +350,7 @@ def alone(case: Case, s: int, dtype: torch.dtype, device: str) -> Tensor:
 @each_device
 @pytest.mark.parametrize("features", [{"window": 250}, {"sinks": True, "softcap": 2.0}], ids=["window", "sinks, cap"])
 @torch.inference_mode()
-def test_bits_of_a_row_do_not_depend_on_its_company(features: dict[str, Any], device: str) -> None:
+def test_bits_of_a_row_do_not_depend_on_its_company(features, device):
     case = Case(nodes=((130, 3), (300, 2), (0, 1)), chunks=((33, 20), (270, 9)), mask="tree", G=1, Q=2, **features)
     scene = Scene(case, torch.float32, device)
     out = scene.run()
@@ -412,7 +409,7 @@ def check_paths(scene: Scene, work: Work | None = None) -> None:
 
 @each_device
 @torch.inference_mode()
-def test_paths_of_the_kernel_are_those_of_the_reference(device: str) -> None:
+def test_paths_of_the_kernel_are_those_of_the_reference(device):
     case = Case(nodes=((5, 64), (0, 1), (130, 17)), chunks=((3, 9),), mask="tree")
     scene = Scene(case, torch.float32, device)
     right = scene.paths(trace_paths)
@@ -438,7 +435,7 @@ def test_paths_of_the_kernel_are_those_of_the_reference(device: str) -> None:
     ids=["parts", "window", "sinks and a cap"],
 )
 @torch.inference_mode()
-def test_nodes_of_a_tree_have_the_bits_of_a_chain(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_a_tree_have_the_bits_of_a_chain(case, device, monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_dot", add_in_fours)
     scene = Scene(case, torch.float32, device)
     check_paths(scene, scene.plan(programs=3))
@@ -455,7 +452,7 @@ def test_nodes_of_a_tree_have_the_bits_of_a_chain(case: Case, device: str, monke
     ],
 )
 @torch.inference_mode()
-def test_nodes_of_real_trees_have_the_bits_of_a_chain(name: str, dtype: torch.dtype) -> None:
+def test_nodes_of_real_trees_have_the_bits_of_a_chain(name, dtype):
     check_paths(Scene(replace(GPU_CASES[name], mask="tree"), dtype, "cuda"))
 
 
@@ -463,7 +460,7 @@ def test_nodes_of_real_trees_have_the_bits_of_a_chain(name: str, dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("cuts", [(7,), (1, 16, 40, 90, 91)])
 @torch.inference_mode()
-def test_bits_of_a_prompt_do_not_depend_on_its_chunks(cuts: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_bits_of_a_prompt_do_not_depend_on_its_chunks(cuts, dtype):
     # parts grow in between
     first = 3010
     last = 3110
@@ -483,7 +480,7 @@ def test_bits_of_a_prompt_do_not_depend_on_its_chunks(cuts: tuple[int, ...], dty
 
 
 @pytest.mark.parametrize(("decoding", "nodes"), [(1, 1), (1, 16), (40, 64)])
-def test_tiles_of_heads_of_512_dims_fit_into_a_multiprocessor(decoding: int, nodes: int) -> None:
+def test_tiles_of_heads_of_512_dims_fit_into_a_multiprocessor(decoding, nodes):
     """A program of an H100 has 227 KB of shared memory, and its threads 255 registers for the two sums of their rows,
     of a part and of all before it."""
     for blocks in choose_blocks(decoding, nodes, 512, 16, 2, 512, 2):
@@ -496,7 +493,7 @@ def test_tiles_of_heads_of_512_dims_fit_into_a_multiprocessor(decoding: int, nod
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", GPU_CASES)
 @torch.inference_mode()
-def test_real_shapes(name: str, dtype: torch.dtype) -> None:
+def test_real_shapes(name, dtype):
     scene = Scene(GPU_CASES[name], dtype, "cuda")
     scene.check(scene.run())
     assert not done_counters(torch.device("cuda", 0)).any()
@@ -507,7 +504,7 @@ def test_real_shapes(name: str, dtype: torch.dtype) -> None:
     "name", ["busy", "window", "D 256", "D 512", "D 64", "one long request", "sinks, window", "sinks and a cap"]
 )
 @torch.inference_mode()
-def test_bits_in_bf16(name: str) -> None:
+def test_bits_in_bf16(name):
     """Whatever the company, the tiles' heights and how they are shared; ten runs each, for races."""
     case = GPU_CASES[name]
     scene = Scene(case, torch.bfloat16, "cuda")
@@ -528,7 +525,7 @@ def test_bits_in_bf16(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [0, 100, 3071, 3072, 5000])
 @torch.inference_mode()
-def test_a_token_has_the_bits_that_it_would_have_in_a_prompt(length: int) -> None:
+def test_a_token_has_the_bits_that_it_would_have_in_a_prompt(length):
     case = replace(REAL, nodes=((length, 1),), chunks=())
     node = Scene(case, torch.bfloat16, "cuda", seeds=[3])
     chunk = Scene(replace(case, nodes=(), chunks=case.nodes), torch.bfloat16, "cuda", seeds=[3])
@@ -537,7 +534,7 @@ def test_a_token_has_the_bits_that_it_would_have_in_a_prompt(length: int) -> Non
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_graph_follows_the_segments_on_the_device() -> None:
+def test_a_graph_follows_the_segments_on_the_device():
     scene = Scene(REAL, torch.bfloat16, "cuda")
     lengths = scene.segments.lengths.clone()
     starts = scene.segments.starts.clone()
@@ -558,7 +555,7 @@ def test_a_graph_follows_the_segments_on_the_device() -> None:
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_cache_with_more_cells_than_32_bits_count() -> None:
+def test_a_cache_with_more_cells_than_32_bits_count():
     scene = Scene(replace(REAL, nodes=REAL.nodes[:3], chunks=((300, 40),)), torch.bfloat16, "cuda")
     expected = scene.run()
     cells = scene.keys[0].numel()

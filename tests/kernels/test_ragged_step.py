@@ -286,7 +286,7 @@ MORE = [(seed, seed % 7, 1 + seed % 4, (1, 2, 5, 17)[seed % 4], seed % 3 > 0) fo
 
 @grouped()
 @pytest.mark.parametrize("scene", [random_scene(*scene) for scene in SCENES + MORE[::4]])
-def test_a_step_equals_a_walk_over_lists(scene: Scene) -> None:
+def test_a_step_equals_a_walk_over_lists(scene):
     layout = lay_out.reference(*scene.lay_out_args("cpu"))
     equal(layout, expected_layout(scene))
     B = len(scene.counts)
@@ -303,7 +303,7 @@ def test_a_step_equals_a_walk_over_lists(scene: Scene) -> None:
 @grouped()
 @each_device
 @pytest.mark.parametrize("args", [*SCENES, *(pytest.param(x, marks=SLOW) for x in MORE), (99, 70, 40, 6, True, 60)])
-def test_a_step_of_the_kernels_equals_the_references(args: tuple, device: str) -> None:
+def test_a_step_of_the_kernels_equals_the_references(args, device):
     scene = random_scene(*args)
     B = len(scene.counts)
     expected = lay_out.reference(*scene.lay_out_args(device))
@@ -328,7 +328,7 @@ def test_a_step_of_the_kernels_equals_the_references(args: tuple, device: str) -
 
 @each_device
 @pytest.mark.parametrize("branches", [True, False])
-def test_results_of_passes_take_turns(branches: bool, device: str) -> None:
+def test_results_of_passes_take_turns(branches, device):
     """In the host's memory, which a GPU writes to."""
     scene = random_scene(6, 5, 2, 8, branches)
     B = len(scene.counts)
@@ -381,7 +381,7 @@ def likeliest(probabilities: list[list[float]], budget: int, max_nodes: int) -> 
 @pytest.mark.parametrize(
     ("requests", "width"), [*rotating([1, 5, 64], [1, 4, 64]), (1024, 2), (130, 16), pytest.param(1024, 64, marks=SLOW)]
 )
-def test_admission_takes_the_likeliest(requests: int, width: int, device: str) -> None:
+def test_admission_takes_the_likeliest(requests, width, device):
     rng = random.Random(requests * width)
     stored = random_stored(rng, requests + 1, width, branches=False)
     slots = [requests if rng.random() < 0.1 else slot for slot in rng.sample(range(requests), requests)]
@@ -402,7 +402,7 @@ def test_admission_takes_the_likeliest(requests: int, width: int, device: str) -
 
 
 @each_device
-def test_nodes_beyond_a_longer_part_wait(device: str) -> None:
+def test_nodes_beyond_a_longer_part_wait(device):
     """Parts of the context get longer at 3,072 tokens, and wherever they have doubled."""
     lengths = [0, 3060, 3070, 3071, 3072, 6140, 6144, 12_287, 100_000]
     room = [8, 8, 2, 1, 8, 4, 8, 1, 8]
@@ -425,7 +425,7 @@ def test_nodes_beyond_a_longer_part_wait(device: str) -> None:
     "run", [pytest.param(x, id=name) for x, name in ((admit.triton, "kernel"), (admit.reference, "reference"))]
 )
 @each_device
-def test_among_equals_the_first_requests_win(run, device: str) -> None:
+def test_among_equals_the_first_requests_win(run, device):
     """Also 0.5 and 0.4999, which lie in one step of 1/255; a tiny probability is not none."""
     probabilities = torch.tensor(
         [[1, 0.4999, 0.4999, 1e-9], [1, 0.5, 0.5, 0], [1, 0.9, 0.5, 0.5], [0, 0, 0, 0]], device=device
@@ -469,7 +469,7 @@ def expected_store(before: Stored, slots, tokens, parents, scores, table, paddin
     ("nodes", "width", "dtype"),
     [(1, 1, torch.int64), (1, 5, torch.int32), (4, 4, torch.int64), (7, 16, torch.int32), (64, 64, torch.int64)],
 )
-def test_a_proposal_replaces_all_that_its_slot_held(nodes: int, width: int, dtype: torch.dtype, device: str) -> None:
+def test_a_proposal_replaces_all_that_its_slot_held(nodes, width, dtype, device):
     rng = random.Random(nodes)
     generator = torch.Generator().manual_seed(width)
     before = random_stored(rng, 8, width, branches=True)
@@ -498,7 +498,7 @@ def test_a_proposal_replaces_all_that_its_slot_held(nodes: int, width: int, dtyp
 
 
 @each_device
-def test_buckets_begin_at_sixteenths_on_every_device(device: str) -> None:
+def test_buckets_begin_at_sixteenths_on_every_device(device):
     """Kernel and reference put scores around each boundary into the same bucket; a NaN is no node."""
     edges = torch.tensor([math.log(k / 16) for k in range(1, 17)])
     scores = torch.stack((edges, edges.nextafter(torch.tensor(-9.0)), edges.nextafter(torch.tensor(9.0)))).to(device)
@@ -520,7 +520,7 @@ def test_buckets_begin_at_sixteenths_on_every_device(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("branches", [True, False])
-def test_a_graph_replays_a_step(branches: bool) -> None:
+def test_a_graph_replays_a_step(branches):
     scene = random_scene(5, 64, 8, 16, branches, 200)
     args = scene.lay_out_args("cuda")
     B = len(scene.counts)

@@ -19,7 +19,7 @@ DTYPES = (torch.int32, torch.int64, torch.int64, *[torch.int32] * 2, *[torch.flo
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1), (3, 70), (130, 5)])
 @each_device
 @torch.inference_mode()
-def test_slots_and_pages_hold_what_is_written(counts: tuple[int, int], device: str) -> None:
+def test_slots_and_pages_hold_what_is_written(counts, device):
     rng = random.Random(sum(counts))
     columns = SlotColumns(*(torch.arange(SLOTS, device=device).to(dtype) + 7 for dtype in DTYPES))
     pages = torch.full((2, SLOTS, PAGES), 5, device=device)

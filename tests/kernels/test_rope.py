@@ -95,9 +95,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", ["bare", "normed", "normed last", "normed values", "growing"])
 @pytest.mark.parametrize(("case", "dtype"), rotating([*CASES, REAL], TOLERANCES))
-def test_equals_complex_numbers(
-    kernel: Callable[..., Tensor], kind: str, case: tuple[int, ...], dtype: torch.dtype, device: str
-) -> None:
+def test_equals_complex_numbers(kernel, kind, case, dtype, device):
     scene = Scene(case, dtype, device)
     is_last = kind == "normed last"
     norms = scene.norms()._replace(last=is_last) if kind.startswith("normed") else None
@@ -130,7 +128,7 @@ def test_equals_complex_numbers(
 
 @each_device
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_without_queries_keys_and_values_are_written(kernel: Callable[..., Tensor], device: str) -> None:
+def test_without_queries_keys_and_values_are_written(kernel, device):
     scene = Scene((3, 4, 2, 64), torch.float32, device)
     kernel(scene.q[:, :0], *scene.arguments()[1:])
     scene.check_cache(scene.k)
@@ -138,7 +136,7 @@ def test_without_queries_keys_and_values_are_written(kernel: Callable[..., Tenso
 
 @each_device
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_without_keys_queries_are_turned_and_nothing_is_written(kernel: Callable[..., Tensor], device: str) -> None:
+def test_without_keys_queries_are_turned_and_nothing_is_written(kernel, device):
     """The cache is another layer's; its scales do not count."""
     scene = Scene((3, 4, 2, 64), torch.float32, device)
     q, k, v, *tables = scene.arguments()
@@ -154,9 +152,7 @@ def test_without_keys_queries_are_turned_and_nothing_is_written(kernel: Callable
 @each_device
 @pytest.mark.parametrize("kernel", [rotate.reference, rotate.triton])
 @pytest.mark.parametrize(("case", "dtype"), rotating(CASES, TOLERANCES))
-def test_alone_it_turns_forth_and_its_gradient_back(
-    kernel: Callable[..., Tensor], case: tuple[int, ...], dtype: torch.dtype, device: str
-) -> None:
+def test_alone_it_turns_forth_and_its_gradient_back(kernel, case, dtype, device):
     scene = Scene(case, torch.float32, device)
     leaf = scene.q.detach().requires_grad_()
     upstream = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -170,7 +166,7 @@ def test_alone_it_turns_forth_and_its_gradient_back(
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_replays_write_what_eager_calls_write() -> None:
+def test_replays_write_what_eager_calls_write():
     scene = Scene((4, 32, 8, 128), torch.bfloat16, "cuda")
     expected = rotate_and_store(*scene.arguments())
     keys = scene.keys[scene.slots]
@@ -249,7 +245,7 @@ def check_context(scene: ContextScene, cache: Tensor) -> None:
 @each_device
 @pytest.mark.parametrize(("case", "dtype"), rotating(CONTEXTS, TOLERANCES))
 @pytest.mark.parametrize("kernel", [store_context.reference, store_context.triton])
-def test_context_rows_equal_a_loop(kernel: Callable[..., None], case: Case, dtype: torch.dtype, device: str) -> None:
+def test_context_rows_equal_a_loop(kernel, case, dtype, device):
     scene = ContextScene(case, dtype, device)
     check_context(scene, scene.run(kernel))
 
@@ -257,7 +253,7 @@ def test_context_rows_equal_a_loop(kernel: Callable[..., None], case: Case, dtyp
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", REAL_CONTEXTS, ids=str)
 @torch.inference_mode()
-def test_the_kernel_stores_what_one_kernel_a_layer_stores(case: Case) -> None:
+def test_the_kernel_stores_what_one_kernel_a_layer_stores(case):
     """Rounded where the norm and the rotation round: a draft's KV does not depend on who wrote it."""
     scene = ContextScene(case, torch.bfloat16, "cuda")
     expected = scene.cache.clone()
@@ -342,9 +338,7 @@ def check_projection(
         [torch.float32, torch.float16],
     ),
 )
-def test_a_projection_rotates_and_stores(
-    tiling: Tiling, case: tuple[int, int, int, int], dtype: torch.dtype, device: str
-) -> None:
+def test_a_projection_rotates_and_stores(tiling, case, dtype, device):
     check_projection("plain", case, dtype, device, tiling)
 
 
@@ -355,7 +349,7 @@ def test_a_projection_rotates_and_stores(
 @pytest.mark.parametrize(
     "case", [(1, 64, 8, 64), (2, 32, 8, 128), (17, 32, 8, 128), (33, 8, 2, 256), (100, 32, 4, 128)]
 )
-def test_a_projection_of_any_format_rotates(format: str, case: tuple[int, int, int, int], codes: bool) -> None:
+def test_a_projection_of_any_format_rotates(format, case, codes):
     num_outputs = (case[1] + 2 * case[2]) * case[3]
     choose = {"plain": choose_tiling, "int4": choose_int4_tiling}.get(format, choose_fp8_tiling)
     tiling = choose(num_outputs, 256, False, case[0])

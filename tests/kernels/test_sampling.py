@@ -40,7 +40,7 @@ def sampling_of(num_rows: int, temperature: float, filters: Filters | None = Non
     return Sampling(keys_of(range(num_rows)), torch.full((num_rows,), temperature), filters)
 
 
-def test_noise_has_the_gumbel_distribution() -> None:
+def test_noise_has_the_gumbel_distribution():
     keys = keys_of(range(40))
     positions = torch.arange(40)
     noise = gumbel(keys, positions, torch.arange(10_000)).double()
@@ -50,7 +50,7 @@ def test_noise_has_the_gumbel_distribution() -> None:
     assert_chi_square(counts, torch.full_like(counts, noise.numel() / 200, dtype=torch.float64))
 
 
-def test_noise_reaches_far_into_its_upper_tail() -> None:
+def test_noise_reaches_far_into_its_upper_tail():
     """Unlikely tokens win by rare large noise: of 2^23 draws the largest is near ln(2^23) = 15.9."""
     noise = gumbel(keys_of(range(8)), torch.zeros(8), torch.arange(2**20))
     assert torch.isfinite(noise).all()
@@ -60,7 +60,7 @@ def test_noise_reaches_far_into_its_upper_tail() -> None:
 
 
 @pytest.mark.parametrize("neighbours", ["seeds", "choices", "low bits", "high bits", "positions", "ids", "diagonal"])
-def test_noise_of_neighbours_is_independent(neighbours: str) -> None:
+def test_noise_of_neighbours_is_independent(neighbours):
     positions = torch.arange(200)
     ids = torch.arange(400)
     keys = torch.full((200,), noise_key(7, 0))
@@ -78,7 +78,7 @@ def test_noise_of_neighbours_is_independent(neighbours: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
 @pytest.mark.parametrize("varied", ["position", "seed"])
-def test_samples_follow_softmax(temperature: float, varied: str) -> None:
+def test_samples_follow_softmax(temperature, varied):
     num_rows = 20_000
     vocab = 12
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
@@ -89,7 +89,7 @@ def test_samples_follow_softmax(temperature: float, varied: str) -> None:
     assert_chi_square(torch.bincount(tokens, minlength=vocab), expected)
 
 
-def test_successive_samples_of_one_request_are_independent() -> None:
+def test_successive_samples_of_one_request_are_independent():
     num_rows = 20_000
     tokens = sample(
         torch.zeros(num_rows, 8), torch.arange(num_rows), Sampling(keys_of(range(1)), torch.ones(num_rows), None)
@@ -97,7 +97,7 @@ def test_successive_samples_of_one_request_are_independent() -> None:
     assert_independent(tokens[:-1] / 8, tokens[1:] / 8, bins=8)
 
 
-def test_keys_tell_seeds_and_choices_apart() -> None:
+def test_keys_tell_seeds_and_choices_apart():
     keys = {noise_key(seed, choice) for seed in (*range(-3, 40), 12_345, 2**63) for choice in range(30)}
     assert len(keys) == 45 * 30
     assert all(0 <= key < 2**63 for key in keys)
@@ -110,7 +110,7 @@ def test_keys_tell_seeds_and_choices_apart() -> None:
     + [(0, 1.0, 1.0), (40, 0.8, 0.0), (40, 0.9, 0.02), (0, 0.9, 0.3), (5, 0.99, 0.3)],
 )
 @pytest.mark.parametrize("temperature", [0.5, 1.3])
-def test_filters_keep_what_transformers_keeps(top_k: int, top_p: float, min_p: float, temperature: float) -> None:
+def test_filters_keep_what_transformers_keeps(top_k, top_p, min_p, temperature):
     logits = torch.randn(30, 200, generator=torch.Generator().manual_seed(11)) * 2
     warpers = [TemperatureLogitsWarper(temperature)]
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
@@ -123,7 +123,7 @@ def test_filters_keep_what_transformers_keeps(top_k: int, top_p: float, min_p: f
     torch.testing.assert_close(filter_logits(logits / temperature, filters), expected)
 
 
-def test_filtered_samples_follow_the_renormalised_softmax() -> None:
+def test_filtered_samples_follow_the_renormalised_softmax():
     num_rows = 20_000
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5])
     filters = Filters(torch.full((num_rows,), 4), torch.ones(num_rows), torch.zeros(num_rows))
@@ -133,7 +133,7 @@ def test_filtered_samples_follow_the_renormalised_softmax() -> None:
     assert_chi_square(torch.bincount(tokens, minlength=4), (logits[:4].double() / 0.8).softmax(-1) * num_rows)
 
 
-def test_filters_that_are_off_change_nothing_in_any_vocabulary() -> None:
+def test_filters_that_are_off_change_nothing_in_any_vocabulary():
     """One request's filters bring the filtered path to all rows of its batch: the others must not notice, although
     fp32 sums of 150,000 probabilities pass 1."""
     logits = torch.randn(12, 150_000, generator=torch.Generator().manual_seed(2))
@@ -144,7 +144,7 @@ def test_filters_that_are_off_change_nothing_in_any_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_rows_do_not_depend_on_their_batch(filtered: bool) -> None:
+def test_rows_do_not_depend_on_their_batch(filtered):
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(4))
     temperature = torch.tensor([0.0, 0.5, 1.0, 0.0, 2.0, 1.0])
     keys = keys_of(range(6))
@@ -166,13 +166,13 @@ def test_rows_do_not_depend_on_their_batch(filtered: bool) -> None:
     [Sampling(keys_of(range(1)), None, None), sampling_of(1, 0.0), sampling_of(1, 0.0, off(1))],
     ids=["greedy", "plain", "full"],
 )
-def test_greedy_ties_go_to_the_lowest_index(sampling: Sampling) -> None:
+def test_greedy_ties_go_to_the_lowest_index(sampling):
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0]])
     assert sample(logits, torch.tensor([9]), sampling).tolist() == [1]
     assert sample(logits.bfloat16(), torch.tensor([9]), sampling).tolist() == [1]
 
 
-def test_a_reduced_vocabulary_draws_the_noise_of_its_target_ids() -> None:
+def test_a_reduced_vocabulary_draws_the_noise_of_its_target_ids():
     ids = torch.tensor([3, 4, 90, 1_000, 49_999])
     keys = keys_of(range(5))
     positions = torch.arange(5)
@@ -185,7 +185,7 @@ def test_a_reduced_vocabulary_draws_the_noise_of_its_target_ids() -> None:
 
 
 @pytest.mark.parametrize("error", [0.1, 0.5, 1.0, 2.0])
-def test_shared_noise_accepts_at_least_what_the_theorem_says(error: float) -> None:
+def test_shared_noise_accepts_at_least_what_the_theorem_says(error):
     generator = torch.Generator().manual_seed(8)
     num_rows = 8_000
     for pair in range(4):
@@ -201,7 +201,7 @@ def test_shared_noise_accepts_at_least_what_the_theorem_says(error: float) -> No
         assert accepted < 1 - distance + 4 / math.sqrt(num_rows), "no coupling accepts more than 1 - TV"
 
 
-def test_rows_and_repeats_choose_the_parameters() -> None:
+def test_rows_and_repeats_choose_the_parameters():
     """Row r takes entry rows[r // repeats]."""
     filters = Filters(torch.tensor([1, 2, 3]), torch.tensor([0.5, 1.0, 0.9]), torch.tensor([0.0, 0.1, 0.2]))
     keys = torch.tensor([10, 20, 30])

@@ -24,7 +24,7 @@ def store_noise(keys_ptr, positions_ptr, ids_ptr, bits_ptr, noise_ptr, size, BLO
 
 
 @each_device
-def test_the_kernels_noise_is_the_references(device: str) -> None:
+def test_the_kernels_noise_is_the_references(device):
     """The hash bit for bit, its logarithms up to rounding, in the tails, too."""
     keys = keys_of(range(20))
     ids = torch.randint(2**18, (1000,), generator=torch.Generator().manual_seed(0))
@@ -45,7 +45,7 @@ def store_gumbel(bits_ptr, noise_ptr, BLOCK: tl.constexpr):
 
 
 @each_device
-def test_the_kernels_logarithms_hold_in_the_tails(device: str) -> None:
+def test_the_kernels_logarithms_hold_in_the_tails(device):
     few = torch.arange(512)
     many = 2**32 - 1 - torch.arange(256)
     bits = torch.cat((few, many, 2 ** torch.arange(32).repeat(8)))
@@ -84,9 +84,7 @@ SHAPES = [(1, 30), (3, 2048), (4, 5000), *(pytest.param(shape, marks=pytest.mark
     ("shape", "mode", "with_ids", "dtype"),
     rotating(SHAPES, ["greedy", "plain", "full"], [True, False], [torch.float32, torch.bfloat16]),
 )
-def test_the_kernel_equals_the_reference(
-    shape: tuple[int, int], mode: str, with_ids: bool, dtype: torch.dtype, device: str
-) -> None:
+def test_the_kernel_equals_the_reference(shape, mode, with_ids, dtype, device):
     R, V = shape
     generator = torch.Generator().manual_seed(V)
     wide = (torch.randn(R, V + 8, generator=generator) * 3).to(device, dtype)
@@ -110,7 +108,7 @@ def test_the_kernel_equals_the_reference(
 
 
 @each_device
-def test_the_kernel_repeats_parameters_over_nodes(device: str) -> None:
+def test_the_kernel_repeats_parameters_over_nodes(device):
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(5)).to(device)
     temperature = torch.tensor([0.0, 1.0, 0.5, 2.0], device=device)
     rows = torch.tensor([3, 0, 1], device=device)
@@ -119,7 +117,7 @@ def test_the_kernel_repeats_parameters_over_nodes(device: str) -> None:
 
 
 @each_device
-def test_the_kernels_ties_and_infinities(device: str) -> None:
+def test_the_kernels_ties_and_infinities(device):
     rows = [
         [0.0, 3.0, 1.0, 3.0, 3.0],
         [-0.0, 0.0, -1.0, 0.0, -2.0],
@@ -139,7 +137,7 @@ def test_the_kernels_ties_and_infinities(device: str) -> None:
 
 
 @each_device
-def test_the_kernels_rows_do_not_depend_on_their_batch(device: str) -> None:
+def test_the_kernels_rows_do_not_depend_on_their_batch(device):
     logits = torch.randn(5, 5000, generator=torch.Generator().manual_seed(4)).to(device)
     filters = Filters(torch.tensor([0, 5, 0, 3, 0]), torch.tensor([1, 1, 0.5, 0.5, 1]), torch.tensor([0, 0, 0, 0, 0.1]))
     filters = Filters(*(x.to(device) for x in (filters.top_k, filters.top_p, filters.min_p)))
@@ -156,7 +154,7 @@ def test_the_kernels_rows_do_not_depend_on_their_batch(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 32, 128])
 @pytest.mark.parametrize("mode", ["greedy", "plain", "full"])
-def test_a_graph_replays_the_sampler(rows: int, mode: str) -> None:
+def test_a_graph_replays_the_sampler(rows, mode):
     logits = torch.randn(rows, 128_256, device="cuda", dtype=torch.bfloat16) * 3
     filters = Filters(*(torch.full((rows,), value, device="cuda") for value in (20, 0.8, 0.0)))
     temperature = None if mode == "greedy" else torch.ones(rows, device="cuda")

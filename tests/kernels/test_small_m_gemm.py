@@ -1,14 +1,12 @@
 """Linear layers of few rows against their formula in fp64."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.gemm import small_m
-from slipstream.kernels.gemm.activation import Activation, gelu_tanh_mul, silu_mul
+from slipstream.kernels.gemm.activation import gelu_tanh_mul, silu_mul
 from slipstream.kernels.gemm.linear import gated_linear, linear
 from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, PROGRAMS, Tiling, choose_tiling
 from slipstream.tests.kernels.triton_runs import SLOW, TOLERANCES, check_chain, each_device, poisoned
@@ -42,7 +40,7 @@ def check(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @grouped()
 @each_device
 @pytest.mark.parametrize(("tiling", "shape", "dtype"), rotating([*TILINGS, None], SMALL, DTYPES))
-def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+def test_small(tiling, shape, dtype, device):
     if tiling is None and dtype == torch.float32 and device == "cuda":
         pytest.skip("the default tilings are for weights of 16 bits; of 32 they do not fit into shared memory")
     x, weight, bias = random(*shape, dtype, device)
@@ -59,7 +57,7 @@ def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.
     ("tiling", "shape", "dtype"),
     rotating(GATED_TILINGS, [*SMALL, (40, 24, 40), (100, 40, 72)], DTYPES),
 )
-def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+def test_small_gated(tiling, shape, dtype, device):
     if tiling is None and dtype == torch.float32 and device == "cuda":
         pytest.skip("the default tilings are for weights of 16 bits; of 32 they do not fit into shared memory")
     rows, outputs, inputs = shape
@@ -72,9 +70,7 @@ def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: 
 
 @each_device
 @pytest.mark.parametrize(("activation", "alone"), [("silu", silu_mul.triton), ("gelu_tanh", gelu_tanh_mul.triton)])
-def test_gated_rounds_as_the_two_kernels(
-    activation: Activation, alone: Callable[[Tensor], Tensor], device: str
-) -> None:
+def test_gated_rounds_as_the_two_kernels(activation, alone, device):
     x, weight, _ = random(5, 64, 48, torch.float16, device)
     tiling = Tiling(16, 16, 1)
     apart = alone(small_m.linear_few_rows_triton(x, weight, None, tiling))
@@ -83,7 +79,7 @@ def test_gated_rounds_as_the_two_kernels(
 
 @each_device
 @pytest.mark.parametrize("tiling", [TILINGS[1], *(pytest.param(tiling, marks=SLOW) for tiling in TILINGS[::2])])
-def test_a_row_does_not_depend_on_the_others(tiling: Tiling, device: str) -> None:
+def test_a_row_does_not_depend_on_the_others(tiling, device):
     max_rows = 16 if device == "cpu" else 32  # the interpreter's product of 32 rows adds in another order
     x, weight, bias = random(max_rows, 40, 72, torch.float16, device)
     out = small_m.linear_few_rows_triton(x, weight, bias, tiling)
@@ -94,14 +90,14 @@ def test_a_row_does_not_depend_on_the_others(tiling: Tiling, device: str) -> Non
     assert torch.equal(place.half(), out)
 
 
-def test_tilings_fill_the_device_once() -> None:
+def test_tilings_fill_the_device_once():
     for outputs, inputs in (shape for shape in LLAMA + DRAFT if 4000 < shape[0] <= MAX_OUTPUTS):
         tiling = choose_tiling(outputs, inputs)
         programs = -(-outputs // tiling.outputs) * tiling.split
         assert PROGRAMS / 2 < programs <= PROGRAMS
 
 
-def test_no_rows_and_the_cpu() -> None:
+def test_no_rows_and_the_cpu():
     x = torch.randn(4, 24)
     weight = torch.randn(10, 24)
     bias = torch.randn(10)
@@ -113,7 +109,7 @@ def test_no_rows_and_the_cpu() -> None:
 @grouped("rows")
 @pytest.mark.parametrize("rows", [1, 3, 8, 16, 32])
 @pytest.mark.parametrize("shape", REAL)
-def test_real_shapes(shape: tuple[int, int], rows: int) -> None:
+def test_real_shapes(shape, rows):
     x, weight, bias = random(rows, *shape, torch.bfloat16, "cuda")
     first = small_m.linear_few_rows_triton(x, weight, bias)
     check(first, (x.float() @ weight.float().t() + bias.float()).double(), torch.bfloat16)
@@ -129,7 +125,7 @@ def test_real_shapes(shape: tuple[int, int], rows: int) -> None:
 @grouped()
 @pytest.mark.parametrize("rows", [33, 64, 65, 100, 128])
 @pytest.mark.parametrize("shape", [(28672, 4096), (24576, 4096), (19456, 2560), (4224, 2816)])
-def test_gated_products_of_more_rows(shape: tuple[int, int], rows: int) -> None:
+def test_gated_products_of_more_rows(shape, rows):
     """They round as few rows do, whatever their tiling."""
     x, weight, _ = random(rows, *shape, torch.bfloat16, "cuda")
     gated = small_m.gated_linear_few_rows_triton(x, weight)
@@ -145,7 +141,7 @@ def test_gated_products_of_more_rows(shape: tuple[int, int], rows: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", [small_m.linear_few_rows_triton, linear])
 @torch.inference_mode()
-def test_a_graph_replays_a_chain(run: Callable[..., Tensor]) -> None:
+def test_a_graph_replays_a_chain(run):
     x, down, _ = random(4, 4096, 14336, torch.bfloat16, "cuda")
     _, gate_up, _ = random(4, 28672, 4096, torch.bfloat16, "cuda")
 
@@ -156,7 +152,7 @@ def test_a_graph_replays_a_chain(run: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.gpu
-def test_the_dispatch() -> None:
+def test_the_dispatch():
     x, weight, _ = random(4, 4096, 4096, torch.bfloat16, "cuda")
     with torch.inference_mode():
         assert torch.equal(linear(x, weight), small_m.linear_few_rows_triton(x, weight))

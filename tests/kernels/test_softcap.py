@@ -1,10 +1,7 @@
 """Soft caps of logits against their formula in fp64."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, replayed
@@ -17,7 +14,7 @@ SHAPES = [(1, 16), (3, 1000), (2, 5000), pytest.param((64, 262208), marks=pytest
 @each_device
 @pytest.mark.parametrize("kernel", [softcap.reference, softcap.triton])
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
-def test_softcap(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_softcap(kernel, shape, dtype, device):
     logits = (40 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(device, dtype)
     expected = 30 * torch.tanh(logits.double() / 30)
     capped = kernel(logits.clone(), 30.0)
@@ -28,7 +25,7 @@ def test_softcap(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: t
 
 
 @each_device
-def test_extremes_and_no_rows(device: str) -> None:
+def test_extremes_and_no_rows(device):
     logits = torch.tensor([[-torch.inf, -1e30, 0.0, 1e30, torch.inf]], device=device)
     expected = torch.tensor([[-5.0, -5.0, 0.0, 5.0, 5.0]], device=device)
     torch.testing.assert_close(softcap.triton(logits, 5.0), expected)
@@ -38,6 +35,6 @@ def test_extremes_and_no_rows(device: str) -> None:
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_replays_equal_eager_calls() -> None:
+def test_replays_equal_eager_calls():
     logits = 40 * torch.randn(8, 262208, device="cuda").bfloat16()
     assert torch.equal(replayed(lambda: softcap(logits.clone(), 30.0)), softcap(logits.clone(), 30.0))

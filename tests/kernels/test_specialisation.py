@@ -29,7 +29,7 @@ def kernels(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, ast.expr]]:
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: str(path.relative_to(FOLDER)))
-def test_no_kernel_is_compiled_anew_for_another_number_of_rows(path: Path) -> None:
+def test_no_kernel_is_compiled_anew_for_another_number_of_rows(path):
     tree = ast.parse(path.read_text())
     for kernel, decorator in kernels(tree):
         names = ast.unparse(decorator)

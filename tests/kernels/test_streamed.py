@@ -22,7 +22,7 @@ ROWS = [1, 2, 5, 8, 9, 16, 17, 32]
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
-def test_an_mlp_in_fp8_has_the_bits_of_its_parts(shape: tuple[int, int]) -> None:
+def test_an_mlp_in_fp8_has_the_bits_of_its_parts(shape):
     """Rows of all numbers, again and again, and in a graph whose kernels overlap."""
     size, intermediate = shape
     gate_up, down = (FP8Matrix(*test_fp8.layer(*pair, False, "cuda")) for pair in ((2 * intermediate, size), shape))

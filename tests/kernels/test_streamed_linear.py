@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm import fp8, int4, small_m
-from slipstream.kernels.gemm.activation import Activation
 from slipstream.kernels.gemm.choose import (
     STREAMED_GATED_ROWS,
     STREAMED_INT4_ROWS,
     STREAMED_ROWS,
     Choice,
-    Kind,
     choose,
     device_of,
     product_of,
 )
 from slipstream.kernels.gemm.linear import few_rows, gated_few_rows
-from slipstream.kernels.gemm.tiling import Tiling, choose_fp8_tiling, choose_int4_tiling, choose_tiling
+from slipstream.kernels.gemm.tiling import choose_fp8_tiling, choose_int4_tiling, choose_tiling
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.tests.kernels import test_fp8, test_int4
@@ -56,7 +54,7 @@ def of_16_bits(shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype =
     own_bias = None if bias is None else bias.to(dtype)
 
     def streamed(x: Tensor, rotation: Rotation | None) -> Tensor:
-        kind: Kind = "plain" if rotation is None else "rotated"
+        kind = "plain" if rotation is None else "rotated"
         choice = choose(product_of(x, weight, kind, is_exact=True, rotation=rotation), device_of(x))
         assert choice.kernel == "streamed"
         return few_rows(choice, x, weight, own_bias, rotation)
@@ -73,7 +71,7 @@ def of_fp8(shape: tuple[int, int], bias: Tensor | None, *, by_block: bool = Fals
 
     def streamed(x: Tensor, rotation: Rotation | None) -> Tensor:
         rows = quantize(x)
-        kind: Kind = "plain" if rotation is None else "rotated"
+        kind = "plain" if rotation is None else "rotated"
         assert choose(fp8.fp8_product(rows, weight, scales, kind, rotation), device_of(x)).kernel == "streamed"
         return fp8.fp8_linear_triton(rows, weight, scales, bias, rotation=rotation)
 
@@ -120,7 +118,7 @@ PRODUCTS = [
 @grouped()
 @pytest.mark.parametrize(("shape", "name"), PRODUCTS)
 @torch.inference_mode()
-def test_bits_are_those_of_the_usual_products(shape: tuple[int, int], name: str) -> None:
+def test_bits_are_those_of_the_usual_products(shape, name):
     for bias in (None, torch.randn(shape[0], device="cuda").bfloat16()):
         pair = FORMATS[name](shape, bias)
         x = torch.randn(pair.most_rows, shape[1], device="cuda").to(pair.dtype)
@@ -138,9 +136,7 @@ def test_bits_are_those_of_the_usual_products(shape: tuple[int, int], name: str)
     ("activation", "shape"), [("silu", (3072, 576)), ("gelu_tanh", (4224, 2816)), ("silu", (16384, 2048))]
 )
 @torch.inference_mode()
-def test_gates_have_the_bits_of_the_usual_kernel(
-    activation: Activation, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_gates_have_the_bits_of_the_usual_kernel(activation, shape, dtype):
     weight = (torch.randn(shape, device="cuda") / shape[1] ** 0.5).to(dtype)
     x = torch.randn(STREAMED_GATED_ROWS, shape[1], device="cuda").to(dtype)
     tiling = choose_tiling(shape[0] // 2, shape[1], gated=True)
@@ -158,7 +154,7 @@ def test_gates_have_the_bits_of_the_usual_kernel(
     ("shape", "name"), [(x, name) for x in HEADS for name in WITH_HEADS if name != "FP8 blocks" or x[1] % 256 == 0]
 )
 @torch.inference_mode()
-def test_heads_are_rotated_and_stored(shape: tuple[int, int, int, int], name: str) -> None:
+def test_heads_are_rotated_and_stored(shape, name):
     pair = FORMATS[name](shape[:2], torch.randn(shape[0], device="cuda").bfloat16())
     check_heads(pair, shape, torch.randn(pair.most_rows, shape[1], device="cuda").to(pair.dtype))
 
@@ -185,7 +181,7 @@ def check_heads(pair: ProductPair, shape: tuple[int, int, int, int], x: Tensor) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @torch.inference_mode()
-def test_a_graph_replays_a_chain(name: str) -> None:
+def test_a_graph_replays_a_chain(name):
     """Each kernel's weights are read while the one before it runs, and its rows once that has written them."""
     pair = FORMATS[name]((4096, 4096), None)
 
@@ -203,13 +199,13 @@ def test_a_graph_replays_a_chain(name: str) -> None:
     assert not done_counters(x.device).any()
 
 
-def test_a_tiling_is_one_of_the_usual_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiling_is_one_of_the_usual_kernel(monkeypatch):
     x = torch.randn(2, 256).half()
     weight = torch.randn(64, 256).half() / 16
     rows = fp8.quantize_rows(x)
     codes = fp8.quantize_weight(weight)
     packed, _ = test_int4.layer(64, 256, 128, True, "cpu", torch.float16)
-    products: list[Callable[[Tiling | None], Tensor]] = [
+    products = [
         lambda tiling: fp8.fp8_linear_triton(rows, *codes, tiling=tiling),
         lambda tiling: int4.int4_linear_triton(x, packed, tiling=tiling),
     ]

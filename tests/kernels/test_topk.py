@@ -55,7 +55,7 @@ each_run = pytest.mark.parametrize("run", RUNS)
 @each_device
 @each_run
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, [torch.float32, torch.bfloat16]))
-def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, run, device: str) -> None:
+def test_the_formula(shape, dtype, run, device):
     R, V, k = shape
     generator = torch.Generator().manual_seed(V + k)
     logits = (torch.randn(R, V + 8, generator=generator) * 3).to(device, dtype)[:, :V]
@@ -73,7 +73,7 @@ def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, run, devic
 
 @each_device
 @each_run
-def test_several_k(run, device: str) -> None:
+def test_several_k(run, device):
     logits = torch.randn(2, 40, device=device)
     positions = torch.tensor([5, 9], device=device)
     sampling = sampling_of(2, device)
@@ -87,7 +87,7 @@ def test_several_k(run, device: str) -> None:
 
 @each_device
 @each_run
-def test_ties_and_infinities(run, device: str) -> None:
+def test_ties_and_infinities(run, device):
     """The lower column first, across tiles, too; columns of -inf come last, in order."""
     logits = torch.full((4, 2 * TILE + 3), -torch.inf, device=device)
     logits[0, [2 * TILE, TILE, TILE - 1, 7]] = 2.0
@@ -106,7 +106,7 @@ def test_ties_and_infinities(run, device: str) -> None:
 
 @each_device
 @each_run
-def test_filters(run, device: str) -> None:
+def test_filters(run, device):
     """Cut columns have no probability; a greedy row has no filters."""
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).to(device) * 3
     positions = torch.tensor([3, 1, 4], device=device)
@@ -126,7 +126,7 @@ def test_filters(run, device: str) -> None:
 
 @each_device
 @each_run
-def test_parameters_by_entry(run, device: str) -> None:
+def test_parameters_by_entry(run, device):
     logits = torch.randn(6, 300, device=device)
     positions = torch.arange(6, device=device)
     entries = sampling_of(4, device, [0.0, 1.0, 0.5, 2.0])
@@ -137,7 +137,7 @@ def test_parameters_by_entry(run, device: str) -> None:
 
 
 @each_device
-def test_rows_do_not_depend_on_their_batch(device: str) -> None:
+def test_rows_do_not_depend_on_their_batch(device):
     logits = torch.randn(5, TILE + 50, generator=torch.Generator().manual_seed(4)).to(device)
     sampling = sampling_of(5, device)
     positions = torch.arange(5, device=device) * 31
@@ -151,7 +151,7 @@ def test_rows_do_not_depend_on_their_batch(device: str) -> None:
             assert torch.equal(actual[0], expected[row])
 
 
-def test_no_rows_and_the_cpu() -> None:
+def test_no_rows_and_the_cpu():
     logits = torch.randn(3, 50)
     positions = torch.arange(3)
     sampling = sampling_of(3, "cpu")
@@ -162,7 +162,7 @@ def test_no_rows_and_the_cpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 32])
-def test_a_graph_replays_it(rows: int) -> None:
+def test_a_graph_replays_it(rows):
     logits = torch.randn(rows, 32_768, device="cuda", dtype=torch.bfloat16) * 3
     sampling = sampling_of(rows, "cuda")
     positions = torch.arange(rows, device="cuda")

@@ -72,7 +72,7 @@ def check(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> No
 
 @grouped()
 @pytest.mark.parametrize("name", gate(CASES, *IN_GATE))
-def test_reference_equals_softmax_over_what_each_node_sees(name: str) -> None:
+def test_reference_equals_softmax_over_what_each_node_sees(name):
     scene = Scene(CASES[name], torch.float32, "cpu")
     check(scene.run(tree_attention.reference), scene.expected())
 
@@ -85,21 +85,21 @@ def test_reference_equals_softmax_over_what_each_node_sees(name: str) -> None:
     [torch.float16, *(pytest.param(dtype, marks=pytest.mark.gpu) for dtype in (torch.float32, torch.bfloat16))],
 )
 @pytest.mark.parametrize("name", gate(CASES, *IN_GATE))
-def test_kernel_equals_softmax_over_what_each_node_sees(name: str, dtype: torch.dtype, device: str) -> None:
+def test_kernel_equals_softmax_over_what_each_node_sees(name, dtype, device):
     scene = Scene(CASES[name], dtype, device)
     check(scene.run(tree_attention.triton), scene.expected())
 
 
 @NO_INTERPRETER
 @pytest.mark.parametrize("name", gate(["D 8", "decode", "33 nodes", "D 256"], "D 8"))
-def test_fp32_under_the_interpreter(name: str) -> None:
+def test_fp32_under_the_interpreter(name):
     scene = Scene(CASES[name], torch.float32, "cpu")
     check(scene.run(tree_attention.triton), scene.expected())
 
 
 @each_device
 @pytest.mark.parametrize(("nodes", "window"), [(32, 20), (64, 33), (64, 90)])
-def test_a_window_of_a_tree_that_is_a_chain(nodes: int, window: int, device: str) -> None:
+def test_a_window_of_a_tree_that_is_a_chain(nodes, window, device):
     """Every bit of a mask is set."""
     scene = Scene(Case(lengths=(100, 0), N=nodes, window=window), torch.float16, device)
     expected = scene.expected()
@@ -115,13 +115,13 @@ def test_a_window_of_a_tree_that_is_a_chain(nodes: int, window: int, device: str
 @pytest.mark.parametrize(
     ("blocks", "splits"), rotating([Blocks(16, 64, 4, 3), Blocks(32, 32, 4, 2), Blocks(16, 16, 4, 2)], [1, 2, 7, 32])
 )
-def test_any_cut_gives_the_same(blocks: Blocks, splits: int, device: str) -> None:
+def test_any_cut_gives_the_same(blocks, splits, device):
     scene = Scene(replace(CASES["parts of a long context"], lengths=(530, 0), mask="tree"), torch.float16, device)
     check(scene.run(tree_attention.triton, blocks=blocks, parts=Parts(splits)), scene.expected())
     assert not done_counters(torch.device(device)).any(), "counters are left as they were found"
 
 
-def test_parts_shrink_as_the_batch_grows() -> None:
+def test_parts_shrink_as_the_batch_grows():
     assert [choose_parts(batch, 8, 16, 32768, 128).max_parts for batch in (1, 2, 8, 32)] == [32, 24, 6, 1]
     assert [choose_parts(1, 8, 16, capacity, 128).max_parts for capacity in (1, 64, 65, 1024)] == [1, 1, 2, 16]
     assert [choose_parts(1, 8, rows, 32768, 128).max_parts for rows in (32, 64, 128)] == [32, 16, 8]
@@ -137,7 +137,7 @@ def test_parts_shrink_as_the_batch_grows() -> None:
         *((16, 512, 0, 0), (64, 512, 0, 0), (64, 512, 0, 1)),
     ],
 )
-def test_blocks_fit_into_99_kb_of_shared_memory(num_rows: int, head_dim: int, window: int, has_codes: int) -> None:
+def test_blocks_fit_into_99_kb_of_shared_memory(num_rows, head_dim, window, has_codes):
     """sm_86, 89 and 120 have 99 KB; the compiler says how much a program takes."""
     blocks = choose_blocks(1, num_rows, head_dim, 2)
     assert fit_blocks(blocks, head_dim, 2, 227 << 10) == blocks, "an H100 has room"
@@ -148,7 +148,7 @@ def test_blocks_fit_into_99_kb_of_shared_memory(num_rows: int, head_dim: int, wi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "stages"), [(16, 3), (32, 4)])
-def test_codes_are_converted_two_at_a_time_and_never_loaded_one_by_one(num_rows: int, stages: int) -> None:
+def test_codes_are_converted_two_at_a_time_and_never_loaded_one_by_one(num_rows, stages):
     """For an H100, 64 tokens and heads of 128: a thread of 128 has 64 codes of keys and 64 of values."""
     _, converted, single = compiled_for(90, Blocks(num_rows, 64, 4, stages), 128, 0, 1)
     assert converted == 64
@@ -164,7 +164,7 @@ def compiled_for(capability: int, blocks: Blocks, head_dim: int, window: int, ha
 
 
 @pytest.mark.parametrize("rows", [16, 64])
-def test_shares_cover_the_rows(rows: int) -> None:
+def test_shares_cover_the_rows(rows):
     for num_parts in range(1, 33):
         share = choose_shares(Blocks(rows, 64, 4, 3), Parts(num_parts), 128)["SHARE"]
         assert num_parts * share >= rows, "each program merges one share"
@@ -172,7 +172,7 @@ def test_shares_cover_the_rows(rows: int) -> None:
         assert num_parts == 1 or share < rows, "a share as large as the tile says that there is nothing to merge"
 
 
-def test_without_gradients_on_a_gpu_only_does_the_kernel_run() -> None:
+def test_without_gradients_on_a_gpu_only_does_the_kernel_run():
     scene = Scene(CASES["tree"], torch.float32, "cpu")
     check(scene.run(tree_attention), scene.expected())
     scene.q.requires_grad_()
@@ -186,14 +186,14 @@ def test_without_gradients_on_a_gpu_only_does_the_kernel_run() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", GPU_CASES)
 @torch.inference_mode()
-def test_real_shapes(name: str, dtype: torch.dtype) -> None:
+def test_real_shapes(name, dtype):
     scene = Scene(GPU_CASES[name], dtype, "cuda")
     check(scene.run(tree_attention), scene.expected())
 
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_cache_with_more_cells_than_32_bits_count() -> None:
+def test_a_cache_with_more_cells_than_32_bits_count():
     scene = Scene(replace(GPU_CASES["batch 8"], lengths=LONG[:3]), torch.bfloat16, "cuda")
     expected = scene.run(tree_attention)
     cells = scene.keys[0].numel()
@@ -210,7 +210,7 @@ def test_a_cache_with_more_cells_than_32_bits_count() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["batch 1, 700 tokens", "batch 1, 16 nodes", "batch 8", "32k tokens"])
 @torch.inference_mode()
-def test_repeats_are_bit_identical(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeats_are_bit_identical(name, monkeypatch):
     """Whichever program comes last; the result must not show which. Programs may have to run one after another: then
     the last merges what all would."""
     scene = Scene(GPU_CASES[name], torch.bfloat16, "cuda")
@@ -225,7 +225,7 @@ def test_repeats_are_bit_identical(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_rows_that_pad_a_batch_change_nothing() -> None:
+def test_rows_that_pad_a_batch_change_nothing():
     scene = Scene(replace(GPU_CASES["batch 8"], lengths=LONG[:3]), torch.bfloat16, "cuda")
     padded = scene.run(tree_attention)  # six requests
     scene.rows, scene.lengths, scene.q, scene.ancestors = (
@@ -236,7 +236,7 @@ def test_rows_that_pad_a_batch_change_nothing() -> None:
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_graph_follows_the_lengths_on_the_device() -> None:
+def test_a_graph_follows_the_lengths_on_the_device():
     scene = Scene(GPU_CASES["batch 8"], torch.bfloat16, "cuda")
     # rows that pad, too, are compared
     keys = scene.keys.nan_to_num(0.5)
@@ -267,13 +267,13 @@ def last_of(case: Case, first_node: int, kernel: object, dtype: torch.dtype, dev
         scene.ancestors = scene.ancestors[:, first_node:].contiguous()
     else:  # rows of a tree may have any depth, so the kernel reads from the root's window on
         scene.give_back(first_position=first_node)
-    results: tuple[Tensor, Tensor] = scene.run(kernel, first_node=first_node)  # type: ignore[arg-type]
+    results = scene.run(kernel, first_node=first_node)  # type: ignore[arg-type]
     check(results, expected)  # type: ignore[arg-type]
 
 
 @grouped()
 @pytest.mark.parametrize("name", LAST)
-def test_last_nodes_of_the_reference(name: str) -> None:
+def test_last_nodes_of_the_reference(name):
     """The earlier nodes are in the cache: the result equals the last rows of attention over all nodes."""
     for first_node in LAST[name]:
         last_of(CASES[name], first_node, tree_attention.reference, torch.float32, "cpu")
@@ -282,7 +282,7 @@ def test_last_nodes_of_the_reference(name: str) -> None:
 @grouped()
 @each_device
 @pytest.mark.parametrize("name", gate(LAST, "tree", "window", "pages of one token", "new nodes only", "window, a tree"))
-def test_last_nodes_of_the_kernel(name: str, device: str) -> None:
+def test_last_nodes_of_the_kernel(name, device):
     for first_node in LAST[name]:
         last_of(CASES[name], first_node, tree_attention.triton, torch.float16, device)
 
@@ -290,5 +290,5 @@ def test_last_nodes_of_the_kernel(name: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("nodes", "first_node"), [(8, 4), (16, 12), (64, 54)])
 @pytest.mark.parametrize("name", ["batch 1, 16 nodes", "batch 32", "batch 32, pages of one token"])
-def test_levels_of_real_trees(name: str, nodes: int, first_node: int) -> None:
+def test_levels_of_real_trees(name, nodes, first_node):
     last_of(replace(GPU_CASES[name], N=nodes), first_node, tree_attention.triton, torch.bfloat16, "cuda")

@@ -16,7 +16,7 @@ def random_tree(rng: random.Random, width: int, chain: bool) -> tuple[list[int],
     tokens = [rng.randrange(VOCAB)]
     parents = [-1]
     num_used = rng.randint(1, width)
-    children: dict[int, set[int]] = {}
+    children = {}
     while len(tokens) < num_used:
         parent = len(tokens) - 1 if chain else rng.randrange(len(tokens))
         free = sorted(set(range(VOCAB)) - children.get(parent, set()))
@@ -48,7 +48,7 @@ def padded(values: list[int], width: int) -> list[int]:
 @grouped()
 @pytest.mark.parametrize("chain", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 5, 17, 64])
-def test_verify_equals_a_walk(chain: bool, width: int) -> None:
+def test_verify_equals_a_walk(chain, width):
     rng = random.Random(width)
     trees = [random_tree(rng, width, chain) for _ in range(200)]
     sampled = [[rng.randrange(-1, VOCAB) for _ in range(width)] for _ in trees]
@@ -65,7 +65,7 @@ def test_verify_equals_a_walk(chain: bool, width: int) -> None:
         assert target_tokens.tolist() == [padded(tokens, width) for tokens in emitted]
 
 
-def test_ancestors_equal_the_path_to_the_root() -> None:
+def test_ancestors_equal_the_path_to_the_root():
     rng = random.Random(1)
     trees = [random_tree(rng, 12, chain=False) for _ in range(50)]
     masks = ancestor_masks(torch.tensor([parents for _, parents in trees], dtype=torch.int32))

@@ -49,9 +49,7 @@ def expected_of(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool)
 @pytest.mark.parametrize(("group", "symmetric", "dtype"), FORMATS)
 @pytest.mark.parametrize(("outputs", "inputs", "gated", "ways"), PRODUCTS)
 @torch.inference_mode()
-def test_bits_are_those_of_the_usual_products(
-    outputs: int, inputs: int, gated: bool, ways: tuple[Wide, ...], group: int, symmetric: bool, dtype: torch.dtype
-) -> None:
+def test_bits_are_those_of_the_usual_products(outputs, inputs, gated, ways, group, symmetric, dtype):
     weight, _ = test_int4.layer(outputs, inputs, group, symmetric, "cuda", dtype)
     x = torch.randn(300, inputs, device="cuda").to(dtype)
     bias = None if gated else torch.randn(outputs, device="cuda").to(dtype)
@@ -66,7 +64,7 @@ def test_bits_are_those_of_the_usual_products(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LLAMA_8B)
 @torch.inference_mode()
-def test_layers_of_an_8b_llama_take_it(name: str) -> None:
+def test_layers_of_an_8b_llama_take_it(name):
     """Up to prompts of WIDE_ROWS tokens, in a fixed order; beside other rows a row has the same bits."""
     outputs, inputs, gated = LLAMA_8B[name]
     weight, _ = test_int4.layer(outputs, inputs, 128, True, "cuda", torch.bfloat16)
@@ -80,7 +78,7 @@ def test_layers_of_an_8b_llama_take_it(name: str) -> None:
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_graph_replays_a_chain() -> None:
+def test_a_graph_replays_a_chain():
     """Each kernel's first weights are read while the one before it runs, and its rows once that has written them."""
     (gate_up, _), (down, _) = (
         test_int4.layer(*shape, 128, True, "cuda", torch.bfloat16) for shape in ((8192, 2048), (2048, 4096))
@@ -93,6 +91,6 @@ def test_a_graph_replays_a_chain() -> None:
         assert torch.equal(replayed(partial(chain, run, gate_up, down, x)), expected)
 
 
-def test_rings_fit_into_shared_memory() -> None:
+def test_rings_fit_into_shared_memory():
     ways = [Wide(rows, tiles) for rows in (32, 64, 128) for tiles in (1, 2)]
     assert [wide.slots for wide in ways] == [4, 4, 4, 3, 2, 2]

@@ -7,9 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pytest
 
@@ -48,19 +47,15 @@ from slipstream.tests.user_errors import user_error
         (remove_folder, "old", None),
     ],
 )
-def test_a_kill_before_any_system_call_leaves_old_or_new(
-    action: Callable[[Path], None], before: str | None, after: str | None, tmp_path: Path
-) -> None:
+def test_a_kill_before_any_system_call_leaves_old_or_new(action, before, after, tmp_path):
     program = [sys.executable, atomic_writers.__file__, action.__name__, before or "", after or "", str(tmp_path)]
     ended = subprocess.run(program, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("action", [write_file, write_folder])
-def test_all_is_on_the_disk_before_it_gets_its_name(
-    action: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: set[int] = set()
+def test_all_is_on_the_disk_before_it_gets_its_name(action, tmp_path, monkeypatch):
+    synced = set()
     sync = os.fsync
     rename = os.rename
 
@@ -81,7 +76,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_failure_leaves_the_old_ones(error: type[BaseException], tmp_path: Path) -> None:
+def test_a_failure_leaves_the_old_ones(error, tmp_path):
     folder = tmp_path / "folder"
     file = tmp_path / "file"
     make(folder, "old")
@@ -99,7 +94,7 @@ def test_a_failure_leaves_the_old_ones(error: type[BaseException], tmp_path: Pat
     assert sorted(tmp_path.iterdir()) == [file, folder]
 
 
-def test_nothing_is_lost_where_the_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_lost_where_the_second_rename_fails(tmp_path, monkeypatch):
     path = tmp_path / "name"
     rename = os.rename
     make(path, "old")
@@ -121,14 +116,14 @@ def test_nothing_is_lost_where_the_second_rename_fails(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_gets_its_parents_and_usual_permissions(tmp_path: Path) -> None:
+def test_a_folder_gets_its_parents_and_usual_permissions(tmp_path):
     path = tmp_path / "runs" / "name"
     write_folder(path)
     assert path.stat().st_mode & 0o777 == 0o755
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
     make(tmp_path / "real", "old")
     (tmp_path / "name").symlink_to(tmp_path / "real")
     write_folder(tmp_path / "name")
@@ -137,9 +132,7 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("action", [write_folder, write_file])
-def test_a_second_writer_is_refused_and_nothing_is_recovered_beneath_the_first(
-    action: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_second_writer_is_refused_and_nothing_is_recovered_beneath_the_first(action, tmp_path):
     path = tmp_path / "name"
     with atomic_file(path) as temporary:
         temporary.write_text("first")
@@ -149,7 +142,7 @@ def test_a_second_writer_is_refused_and_nothing_is_recovered_beneath_the_first(
     assert path.read_text() == "first"
 
 
-def test_a_lock_is_of_the_file_that_bears_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_is_of_the_file_that_bears_the_name(tmp_path, monkeypatch):
     """Also where its last holder replaces it after it was opened and before it was locked."""
     path = tmp_path / "rows"
     other = tmp_path / "other"
@@ -170,9 +163,7 @@ def test_a_lock_is_of_the_file_that_bears_the_name(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("action", [write_folder, write_file, remove_folder])
 @pytest.mark.parametrize("is_folder", [True, False])
-def test_what_lies_in_the_way_is_named_and_left_alone(
-    action: Callable[[Path], None], is_folder: bool, tmp_path: Path
-) -> None:
+def test_what_lies_in_the_way_is_named_and_left_alone(action, is_folder, tmp_path):
     staging = tmp_path / ".name.tmp"
     foreign = staging / "mine" if is_folder else staging
     foreign.parent.mkdir(exist_ok=True)
@@ -183,7 +174,7 @@ def test_what_lies_in_the_way_is_named_and_left_alone(
     assert list(tmp_path.rglob("*")) == ([staging, foreign] if is_folder else [staging])
 
 
-def test_names_of_the_other_kind_are_refused(tmp_path: Path) -> None:
+def test_names_of_the_other_kind_are_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with user_error("file is a file; name a folder"):
         write_folder(tmp_path / "file")
@@ -194,7 +185,7 @@ def test_names_of_the_other_kind_are_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
 
 
-def test_a_folder_that_became_somebody_elses_while_it_was_written_is_kept(tmp_path: Path) -> None:
+def test_a_folder_that_became_somebody_elses_while_it_was_written_is_kept(tmp_path):
     path = tmp_path / "name"
     make(path, "old")
 
@@ -221,7 +212,7 @@ with FolderLock(Path(sys.argv[1])):
 """
 
 
-def test_a_folder_has_one_writer_whose_name_is_told(tmp_path: Path) -> None:
+def test_a_folder_has_one_writer_whose_name_is_told(tmp_path):
     """A dead holder's lock is free. Nothing is left behind, the folder neither if it was made and stayed empty."""
     killed = subprocess.run([sys.executable, "-c", HOLD_UNTIL_KILLED, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -237,7 +228,7 @@ def test_a_folder_has_one_writer_whose_name_is_told(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_earlier_of_two_holders_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_earlier_of_two_holders_is_told(tmp_path, monkeypatch):
     """As where a file system grants every lock."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     with FolderLock(tmp_path) as earlier:
@@ -251,7 +242,7 @@ def test_the_earlier_of_two_holders_is_told(tmp_path: Path, monkeypatch: pytest.
             earlier.check()
 
 
-def test_what_is_in_the_way_of_a_lock_stays_and_no_folder_is_made(tmp_path: Path) -> None:
+def test_what_is_in_the_way_of_a_lock_stays_and_no_folder_is_made(tmp_path):
     (tmp_path / ".a.lock").write_text("mine")
     (tmp_path / ".b.lock").mkdir()
     for name in "ab":
@@ -263,7 +254,7 @@ def test_what_is_in_the_way_of_a_lock_stays_and_no_folder_is_made(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == [".a.lock", ".b.lock"]
 
 
-def test_a_file_of_a_user_is_no_lock(tmp_path: Path) -> None:
+def test_a_file_of_a_user_is_no_lock(tmp_path):
     (tmp_path / FOLDER_LOCK).write_text("mine")
     with user_error("in the way of the lock .* move it away"), FolderLock(tmp_path):
         pass
@@ -275,9 +266,7 @@ def test_a_file_of_a_user_is_no_lock(tmp_path: Path) -> None:
     ("code", "file", "named_file"),
     [(errno.ENOSPC, None, "new"), (errno.ENOSPC, "other", "other"), (errno.EIO, None, None)],
 )
-def test_a_full_disk_is_told_with_the_name_of_what_is_written(
-    tmp_path: Path, write: Callable[[Path], Any], code: int, file: str | None, named_file: str | None
-) -> None:
+def test_a_full_disk_is_told_with_the_name_of_what_is_written(tmp_path, write, code, file, named_file):
     """Writing names no file. Other errors pass."""
     with pytest.raises(OSError, match=str(code)) as caught, write(tmp_path / "new"):
         raise OSError(code, "fault", file)
@@ -285,7 +274,7 @@ def test_a_full_disk_is_told_with_the_name_of_what_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_told_with_the_name_of_a_file_of_lines() -> None:
+def test_a_full_disk_is_told_with_the_name_of_a_file_of_lines():
     with pytest.raises(OSError, match="No space") as caught, LineFile(Path("/dev/full")) as lines:
         lines.write({})
     assert caught.value.filename == "/dev/full"

@@ -2,7 +2,6 @@
 files hold of them."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from slipstream.models.drafts.heads.markov import MarkovHead
 from slipstream.models.drafts.heads.selector import CandidateSelector
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft
-from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.tables import each_case, table_of
 
 SCORER = LiLiCorrConfig(candidate_topk=4, hidden_size=16, num_heads=2, factor_dim=8)
@@ -41,12 +39,12 @@ SHAPES = table_of(__file__, "shapes")  # of some tensors
 
 
 @pytest.fixture
-def make_draft(make_target: MakeTarget) -> Callable[..., DFlash]:
+def make_draft(make_target) -> Callable[..., DFlash]:
     target = load_config(make_target("qwen3"))
 
     def make(**fields: Any) -> DFlash:
         torch.manual_seed(4)
-        sizes: dict[str, Any] = {"num_layers": 2, "mask_token_id": 7, "block_size": 8, "aux_layers": (0, 2)}
+        sizes = {"num_layers": 2, "mask_token_id": 7, "block_size": 8, "aux_layers": (0, 2)}
         module = DFlash(DFlashConfig.from_target(target, **sizes | ORIGIN | fields))
         for parameter in module.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -58,16 +56,14 @@ def make_draft(make_target: MakeTarget) -> Callable[..., DFlash]:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_round_trip_is_exact(
-    name: str, make_draft: Callable[..., DFlash], make_target: MakeTarget, tmp_path: Path
-) -> None:
+def test_a_round_trip_is_exact(name, make_draft, make_target, tmp_path):
     saved = SavedDraft(make_draft(**HEADS[name]), load_config(make_target("qwen3")), tmp_path)
     saved.check_round_trip()
     assert saved.load().config == saved.module.config
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_files_hold_the_public_names(name: str, make_draft: Callable[..., DFlash]) -> None:
+def test_files_hold_the_public_names(name, make_draft):
     state = make_draft(**HEADS[name]).state_dict()
     assert {key: list(state[key].shape) for key in SHAPES[name]} == SHAPES[name]
 
@@ -75,12 +71,12 @@ def test_files_hold_the_public_names(name: str, make_draft: Callable[..., DFlash
 @each_case(
     ({"lilicorr": SCORER, "sample_from_anchor": True}, "which LiLiCorr drafts are not trained with"),
 )
-def test_configs_are_checked(fields: dict[str, Any], message: str, make_draft: Callable[..., DFlash]) -> None:
+def test_configs_are_checked(fields, message, make_draft):
     with pytest.raises(ValueError, match=message):
         make_draft(**fields)
 
 
-def test_convolution_equals_the_loop() -> None:
+def test_convolution_equals_the_loop():
     torch.manual_seed(0)
     module = BlockConvolution(12, 2, 4).double().requires_grad_(False)
     x = torch.randn(9, 12, dtype=torch.float64)
@@ -116,7 +112,7 @@ def naive_scores(draft: DFlash, h: Tensor, before: int, rows: list[int], logits:
 
 
 @pytest.mark.parametrize("name", ["selector", "vanilla", "gated", "scaled"])
-def test_scores_equal_the_loops(name: str, make_draft: Callable[..., DFlash]) -> None:
+def test_scores_equal_the_loops(name, make_draft):
     """Request 0 is greedy; candidates of the others are the best with their noise."""
     draft = make_draft(**HEADS[name])
     ids = draft.target_ids if draft.target_ids is not None else torch.arange(120)
@@ -147,7 +143,7 @@ def test_scores_equal_the_loops(name: str, make_draft: Callable[..., DFlash]) ->
             before = int(ids[rows[place]])
 
 
-def test_the_scorer_equals_torchs_attention(make_draft: Callable[..., DFlash]) -> None:
+def test_the_scorer_equals_torchs_attention(make_draft):
     scorer = make_draft(**HEADS["scorer"]).head(LiLiCorr)
     assert scorer is not None
     B = 2
@@ -217,7 +213,7 @@ def calibrated_logits(draft: DFlash, hidden: Tensor, before: Tensor) -> Tensor:
     return logits / temperatures + biases
 
 
-def test_confidence_reads_the_state_and_the_token_before(make_draft: Callable[..., DFlash]) -> None:
+def test_confidence_reads_the_state_and_the_token_before(make_draft):
     draft = make_draft(**HEADS["vanilla"])
     hidden = torch.randn(2, 3, 32)
     before = torch.tensor([[5, 9, 1], [0, 2, 4]])

@@ -15,7 +15,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.models.drafts.source import drafter_of, source_of
@@ -32,14 +31,14 @@ from slipstream.tests.pairwise import grouped
 from slipstream.tests.user_errors import user_error
 
 
-def test_a_name_with_a_slash_or_a_folder_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_with_a_slash_or_a_folder_is_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     names = ("runs", "owner/model", "./missing", "none")
     assert [source_of(name).has_network for name in names] == [True, True, True, False]
 
 
-def test_json_faults_name_the_file(tmp_path: Path) -> None:
+def test_json_faults_name_the_file(tmp_path):
     with user_error(r"config\.json is missing; is .* a complete checkpoint"):
         read_json(tmp_path / "config.json")
     (tmp_path / "best").mkdir()
@@ -51,20 +50,20 @@ def test_json_faults_name_the_file(tmp_path: Path) -> None:
         read_json(tmp_path / "config.json")
 
 
-def test_a_drafts_config_with_fields_of_other_types_is_refused() -> None:
+def test_a_drafts_config_with_fields_of_other_types_is_refused():
     with user_error(r"draft d: dflash_config in config\.json is a number, not an object"):
         drafter_of({"drafter": "dflash", "dflash_config": 5}, "d")
     with user_error(r"config\.json: architectures is 'Llama'; it must be a list"):
         drafter_of({"architectures": "Llama"}, "d")
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused(tmp_path):
     with user_error(r"holds no \*\.safetensors file; convert"):
         read_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 30, 0.5, -1])
-def test_damaged_files_are_named(keep: float, tmp_path: Path) -> None:
+def test_damaged_files_are_named(keep, tmp_path):
     save_file({"a": torch.ones(100), "b": torch.ones(100)}, tmp_path / "model.safetensors")
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[: int(keep * len(data)) if 0 < keep < 1 else int(keep)])
@@ -86,7 +85,7 @@ ZEROS = torch.zeros(100_000)
         *({"a": ZEROS.index_fill(0, torch.tensor(place), 1)} for place in (0, 50_000, 99_999)),
     ],
 )
-def test_the_fingerprint_covers_names_shapes_types_and_samples(other: dict[str, Tensor], tmp_path: Path) -> None:
+def test_the_fingerprint_covers_names_shapes_types_and_samples(other, tmp_path):
     """But neither metadata nor the order in files."""
     file = tmp_path / "model.safetensors"
     first = {"z": torch.ones(1)}
@@ -104,7 +103,7 @@ def word_tokenizer(*words: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0], pad_token=words[0])
 
 
-def test_the_tokenizer_hash_is_of_the_mapping_alone(tmp_path: Path) -> None:
+def test_the_tokenizer_hash_is_of_the_mapping_alone(tmp_path):
     tokenizer = word_tokenizer("?", "a", "b")
     before = tokenizer_hash(tokenizer)
     assert tokenizer_hash(word_tokenizer("?", "b", "a")) != before
@@ -118,7 +117,7 @@ def test_the_tokenizer_hash_is_of_the_mapping_alone(tmp_path: Path) -> None:
     assert tokenizer_hash(tokenizer) != before
 
 
-def test_slow_tokenizers_are_hashed_by_their_vocabulary() -> None:
+def test_slow_tokenizers_are_hashed_by_their_vocabulary():
     def slow(vocab: dict[str, int]) -> str:
         return tokenizer_hash(SimpleNamespace(is_fast=False, get_vocab=lambda: vocab))
 
@@ -126,7 +125,7 @@ def test_slow_tokenizers_are_hashed_by_their_vocabulary() -> None:
     assert slow({"a": 0, "b": 1}) != slow({"a": 1, "b": 0})
 
 
-def test_a_written_checkpoint_can_be_read(tmp_path: Path) -> None:
+def test_a_written_checkpoint_can_be_read(tmp_path):
     transposed = torch.arange(6.0).view(2, 3).t()
     checkpoint.write_checkpoint(tmp_path, {"x": 1}, {"a": transposed}, {"argv": ["train"]})
     assert read_json(tmp_path / "config.json") == {"x": 1}
@@ -135,7 +134,7 @@ def test_a_written_checkpoint_can_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./draft", "bare", "too/many/parts", "folder/config.json"])
-def test_missing_folders_are_not_sought_on_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_folders_are_not_sought_on_the_hub(name, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     monkeypatch.chdir(tmp_path)
     fill(tmp_path, ["folder/config.json"])
@@ -169,7 +168,7 @@ def fill(folder: Path, files: Iterable[str]) -> None:
             (folder / name).write_text("")
 
 
-def test_names_of_tensors_are_known_by_an_index_alone(tmp_path: Path) -> None:
+def test_names_of_tensors_are_known_by_an_index_alone(tmp_path):
     fill(tmp_path, [INDEX])
     assert tensor_names(tmp_path) == SHARDS
     (tmp_path / INDEX).unlink()
@@ -182,9 +181,7 @@ def test_names_of_tensors_are_known_by_an_index_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trust_remote_code", [False, True])
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("kind", REPOSITORIES)
-def test_the_hub_is_asked_for_what_is_read_and_no_more(
-    kind: str, weights: bool, trust_remote_code: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_is_asked_for_what_is_read_and_no_more(kind, weights, trust_remote_code, tmp_path, monkeypatch):
     """Against a hub that is a folder; the second step takes the commit that the first one found."""
     files, expected = REPOSITORIES[kind]
     files = SMALL | CLUTTER | files
@@ -212,7 +209,7 @@ def test_the_hub_is_asked_for_what_is_read_and_no_more(
 
 
 @pytest.mark.parametrize("kind", list(REPOSITORIES)[:-1])
-def test_other_files_beside_the_weights_are_not_read(kind: str, tmp_path: Path) -> None:
+def test_other_files_beside_the_weights_are_not_read(kind, tmp_path):
     files, expected = REPOSITORIES[kind]
     fill(tmp_path, files)
     fingerprint = weights_fingerprint(tmp_path)
@@ -232,9 +229,7 @@ def test_other_files_beside_the_weights_are_not_read(kind: str, tmp_path: Path) 
         (SHARDS, '{"weight_map": {"a": "../secret"}}', "weight_map must name files in the same folder"),
     ],
 )
-def test_incomplete_and_ambiguous_weights_are_refused(
-    files: set[str], index: str | None, message: str, tmp_path: Path
-) -> None:
+def test_incomplete_and_ambiguous_weights_are_refused(files, index, message, tmp_path):
     fill(tmp_path, files)
     if index is not None:
         (tmp_path / INDEX).write_text(index)
@@ -262,7 +257,7 @@ NOT_FOUND = RepositoryNotFoundError(
         (OSError("No space left"), r"could not be downloaded \(No space left\)$"),
     ],
 )
-def test_the_hubs_errors_are_sentences(error: OSError, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hubs_errors_are_sentences(error, message, monkeypatch):
     def fail(*_: object, **__: object) -> str:
         raise error
 

@@ -22,14 +22,14 @@ from slipstream.tests.quantized_targets import (
     load,
     read_by_transformers,
 )
-from slipstream.tests.random_targets import MakeTarget, logits
+from slipstream.tests.random_targets import logits
 
 PRESETS = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A16_ASYM")
 TOKENS = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
-def plain(make_target: MakeTarget) -> dict[str, Path]:
+def plain(make_target) -> dict[str, Path]:
     return {"dense": make_target("wide"), "moe": make_target("wide-moe")}
 
 
@@ -87,7 +87,7 @@ def quantized_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @torch.no_grad()
-def test_a_dense_model(preset: str, plain: dict[str, Path], tmp_path: Path) -> None:
+def test_a_dense_model(preset, plain, tmp_path):
     """Weights and logits against the model that was written, whose layers round their inputs as the folder says, and
     weights against those that transformers reads."""
     model = save_compressed(preset, plain["dense"], tmp_path / "found")
@@ -101,7 +101,7 @@ def test_a_dense_model(preset: str, plain: dict[str, Path], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_mixture(preset: str, plain: dict[str, Path], tmp_path: Path) -> None:
+def test_a_mixture(preset, plain, tmp_path):
     model = save_compressed(preset, plain["moe"], tmp_path / "found", with_experts=True)
     expected = quantized_weights(model)
     assert len(expected) == 2 * (4 + 3 * 3)
@@ -109,7 +109,7 @@ def test_a_mixture(preset: str, plain: dict[str, Path], tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_experts_that_transformers_holds_together_stay_in_16_bits(plain: dict[str, Path], tmp_path: Path) -> None:
+def test_experts_that_transformers_holds_together_stay_in_16_bits(plain, tmp_path):
     model = save_compressed("W4A16", plain["moe"], tmp_path / "found")
     target = load(tmp_path / "found")
     expected = quantized_weights(model)
@@ -119,7 +119,7 @@ def test_experts_that_transformers_holds_together_stay_in_16_bits(plain: dict[st
 
 
 @pytest.mark.parametrize("name", ["packed", "packed-asymmetric", "compressed-channel", "compressed-blocks"])
-def test_layers_equal_those_of_plain_formulas(name: str) -> None:
+def test_layers_equal_those_of_plain_formulas(name):
     """Its own compressor of a layer, given the scales and zeros, against the tests' formulas."""
     layout = LAYOUTS[name]
     weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))

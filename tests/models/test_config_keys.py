@@ -130,13 +130,13 @@ def reference_model(path: Path) -> PreTrainedModel:
 
 @grouped("family")
 @pytest.mark.parametrize(("family", "key", "number"), gate_of(CASES, GATE))
-def test_a_key_does_what_it_does_in_transformers(family: str, key: str, number: int, tmp_path: Path) -> None:
+def test_a_key_does_what_it_does_in_transformers(family, key, number, tmp_path):
     check_changes(family, CHANGES[key][number], (key, *ALSO_NAMED.get(key, ())), tmp_path)
 
 
 @grouped("family")
 @pytest.mark.parametrize(("family", "changes"), gate_of(LATER_CASES, LATER_CASES[::4]))
-def test_keys_of_later_families_do_what_they_do_in_transformers(family: str, changes: Changes, tmp_path: Path) -> None:
+def test_keys_of_later_families_do_what_they_do_in_transformers(family, changes, tmp_path):
     check_changes(family, changes, changes.keys() | LATER_ALSO_NAMED, tmp_path)
 
 
@@ -165,7 +165,7 @@ def check_changes(family: str, changes: Changes, names: Collection[str], tmp_pat
     torch.testing.assert_close(logits(target, tokens), expected, atol=5e-5, rtol=1e-4)
 
 
-def test_every_key_of_every_family_is_tried() -> None:
+def test_every_key_of_every_family_is_tried():
     keys = {key for family in BASES if family != WRAPPER for key in (FAMILIES | CAPPED)[family].__dataclass_fields__}
     inherited = set(transformers.PretrainedConfig.__dataclass_fields__)
     assert keys - inherited - CHANGES.keys() - NO_EFFECT.keys() == set()
@@ -173,22 +173,20 @@ def test_every_key_of_every_family_is_tried() -> None:
 
 
 @pytest.mark.parametrize("family", BASES)
-def test_transformers_runs_each_family_as_it_is(family: str, tmp_path: Path) -> None:
+def test_transformers_runs_each_family_as_it_is(family, tmp_path):
     """Else the test above would compare nothing."""
     (tmp_path / "config.json").write_text(json.dumps(base_values(family)))
     assert reference_model(tmp_path)(input_ids=torch.arange(3, 63)[None]).logits.isfinite().all()
 
 
 @each_case()
-def test_a_config_that_cannot_be_is_refused_with_its_key(
-    family: str, changes: Changes, message: str, tmp_path: Path
-) -> None:
+def test_a_config_that_cannot_be_is_refused_with_its_key(family, changes, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(changed_values(family, changes)))
     with user_error(message):
         load_config(tmp_path)
 
 
-def test_a_config_at_fault_is_not_told_as_a_tokenizer(tmp_path: Path) -> None:
+def test_a_config_at_fault_is_not_told_as_a_tokenizer(tmp_path):
     """transformers reads it first, to know the tokenizer's class."""
     (tmp_path / "tokenizer.json").write_text((TINY / "tokenizer.json").read_text())
     values = changed_values("phi3-window", {"rope_parameters": None, "rope_scaling": {"type": "su"}})
@@ -198,7 +196,7 @@ def test_a_config_at_fault_is_not_told_as_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(True, True), (False, False), (False, True), (True, False)])
-def test_a_wrappers_top_level_says_whether_the_head_is_tied(outer: bool, inner: bool, tmp_path: Path) -> None:
+def test_a_wrappers_top_level_says_whether_the_head_is_tied(outer, inner, tmp_path):
     values = changed_values(WRAPPER, {"tie_word_embeddings": inner}) | {"tie_word_embeddings": outer}
     (tmp_path / "config.json").write_text(json.dumps(values))
     model = reference_model(tmp_path)
@@ -209,7 +207,7 @@ def test_a_wrappers_top_level_says_whether_the_head_is_tied(outer: bool, inner: 
 
 @pytest.mark.parametrize("reader", ["served", "trained"])
 @pytest.mark.parametrize("family", ["llama-tied-bias", "gemma2", WRAPPER])
-def test_a_head_that_contradicts_the_config_is_refused(reader: str, family: str, tmp_path: Path) -> None:
+def test_a_head_that_contradicts_the_config_is_refused(reader, family, tmp_path):
     """transformers unties it, with a warning; a copy of the embedding is none."""
     values = changed_values(family, {"tie_word_embeddings": True})
     (tmp_path / "config.json").write_text(json.dumps(values))

@@ -14,19 +14,16 @@ from slipstream.models.drafts.speculators_layout import to_speculators
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft, Values
-from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.tables import each_case, table_of
 from slipstream.tests.user_errors import user_error
 
 
 @each_case()
-def test_default_layers_are_those_of_the_peers_on_deep_targets(
-    num_layers: int, num_draft_layers: int, expected: list[int]
-) -> None:
+def test_default_layers_are_those_of_the_peers_on_deep_targets(num_layers, num_draft_layers, expected):
     assert default_block_aux_layers(num_layers, num_draft_layers) == tuple(expected)
 
 
-def test_default_layers_are_distinct_outputs_for_every_depth() -> None:
+def test_default_layers_are_distinct_outputs_for_every_depth():
     for num_layers in range(3, 100):
         for num_draft_layers in range(1, 9):
             layers = default_block_aux_layers(num_layers, num_draft_layers)
@@ -36,24 +33,24 @@ def test_default_layers_are_distinct_outputs_for_every_depth() -> None:
 
 
 @pytest.fixture
-def config(make_target: MakeTarget) -> Callable[..., DFlashConfig]:
+def config(make_target) -> Callable[..., DFlashConfig]:
     target = load_config(make_target("qwen3"))
-    defaults: dict[str, Any] = {"num_layers": 2, "mask_token_id": 7, "aux_layers": (0, 2)}
+    defaults = {"num_layers": 2, "mask_token_id": 7, "aux_layers": (0, 2)}
     return lambda **fields: DFlashConfig.from_target(target, **defaults | fields)
 
 
 @each_case()
-def test_configs_are_checked(fields: dict[str, Any], message: str, config: Callable[..., DFlashConfig]) -> None:
+def test_configs_are_checked(fields, message, config):
     with user_error(message):
         config(**fields)
 
 
-def test_blocks_are_an_anchor_and_masks(config: Callable[..., DFlashConfig]) -> None:
+def test_blocks_are_an_anchor_and_masks(config):
     blocks = DFlash(config()).block_tokens(torch.tensor([[3], [4]]), 3)
     assert blocks.tolist() == [[[3, 7, 7]], [[4, 7, 7]]]
 
 
-def test_a_vocabulary_may_leave_out_tokens(config: Callable[..., DFlashConfig]) -> None:
+def test_a_vocabulary_may_leave_out_tokens(config):
     assert DFlash(config()).target_ids is None
     assert not {"d2t", "t2d"} & DFlash(config()).state_dict().keys()
     module = DFlash(config(draft_vocab_size=3))
@@ -86,22 +83,22 @@ def save_draft(target: TargetSpec, folder: Path, **fields: Any) -> SavedDraft:
 
 
 @pytest.fixture
-def draft(make_target: MakeTarget, tmp_path: Path) -> SavedDraft:
+def draft(make_target, tmp_path) -> SavedDraft:
     return save_draft(load_config(make_target("qwen3")), tmp_path)
 
 
 @pytest.fixture
-def reduced(make_target: MakeTarget, tmp_path: Path) -> SavedDraft:
+def reduced(make_target, tmp_path) -> SavedDraft:
     fields = {"sliding_window": 6, "windowed_layers": (1,), "draft_vocab_size": 50, "attention_bias": True}
     return save_draft(load_config(make_target("qwen3")), tmp_path, **fields)
 
 
 @pytest.mark.parametrize("name", ["draft", "reduced"])
-def test_a_round_trip_is_exact(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_round_trip_is_exact(name, request):
     request.getfixturevalue(name).check_round_trip()
 
 
-def test_the_files_have_the_public_form(draft: SavedDraft) -> None:
+def test_the_files_have_the_public_form(draft):
     public = table_of(__file__, "public")
     layers = {f"layers.{index}.{key}": shape for index in range(2) for key, shape in public["layer"].items()}
     draft.check_public(public["others"] | layers, public["fields"] | ORIGIN)
@@ -109,21 +106,21 @@ def test_the_files_have_the_public_form(draft: SavedDraft) -> None:
 
 
 @each_case()
-def test_other_trainers_configs_load(values: Values, draft: SavedDraft) -> None:
+def test_other_trainers_configs_load(values, draft):
     draft.change(values=values)
     draft.assert_loads_equal()
     assert draft.load().config == draft.module.config
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])
-def test_other_names_of_tensors_load(prefix: str, draft: SavedDraft) -> None:
+def test_other_names_of_tensors_load(prefix, draft):
     names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
     copies = {"embed_tokens.weight": torch.zeros(120, 32), "lm_head.weight": torch.zeros(120, 32)}
     draft.change(tensors=lambda old: {prefix + names.get(key, key): x for key, x in (old | copies).items()})
     draft.assert_loads_equal()
 
 
-def test_deepspecs_drafts_predict_from_the_anchor(draft: SavedDraft) -> None:
+def test_deepspecs_drafts_predict_from_the_anchor(draft):
     draft.change(values=DEEPSPEC)
     draft.assert_loads_equal()
     assert draft.load().config.sample_from_anchor
@@ -132,7 +129,7 @@ def test_deepspecs_drafts_predict_from_the_anchor(draft: SavedDraft) -> None:
         draft.load()
 
 
-def test_the_layout_of_speculators_loads(reduced: SavedDraft) -> None:
+def test_the_layout_of_speculators_loads(reduced):
     values = json.loads((reduced.folder / "config.json").read_text())
     changed = to_speculators(values, "owner/model", ["Qwen3ForCausalLM"])
     assert changed["aux_hidden_state_layer_ids"] == [1, 3], "counted by the layer that a state goes into"
@@ -146,14 +143,14 @@ def test_the_layout_of_speculators_loads(reduced: SavedDraft) -> None:
 
 @pytest.mark.parametrize("place", ["top", "dflash_config"])
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_the_network_does_not_do_is_refused_by_name(name: str, place: str, draft: SavedDraft) -> None:
+def test_what_the_network_does_not_do_is_refused_by_name(name, place, draft):
     draft.change(values={name: 2} if place == "top" else {"dflash_config": INNER | {name: 2}})
     with user_error(f"draft config sets {name} to 2, which is not supported"):
         draft.load()
 
 
 @each_case()
-def test_what_others_files_mean_is_refused_by_name_or_certain(values: Values, message: str, draft: SavedDraft) -> None:
+def test_what_others_files_mean_is_refused_by_name_or_certain(values, message, draft):
     draft.change(values={"sample_from_anchor": None} | values)
     with user_error(message):
         draft.load()
@@ -163,22 +160,22 @@ LAGUNA: Values = {"drafter": None, "architectures": ["DFlashLagunaForCausalLM"],
 
 
 @each_case()
-def test_what_lagunas_drafts_do_not_say_is_refused(values: Values, message: str, draft: SavedDraft) -> None:
+def test_what_lagunas_drafts_do_not_say_is_refused(values, message, draft):
     draft.change(values=LAGUNA | values)
     with user_error(message):
         draft.load()
 
 
 @pytest.mark.parametrize("gate", ["sigmoid", {"activation": "tanh"}, {"by_head": True}])
-def test_an_unknown_gate_is_refused(gate: Any, draft: SavedDraft) -> None:
+def test_an_unknown_gate_is_refused(gate, draft):
     draft.change(values={"dflash_config": INNER | {"output_gate": gate}})
     with user_error("output_gate is .*; it must have activation, sigmoid or softplus"):
         draft.load()
 
 
-def test_muse_glimmers_draft_has_windows_unless_its_file_says_otherwise(draft: SavedDraft) -> None:
+def test_muse_glimmers_draft_has_windows_unless_its_file_says_otherwise(draft):
     """transformers' defaults: a window of 2,048 tokens on all layers."""
-    muse: Values = {
+    muse = {
         **{"drafter": None, "architectures": ["MuseGlimmerAssistantModel"], "sample_from_anchor": None},
         **{"dflash_config": None, **INNER, "vocab_size": None, "layer_types": None, "sliding_window": None},
         "use_sliding_window": None,
@@ -203,7 +200,7 @@ WINDOWED: Values = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 
         ({"layer_types": None, "dflash_config": INNER | {"use_swa": True, "swa_window_size": 6}}, "causal"),
     ],
 )
-def test_whether_slots_see_later_ones_in_a_window(values: Values, mask: str, draft: SavedDraft) -> None:
+def test_whether_slots_see_later_ones_in_a_window(values, mask, draft):
     draft.change(values=values)
     loaded = draft.load()
     assert loaded.masks == [mask] * 2
@@ -215,7 +212,7 @@ CONVENTIONS: list[tuple[Values, bool | None]] = table_of(__file__, "conventions"
 
 
 @pytest.mark.parametrize(("values", "expected"), CONVENTIONS)
-def test_whether_the_anchor_predicts(values: Values, expected: bool | None, draft: SavedDraft) -> None:
+def test_whether_the_anchor_predicts(values, expected, draft):
     draft.change(values={"sample_from_anchor": None} | values)
     if expected is not None:
         assert draft.load().config.sample_from_anchor is expected
@@ -226,7 +223,7 @@ def test_whether_the_anchor_predicts(values: Values, expected: bool | None, draf
         assert draft.load(sample_from_anchor=choice).config.sample_from_anchor is choice
 
 
-def test_a_choice_that_contradicts_the_file_is_refused(draft: SavedDraft) -> None:
+def test_a_choice_that_contradicts_the_file_is_refused(draft):
     with user_error("sample_from_anchor is true, but the draft's config.json has sample_from_anchor"):
         draft.load(sample_from_anchor=True)
     with user_error(r"aux_layers is \[0, 2\]; it is not for block drafts"):
@@ -234,13 +231,13 @@ def test_a_choice_that_contradicts_the_file_is_refused(draft: SavedDraft) -> Non
 
 
 @each_case()
-def test_what_does_not_fit_is_refused(values: Values, message: str, draft: SavedDraft) -> None:
+def test_what_does_not_fit_is_refused(values, message, draft):
     draft.change(values=values)
     with user_error(message):
         draft.load()
 
 
-def test_a_mask_embedding_of_its_own_is_refused(draft: SavedDraft) -> None:
+def test_a_mask_embedding_of_its_own_is_refused(draft):
     (draft.folder / "mask_embedding.pt").touch()
     with user_error(r"has a mask embedding of its own \(mask_embedding.pt\)"):
         draft.load()

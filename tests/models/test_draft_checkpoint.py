@@ -35,7 +35,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch) -> None:
     monkeypatch.setattr(base, "ROWS", 7)
 
 
@@ -43,7 +43,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("served", FLOATS)
 @pytest.mark.parametrize("stored", FLOATS)
 @pytest.mark.parametrize("rounded", FLOATS)
-def test_a_copy_may_have_been_rounded(rounded: torch.dtype, stored: torch.dtype, served: torch.dtype) -> None:
+def test_a_copy_may_have_been_rounded(rounded, stored, served):
     """A target in one dtype, served in another; a draft's file in a third. One changed value is no rounding."""
     target = torch.randn(20, 16, generator=torch.Generator().manual_seed(0)).to(stored)
     copy = target.to(rounded, copy=True)
@@ -55,11 +55,11 @@ def test_a_copy_may_have_been_rounded(rounded: torch.dtype, stored: torch.dtype,
 
 
 @pytest.mark.parametrize("mask", [torch.bool, torch.uint8])
-def test_a_head_is_compared_at_the_drafts_tokens(mask: torch.dtype) -> None:
+def test_a_head_is_compared_at_the_drafts_tokens(mask):
     head = torch.randn(40, 8)
     vocabulary = torch.arange(40) % 2 == 0
     for rows, key, expected in ((head[vocabulary], "lm_head.weight", True), (head[:20], "lm_head.weight", False)):
-        tensors: dict[str, Tensor] = {"t2d": vocabulary.to(mask), key: rows}
+        tensors = {"t2d": vocabulary.to(mask), key: rows}
         assert drop_copy(tensors, key, {key: head}) is not expected
         assert (key in tensors) is not expected
 
@@ -85,7 +85,7 @@ def saved_draft(kind: str, make_target: MakeTarget, folder: Path) -> tuple[Path,
 
 
 @pytest.mark.parametrize("source", ["eagle3-flags", "eagle-whole-vocabulary", "dflash-window", "dspark-gated"])
-def test_a_field_of_the_wrong_type_is_no_programming_error(source: str) -> None:
+def test_a_field_of_the_wrong_type_is_no_programming_error(source):
     """Each field of config.json, in each section, with values of other types: refused in a sentence, or without effect;
     also in the layout of speculators."""
     folder = ROOT / "tests" / "assets" / source
@@ -121,14 +121,7 @@ def test_a_field_of_the_wrong_type_is_no_programming_error(source: str) -> None:
         ("qweight", torch.int32, {"scales": torch.ones(1), "qzeros": torch.ones(1)}),
     ],
 )
-def test_a_quantised_draft_is_refused_with_the_remedy(
-    ending: str,
-    dtype: torch.dtype,
-    beside: dict[str, Tensor],
-    kind: str,
-    make_target: MakeTarget,
-    tmp_path: Path,
-) -> None:
+def test_a_quantised_draft_is_refused_with_the_remedy(ending, dtype, beside, kind, make_target, tmp_path):
     target, file, tensors = saved_draft(kind, make_target, tmp_path)
     name = next(name for name in tensors if name.endswith("down_proj.weight"))
     stem = name.removesuffix("weight")
@@ -150,9 +143,7 @@ def test_a_quantised_draft_is_refused_with_the_remedy(
         *((kind, lambda _: torch.zeros(32, 100), OTHER_WIDTH) for kind in ("eagle3", "dflash")),
     ],
 )
-def test_weights_that_are_not_finite_or_of_another_width_are_said_plainly(
-    kind: str, weight: Callable[[Tensor], Tensor], message: str, make_target: MakeTarget, tmp_path: Path
-) -> None:
+def test_weights_that_are_not_finite_or_of_another_width_are_said_plainly(kind, weight, message, make_target, tmp_path):
     target, file, tensors = saved_draft(kind, make_target, tmp_path)
     save_file(tensors | {"fc.weight": weight(tensors["fc.weight"])}, file)
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,6 @@
 """The EAGLE network against its fp64 oracle; its files, those of other trainers, and refusals."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from slipstream.tests.tables import each_case, table_of
 
 
 @pytest.fixture
-def make_draft(make_target: Callable[[str], Path], tmp_path: Path) -> Callable[..., SavedDraft]:
+def make_draft(make_target, tmp_path) -> Callable[..., SavedDraft]:
     def make(**fields: Any) -> SavedDraft:
         target = load_config(make_target("llama"))
         torch.manual_seed(4)
@@ -28,7 +27,7 @@ def make_draft(make_target: Callable[[str], Path], tmp_path: Path) -> Callable[.
 
 
 @pytest.mark.parametrize("fields", [{}, {"fc_bias": False, "qkv_bias": True}, {"draft_vocab_size": 50}])
-def test_the_network_equals_its_formulas(fields: dict[str, Any], make_draft: Callable[..., SavedDraft]) -> None:
+def test_the_network_equals_its_formulas(fields, make_draft):
     draft = make_draft(**fields)
     module = draft.load(torch.float32)
     embeddings, head = torch.randn(2, 120, 32)
@@ -44,11 +43,11 @@ def test_the_network_equals_its_formulas(fields: dict[str, Any], make_draft: Cal
 
 
 @pytest.mark.parametrize("fields", [{}, {"fc_bias": False}, {"qkv_bias": True}, {"draft_vocab_size": 50}])
-def test_a_round_trip_is_exact(fields: dict[str, Any], make_draft: Callable[..., SavedDraft]) -> None:
+def test_a_round_trip_is_exact(fields, make_draft):
     make_draft(**fields).check_round_trip()
 
 
-def test_the_files_have_the_public_form(make_draft: Callable[..., SavedDraft]) -> None:
+def test_the_files_have_the_public_form(make_draft):
     make_draft().check_public(**table_of(__file__, "public"))
 
 
@@ -69,7 +68,7 @@ OURS = ("drafter", "target", "target_revision", "target_fingerprint", "tokenizer
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("has_bias_field", [True, False])
-def test_the_authors_files_load(bias: bool, has_bias_field: bool, make_draft: Callable[..., SavedDraft]) -> None:
+def test_the_authors_files_load(bias, has_bias_field, make_draft):
     """A pickle with the target's embedding in it; the field `bias` may be missing."""
     draft = make_draft(fc_bias=bias)
     removed = dict.fromkeys((*OURS, "head_dim", "rope_scaling", *(() if has_bias_field else ("bias",))))
@@ -81,7 +80,7 @@ def test_the_authors_files_load(bias: bool, has_bias_field: bool, make_draft: Ca
     assert draft.load().config.aux_layers == (4,)
 
 
-def test_biases_of_qwen_drafts_load(make_draft: Callable[..., SavedDraft]) -> None:
+def test_biases_of_qwen_drafts_load(make_draft):
     draft = make_draft(qkv_bias=True)
     draft.change(values={"architectures": ["Qwen2ForCausalLMEagle"]} | dict.fromkeys(OURS))
     draft.assert_loads_equal()
@@ -90,9 +89,7 @@ def test_biases_of_qwen_drafts_load(make_draft: Callable[..., SavedDraft]) -> No
 
 
 @each_case()
-def test_what_does_not_fit_is_refused(
-    values: dict[str, Any], message: str, make_draft: Callable[..., SavedDraft]
-) -> None:
+def test_what_does_not_fit_is_refused(values, message, make_draft):
     draft = make_draft()
     draft.change(values=values)
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,7 @@
 """EAGLE3: the network's formula and start; the public file exactly, other trainers' layouts, and refusals."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from slipstream.models.targets.config import RopeConfig, TargetSpec, default_aux
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedDraft, Tensors, Values, fused
 from slipstream.tests.naive_eagle3 import NaiveEagle3
-from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.tables import each_case, table_of
 from slipstream.tests.user_errors import user_error
 
@@ -50,7 +49,7 @@ def random_module(target: Path, **fields: Any) -> Eagle3:
 @pytest.mark.parametrize(
     "fields", [{}, {"attention_bias": True}, {"num_kv_heads": 1}, {"intermediate_size": 20}, DEEP, *FLAGGED]
 )
-def test_the_module_equals_its_formula(fields: dict[str, Any], make_target: MakeTarget, tmp_path: Path) -> None:
+def test_the_module_equals_its_formula(fields, make_target, tmp_path):
     path = make_target("qwen3")
     module = random_module(path, **fields)
     write_draft(module, module.state_dict(), tmp_path, {})
@@ -64,7 +63,7 @@ def test_the_module_equals_its_formula(fields: dict[str, Any], make_target: Make
     torch.testing.assert_close(module.logits(states).double(), naive.logits(expected), atol=1e-5, rtol=1e-4)
 
 
-def test_it_starts_from_the_targets_weights(make_target: MakeTarget) -> None:
+def test_it_starts_from_the_targets_weights(make_target):
     module = random_module(make_target("llama"))
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(120, 32, generator=generator)
@@ -78,7 +77,7 @@ def test_it_starts_from_the_targets_weights(make_target: MakeTarget) -> None:
     torch.testing.assert_close(module.fuse(aux_states), aux_states[:, -32:])
 
 
-def test_upper_layers_pass_states_on_at_first(make_target: MakeTarget) -> None:
+def test_upper_layers_pass_states_on_at_first(make_target):
     module = random_module(make_target("llama"), num_layers=3, intermediate_size=48)
     module.init_from_target({HEAD: torch.randn(120, 32), "norm.weight": torch.randn(32)})
     embeds = torch.randn(LENGTH, 32)
@@ -95,27 +94,27 @@ def save_draft(target: TargetSpec, folder: Path, draft_vocab_size: int, **flags:
 
 
 @pytest.fixture
-def draft(make_target: MakeTarget, tmp_path: Path) -> SavedDraft:
+def draft(make_target, tmp_path) -> SavedDraft:
     return save_draft(load_config(make_target("llama")), tmp_path, 50)
 
 
 @pytest.fixture
-def full_draft(make_target: MakeTarget, tmp_path: Path) -> SavedDraft:
+def full_draft(make_target, tmp_path) -> SavedDraft:
     """Its vocabulary is the target's."""
     return save_draft(load_config(make_target("llama")), tmp_path, 120)
 
 
-def test_a_round_trip_is_exact(draft: SavedDraft) -> None:
+def test_a_round_trip_is_exact(draft):
     draft.check_round_trip()
 
 
 @each_case()
-def test_a_config_survives_json(rope: list[Any], draft: SavedDraft) -> None:
+def test_a_config_survives_json(rope, draft):
     config = replace(draft.module.config, rope=RopeConfig(*rope), attention_bias=True)
     assert Eagle3Config.from_json(json.loads(json.dumps(config.to_json())), draft.target) == config
 
 
-def test_the_files_have_the_public_form(draft: SavedDraft) -> None:
+def test_the_files_have_the_public_form(draft):
     """Layer ids in eagle_config, which SGLang reads, count outputs, and those at the top, which vLLM reads, inputs."""
     tensors = draft.check_public(**table_of(__file__, "public"))
     assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
@@ -125,7 +124,7 @@ def test_the_files_have_the_public_form(draft: SavedDraft) -> None:
 
 @pytest.mark.parametrize("flags", FLAGGED)
 @pytest.mark.parametrize("nested", [False, True])
-def test_the_flags_of_eagle_3_1(flags: dict[str, bool], nested: bool, make_target: MakeTarget, tmp_path: Path) -> None:
+def test_the_flags_of_eagle_3_1(flags, nested, make_target, tmp_path):
     """Only those that are set are written, with their norms; eagle_config may hold them too, as for vLLM."""
     draft = save_draft(load_config(make_target("llama")), tmp_path, 50, **flags)
     values = json.loads((tmp_path / "config.json").read_text())
@@ -139,7 +138,7 @@ def test_the_flags_of_eagle_3_1(flags: dict[str, bool], nested: bool, make_targe
     draft.check_round_trip()
 
 
-def test_flags_that_contradict_are_refused(draft: SavedDraft) -> None:
+def test_flags_that_contradict_are_refused(draft):
     draft.change(values={"norm_before_fc": True, "fc_norm": True})
     with user_error("norm_before_fc and fc_norm are both set"):
         draft.load()
@@ -151,7 +150,7 @@ def test_flags_that_contradict_are_refused(draft: SavedDraft) -> None:
         draft.load()
 
 
-def test_what_specforge_once_meant_by_norm_output(draft: SavedDraft) -> None:
+def test_what_specforge_once_meant_by_norm_output(draft):
     """The final norm shows if the head reads a normed state: if no step ever used it, it is as it was initialised."""
     draft.change(values={"norm_output": False})
     draft.assert_loads_equal()
@@ -177,7 +176,7 @@ EVIDENCE: dict[str, tuple[Callable[[Tensors], Tensors], Values]] = {  # that Spe
 
 
 @pytest.mark.parametrize("evidence", EVIDENCE)
-def test_norm_output_of_others_is_decided_by_the_file(evidence: str, draft: SavedDraft) -> None:
+def test_norm_output_of_others_is_decided_by_the_file(evidence, draft):
     tensors, values = EVIDENCE[evidence]
     draft.change(tensors, {"drafter": None, "norm_output": True} | values)
     config = draft.load().config
@@ -185,7 +184,7 @@ def test_norm_output_of_others_is_decided_by_the_file(evidence: str, draft: Save
     assert config.norm_before_fc == (evidence in ("norm_before_fc", "the tensor alone"))
 
 
-def test_norm_output_that_may_mean_two_things_is_the_users_to_decide(draft: SavedDraft) -> None:
+def test_norm_output_that_may_mean_two_things_is_the_users_to_decide(draft):
     draft.change(values={"drafter": None, "norm_output": True})
     with user_error("nothing in the file says which.* --drafter.norm-output, convert: --norm-out"):
         draft.load()
@@ -193,7 +192,7 @@ def test_norm_output_that_may_mean_two_things_is_the_users_to_decide(draft: Save
         assert draft.load(norm_output=choice).config.norm_output is choice
 
 
-def test_a_norm_in_the_file_shows_its_flag(draft: SavedDraft) -> None:
+def test_a_norm_in_the_file_shows_its_flag(draft):
     draft.change(lambda tensors: tensors | {f"fc_norm.{i}.weight": torch.ones(32) for i in range(3)})
     assert draft.load().config.fc_norm
     draft.change(values={"fc_norm": False})
@@ -202,9 +201,7 @@ def test_a_norm_in_the_file_shows_its_flag(draft: SavedDraft) -> None:
 
 
 @each_case()
-def test_ids_in_eagle_config_count_outputs_or_inputs(
-    ids: list[int], sinks: bool, expected: list[int] | None, draft: SavedDraft
-) -> None:
+def test_ids_in_eagle_config_count_outputs_or_inputs(ids, sinks, expected, draft):
     (layer,) = draft.target.layers[:1]
     layer = replace(layer, mixer=replace(layer.mixer, sinks=sinks))
     draft.target = replace(draft.target, layers=(layer,) * 12)
@@ -222,7 +219,7 @@ def test_ids_in_eagle_config_count_outputs_or_inputs(
         draft.load(aux_layers=(1, 5, 8))
 
 
-def test_a_draft_of_the_final_state_alone(make_target: MakeTarget, tmp_path: Path) -> None:
+def test_a_draft_of_the_final_state_alone(make_target, tmp_path):
     """Short-context drafts of NVIDIA for gpt-oss: no fc."""
     path = make_target("llama")
     module = random_module(path, has_fc=False, aux_layers=(4,))
@@ -238,7 +235,7 @@ def test_a_draft_of_the_final_state_alone(make_target: MakeTarget, tmp_path: Pat
     assert draft.load(aux_layers=(2,)).config.aux_layers == (2,)
 
 
-def test_layers_above_the_first(make_target: MakeTarget, tmp_path: Path) -> None:
+def test_layers_above_the_first(make_target, tmp_path):
     draft = save_draft(load_config(make_target("llama")), tmp_path, 50, **DEEP)
     shapes = {key: tuple(x.shape) for key, x in load_file(tmp_path / "model.safetensors").items()}
     assert shapes["midlayer.self_attn.q_proj.weight"] == (32, 64)
@@ -263,19 +260,19 @@ LAYOUTS: dict[str, Callable[[Tensors], Tensors]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_foreign_layouts_load(layout: str, draft: SavedDraft) -> None:
+def test_foreign_layouts_load(layout, draft):
     draft.change(LAYOUTS[layout])
     draft.assert_loads_equal()
 
 
-def test_a_full_vocabulary_needs_no_map(full_draft: SavedDraft) -> None:
+def test_a_full_vocabulary_needs_no_map(full_draft):
     full_draft.change(lambda tensors: {key: tensors[key] for key in tensors if key not in ("d2t", "t2d")})
     full_draft.assert_loads_equal()
     full_draft.change(values={"draft_vocab_size": None})
     full_draft.assert_loads_equal()
 
 
-def test_a_foreign_config_loads(draft: SavedDraft) -> None:
+def test_a_foreign_config_loads(draft):
     """No target, no layer ids, no head_dim, rope as older trainers write it: rule and target fill the gaps."""
     absent = (*OWN_FIELDS, "target_num_layers", "drafter", "eagle_config", AUX_LAYERS, "head_dim")
     absent += ("target_hidden_size", "attention_bias")
@@ -287,9 +284,7 @@ def test_a_foreign_config_loads(draft: SavedDraft) -> None:
 
 
 @pytest.mark.parametrize(("num_layers", "layers"), [(10, (1, 4, 6)), (12, (3, 11))])
-def test_layers_that_no_rule_makes_certain_have_to_be_named(
-    num_layers: int, layers: tuple[int, ...], draft: SavedDraft
-) -> None:
+def test_layers_that_no_rule_makes_certain_have_to_be_named(num_layers, layers, draft):
     """Too few layers for EAGLE-3's rule, or another number of states than its three."""
     count = len(layers)
     draft.target = replace(draft.target, layers=draft.target.layers[:1] * num_layers)
@@ -310,14 +305,14 @@ def test_layers_that_no_rule_makes_certain_have_to_be_named(
 
 
 @each_case()
-def test_rope_fields_old_and_new(values: Values, rope: list[Any], draft: SavedDraft) -> None:
+def test_rope_fields_old_and_new(values, rope, draft):
     draft.change(values=values)
     assert draft.load().config.rope == RopeConfig(*rope)
 
 
 @pytest.mark.parametrize("flag", UNSUPPORTED_FLAGS)
 @pytest.mark.parametrize("nested", [False, True])
-def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bool, draft: SavedDraft) -> None:
+def test_flags_that_change_the_network_are_refused_by_name(flag, nested, draft):
     draft.change(values={flag: False})
     draft.assert_loads_equal()
     draft.change(values={"eagle_config": {flag: True}} if nested else {flag: True})
@@ -326,14 +321,14 @@ def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bo
 
 
 @each_case()
-def test_misfits_name_field_and_values(values: Values, message: str, draft: SavedDraft) -> None:
+def test_misfits_name_field_and_values(values, message, draft):
     draft.change(values=values)
     with user_error(message):
         draft.load()
 
 
 @each_case()
-def test_a_sliding_window_is_read_where_it_is_used(values: Values, expected: int | None, draft: SavedDraft) -> None:
+def test_a_sliding_window_is_read_where_it_is_used(values, expected, draft):
     draft.change(values={"sliding_window": 4096, **values})
     config = draft.load().config
     assert config.sliding_window == expected
@@ -374,14 +369,14 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
         (lambda tensors: tensors | {"t2d": torch.ones(121)}, r"t2d is \[121\], but the target has 120 tokens"),
     ],
 )
-def test_damaged_tensors_are_named(change: Callable[[Tensors], Tensors], message: str, draft: SavedDraft) -> None:
+def test_damaged_tensors_are_named(change, message, draft):
     draft.change(change)
     with user_error(message):
         draft.load()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
-def test_a_d2t_of_whole_numbers_is_read(dtype: torch.dtype, draft: SavedDraft) -> None:
+def test_a_d2t_of_whole_numbers_is_read(dtype, draft):
     draft.change(lambda tensors: tensors | {"d2t": tensors["d2t"].to(dtype), "t2d": tensors["t2d"].float()})
     ids = draft.load().target_ids
     expected = draft.module.target_ids
@@ -390,17 +385,13 @@ def test_a_d2t_of_whole_numbers_is_read(dtype: torch.dtype, draft: SavedDraft) -
     assert torch.equal(ids, expected)
 
 
-def test_a_d2t_of_zeros_is_said_where_nothing_contradicts_it(
-    draft: SavedDraft, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_d2t_of_zeros_is_said_where_nothing_contradicts_it(draft, caplog):
     draft.change(lambda tensors: without("t2d")(tensors | {"d2t": torch.zeros(50)}))
     assert draft.load().target_ids.tolist() == list(range(50))
     assert "d2t is all zeros, so that the draft proposes the first 50 tokens" in caplog.text
 
 
-def test_a_d2t_that_may_hold_ids_is_said_where_nothing_contradicts_it(
-    draft: SavedDraft, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_d2t_that_may_hold_ids_is_said_where_nothing_contradicts_it(draft, caplog):
     """Ids are all below the vocabulary's middle. Differences stay the same from a token to its neighbour."""
     for d2t, warns in ((torch.arange(1, 51), True), (torch.arange(50) // 2, False)):
         caplog.clear()
@@ -409,7 +400,7 @@ def test_a_d2t_that_may_hold_ids_is_said_where_nothing_contradicts_it(
         assert ("as a list of target ids does; if few are accepted" in caplog.text) == warns
 
 
-def test_an_embedding_of_zeros_is_a_placeholder(draft: SavedDraft, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_embedding_of_zeros_is_a_placeholder(draft, caplog):
     shared = {"embed_tokens.weight": torch.randn(120, 32)}
     draft.change(lambda tensors: tensors | {"embed_tokens.weight": torch.zeros(120, 32)})
     module = load_draft(Eagle3, draft.folder, draft.target, torch.float32, torch.device("cpu"), shared)
@@ -418,9 +409,7 @@ def test_an_embedding_of_zeros_is_a_placeholder(draft: SavedDraft, caplog: pytes
 
 
 @each_case((10, default_aux_layers(10), True))
-def test_ids_that_every_reader_takes_by_itself_are_left_out(
-    count: int, layers: Sequence[int], is_written: bool, draft: SavedDraft
-) -> None:
+def test_ids_that_every_reader_takes_by_itself_are_left_out(count, layers, is_written, draft):
     target = replace(draft.target, layers=draft.target.layers[:1] * count)
     config = replace(draft.module.config, target_num_layers=count, aux_layers=(*layers,))
     values = config.to_json()
@@ -429,14 +418,12 @@ def test_ids_that_every_reader_takes_by_itself_are_left_out(
 
 
 @each_case()
-def test_layer_ids_stand_in_either_place(
-    inputs: list[int] | None, outputs: list[int] | None, expected: list[int], draft: SavedDraft
-) -> None:
+def test_layer_ids_stand_in_either_place(inputs, outputs, expected, draft):
     draft.change(values={"eagle_config": outputs and {AUX_LAYERS: outputs}, AUX_LAYERS: inputs})
     assert draft.load().config.aux_layers == tuple(expected)
 
 
-def test_a_pickle_of_tensors_loads_and_other_objects_do_not(draft: SavedDraft) -> None:
+def test_a_pickle_of_tensors_loads_and_other_objects_do_not(draft):
     """As SafeAILab publishes them."""
     file = draft.folder / "model.safetensors"
     pickled = draft.folder / "pytorch_model.bin"
@@ -448,7 +435,7 @@ def test_a_pickle_of_tensors_loads_and_other_objects_do_not(draft: SavedDraft) -
         draft.load()
 
 
-def test_an_embedding_of_its_own_is_kept(draft: SavedDraft) -> None:
+def test_an_embedding_of_its_own_is_kept(draft):
     embedding = torch.randn(120, 32)
     draft.change(lambda tensors: tensors | {"embed_tokens.weight": embedding.bfloat16()})
     assert draft.load(None, {"embed_tokens.weight": embedding}).embed_tokens is None

@@ -3,14 +3,12 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 
 from slipstream.models.layers.formats import table
 from slipstream.models.layers.formats.base import FileTensor, Format, Quantization, QuantizedLinear
@@ -89,9 +87,7 @@ LAYOUT = Layout(int8, {"quant_method": "int8"})
 
 @pytest.mark.parametrize("config", [CONFIG, MOE_CONFIG], ids=["dense", "experts"])
 @torch.no_grad()
-def test_another_format_needs_a_class_and_a_line(
-    config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_another_format_needs_a_class_and_a_line(config, monkeypatch, tmp_path):
     """Read from its config, loaded, also in the parts of two ranks, multiplied, and counted without files."""
     plain = tmp_path / "plain"
     folder = tmp_path / "int8"

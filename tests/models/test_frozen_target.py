@@ -14,7 +14,6 @@ from transformers import (
     GraniteConfig,
     Llama4TextConfig,
     LlamaConfig,
-    PretrainedConfig,
     PreTrainedModel,
     Starcoder2Config,
     VaultGemmaConfig,
@@ -40,7 +39,6 @@ from slipstream.tests.random_targets import (
     FAMILIES,
     RELATIVES,
     SHAPE,
-    MakeTarget,
     change_json,
     load_model,
     roughen,
@@ -82,7 +80,7 @@ def check_ends(path: Path, target: FrozenTarget, tokens: Tensor) -> None:
         + ["gemma4-shared", "hyperclovax", "laguna", "ministral3", "muse-glimmer"],
     ),
 )
-def test_states_are_those_of_transformers(family: str, make_target: MakeTarget) -> None:
+def test_states_are_those_of_transformers(family, make_target):
     """Documents, padding, windows that bind; wrappers, factors of logits and kinds of layers; queries that grow by
     their place in a document. By the decoder and, as for sharded targets, by transformers; and what a draft starts
     from."""
@@ -133,7 +131,7 @@ def test_states_are_those_of_transformers(family: str, make_target: MakeTarget) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
-def test_documents_attend_at_once_as_one_by_one(window: int | None, sinks: bool) -> None:
+def test_documents_attend_at_once_as_one_by_one(window, sinks):
     spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, rope=RopeConfig(), window=window, sinks=sinks)
     layer = AttentionLayer(0, spec, sinks=torch.randn(8, device="cuda") if sinks else None)
     positions = torch.cat((torch.arange(300), torch.arange(100), torch.zeros(12, dtype=torch.int64), torch.arange(100)))
@@ -147,7 +145,7 @@ def test_documents_attend_at_once_as_one_by_one(window: int | None, sinks: bool)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_compiled_layers_give_the_same_states(device: str) -> None:
+def test_compiled_layers_give_the_same_states(device):
     """One compilation serves all layers, for rows of documents and of any number."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -165,7 +163,7 @@ def test_compiled_layers_give_the_same_states(device: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_logits_in_chunks_equal_the_whole_head(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_in_chunks_equal_the_whole_head(family, monkeypatch):
     model = random_model(family)
     monkeypatch.setattr(frozen, "VOCABULARY_CHUNK", 7)
     states = torch.randn(6, 32)
@@ -179,7 +177,7 @@ def test_logits_in_chunks_equal_the_whole_head(family: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_logits_are_what_the_head_gives_in_its_own_dtype(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_logits_are_what_the_head_gives_in_its_own_dtype(monkeypatch, device):
     """Rounded by the matrix product alone: fp32 ones of the same hold the same values, and the same token is best."""
     monkeypatch.setattr(frozen, "VOCABULARY_CHUNK", 16)
     torch.manual_seed(0)
@@ -195,14 +193,14 @@ def test_logits_are_what_the_head_gives_in_its_own_dtype(monkeypatch: pytest.Mon
     assert len(expected.unique()) < expected.numel(), "equal ones occur, and rounding them is not ours"
 
 
-def test_equal_logits_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_logits_go_to_the_lowest_id(monkeypatch):
     monkeypatch.setattr(frozen, "VOCABULARY_CHUNK", 7)
     model = random_model("llama")
     model.lm_head.weight.data[[12, 30]] = 9.0  # in different chunks
     assert TransformersTarget(model, (1,)).logits(torch.ones(1, 32), torch.arange(120))[1].tolist() == [12]
 
 
-def test_nothing_is_trained_and_the_head_is_not_run() -> None:
+def test_nothing_is_trained_and_the_head_is_not_run():
     model = random_model("llama").train()
     target = TransformersTarget(model, (1,))
     calls = []
@@ -215,7 +213,7 @@ def test_nothing_is_trained_and_the_head_is_not_run() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3-tied", "qwen3-moe", "gpt-oss"])
-def test_initial_weights_are_the_head_the_final_norm_and_the_last_layers(family: str) -> None:
+def test_initial_weights_are_the_head_the_final_norm_and_the_last_layers(family):
     model = random_model(family)
     weights = TransformersTarget(model, (1,)).initial_weights(2)
     assert weights["lm_head.weight"] is model.get_output_embeddings().weight
@@ -227,7 +225,7 @@ def test_initial_weights_are_the_head_the_final_norm_and_the_last_layers(family:
         assert torch.equal(weights[name], model.model.layers[2 + int(number)].state_dict()[rest])
 
 
-def test_gpt_oss_is_read() -> None:
+def test_gpt_oss_is_read():
     config = random_model("gpt-oss").config
     config.architectures = ["GptOssForCausalLM"]
     trained = TargetSpec.from_json(config.to_dict())
@@ -241,7 +239,7 @@ def test_gpt_oss_is_read() -> None:
     assert attention.rope.scaling["truncate"] is False
 
 
-def test_a_head_that_does_more_is_refused() -> None:
+def test_a_head_that_does_more_is_refused():
     model = AutoModelForCausalLM.from_config(GraniteConfig(**SHAPE, logits_scaling=8.0))
     with user_error("changes its head.s logits, perhaps by logits_scaling, which"):
         TransformersTarget(model, (1,))
@@ -254,21 +252,21 @@ def test_a_head_that_does_more_is_refused() -> None:
         (torch.nn.Sequential(torch.nn.Linear(32, 120)), "has output embeddings of class Sequential; training needs"),
     ],
 )
-def test_a_head_of_another_kind_is_refused(head: torch.nn.Module | None, message: str) -> None:
+def test_a_head_of_another_kind_is_refused(head, message):
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
     model.get_output_embeddings = lambda: head
     with user_error(message):
         TransformersTarget(model, (1,))
 
 
-def test_a_model_that_does_not_name_its_decoder_is_refused() -> None:
+def test_a_model_that_does_not_name_its_decoder_is_refused():
     sizes = {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "pad_token_id": None}
     model = AutoModelForCausalLM.from_config(Llama4TextConfig(**SHAPE | sizes))
     with user_error("Llama4ForCausalLM names no decoder apart from its head"):
         TransformersTarget(model, (1,))
 
 
-def test_a_multiplier_of_an_unlisted_name_is_found() -> None:
+def test_a_multiplier_of_an_unlisted_name_is_found():
     """The model's own output decides, not a list of names."""
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
     head = model.lm_head
@@ -281,7 +279,7 @@ def test_a_multiplier_of_an_unlisted_name_is_found() -> None:
 
 
 @pytest.mark.parametrize(("config", "offset"), [(LlamaConfig, 0), (GemmaConfig, 1), (VaultGemmaConfig, 1)])
-def test_a_final_norm_starts_as_the_targets_is(config: type[PretrainedConfig], offset: int) -> None:
+def test_a_final_norm_starts_as_the_targets_is(config, offset):
     model = AutoModelForCausalLM.from_config(config(**SHAPE | {"head_dim": 8}))
     roughen(model)
     weights = TransformersTarget(model, (1,)).initial_weights(1)
@@ -291,12 +289,12 @@ def test_a_final_norm_starts_as_the_targets_is(config: type[PretrainedConfig], o
     assert ("layers.0.mlp.up_proj.weight" in weights) == (not offset), "norms of layers have the offset, too"
 
 
-def test_a_final_norm_that_no_draft_has_is_not_taken_over() -> None:
+def test_a_final_norm_that_no_draft_has_is_not_taken_over():
     target = TransformersTarget(AutoModelForCausalLM.from_config(Starcoder2Config(**SHAPE)), (1,))
     assert target.initial_weights(1).keys() == {"lm_head.weight"}
 
 
-def test_mxfp4_experts_become_numbers_in_transformers(tmp_path: Path) -> None:
+def test_mxfp4_experts_become_numbers_in_transformers(tmp_path):
     """Sharded targets run in it: two 4-bit floats a byte, low half first, in blocks of 32 that share an exponent."""
     sizes = SHAPE | {"intermediate_size": 32, "num_hidden_layers": 1}
     AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **EXPERTS)).save_pretrained(tmp_path)
@@ -319,7 +317,7 @@ def test_mxfp4_experts_become_numbers_in_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(getattr(experts, name).data, tensor, rtol=0, atol=0)
 
 
-def test_loads_a_bf16_checkpoint_in_fp32_on_the_cpu(tmp_path: Path) -> None:
+def test_loads_a_bf16_checkpoint_in_fp32_on_the_cpu(tmp_path):
     random_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     target = load_frozen_target(tmp_path, (1,), CPU)
     assert target.embed(torch.tensor([3])).dtype == torch.float32

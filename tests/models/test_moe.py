@@ -16,7 +16,7 @@ from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import CPU, CausalAttention
-from slipstream.tests.random_targets import SHAPE, MakeTarget, roughen
+from slipstream.tests.random_targets import SHAPE, roughen
 
 
 def load(path: Path) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def write(tensors: dict[str, Tensor], source: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe", "mixtral"])
-def test_experts_are_read_apart_fused_and_from_shards(family: str, make_target: MakeTarget, tmp_path: Path) -> None:
+def test_experts_are_read_apart_fused_and_from_shards(family, make_target, tmp_path):
     """As transformers writes them, as it holds them, and with an index."""
     path = make_target(family)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -48,7 +48,7 @@ def test_experts_are_read_apart_fused_and_from_shards(family: str, make_target: 
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
-def test_missing_and_unexpected_experts_are_named(make_target: MakeTarget, tmp_path: Path) -> None:
+def test_missing_and_unexpected_experts_are_named(make_target, tmp_path):
     path = make_target("qwen3-moe")
     tensors = load_file(path / "model.safetensors")
     del tensors["model.layers.0.mlp.experts.3.up_proj.weight"]
@@ -64,14 +64,14 @@ def test_missing_and_unexpected_experts_are_named(make_target: MakeTarget, tmp_p
         assert text in str(error.value)
 
 
-def test_too_many_experts_per_token_are_refused(make_target: MakeTarget) -> None:
+def test_too_many_experts_per_token_are_refused(make_target):
     values = AutoModelForCausalLM.from_pretrained(make_target("mixtral")).config.to_dict()
     with pytest.raises(ValueError, match="num_experts_per_tok is 5; it must be 1 to 4"):
         TargetSpec.from_json(values | {"num_experts_per_tok": 5})
 
 
 @torch.no_grad()
-def test_gpt_oss_layer_equals_transformers() -> None:
+def test_gpt_oss_layer_equals_transformers():
     """With its transposed experts, biases, and gates and ups beyond the limit."""
     torch.manual_seed(0)
     config = GptOssConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2, architectures=["GptOssForCausalLM"])
@@ -93,11 +93,11 @@ def test_gpt_oss_layer_equals_transformers() -> None:
 
 
 @pytest.mark.parametrize(("family", "kinds"), [("qwen3-moe", [0, 1, 3]), ("mixtral", [0, 1]), ("qwen2-moe", [0, 1])])
-def test_a_short_pass_runs_each_kind_of_layer(family: str, kinds: list[int], make_target: MakeTarget) -> None:
+def test_a_short_pass_runs_each_kind_of_layer(family, kinds, make_target):
     """So that every kernel is compiled, and what it keeps is allocated, before passes are captured."""
     path = make_target(family)
     target = load_target(path, load_config(path), torch.float32, CPU)
-    ran: list[int] = []
+    ran = []
     for index, layer in enumerate(target.layers):
         layer.register_forward_hook(lambda *_, index=index: ran.append(index))
     with target.short_run():

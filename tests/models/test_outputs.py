@@ -10,7 +10,6 @@ from slipstream.models.files.outputs import (
     CHECKPOINT,
     DATASET,
     STEP,
-    FolderKind,
     check_output_file,
     check_output_folder,
     check_working_folder,
@@ -49,7 +48,7 @@ def fill(folder: Path, *names: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_folder_of_ours_holds_what_our_programs_write_and_nothing_else(kind: FolderKind, tmp_path: Path) -> None:
+def test_a_folder_of_ours_holds_what_our_programs_write_and_nothing_else(kind, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     kind.check(folder)
@@ -81,7 +80,7 @@ def check(kind: str, output: Path, source: Path) -> None:
 
 
 @each_case()
-def test_an_output_is_no_input(kind: str, output: str, source: str, relation: str | None, tmp_path: Path) -> None:
+def test_an_output_is_no_input(kind, output, source, relation, tmp_path):
     fill(tmp_path, "folder/sub/file")
     (tmp_path / "link").symlink_to("folder")
     (tmp_path / "other").mkdir()
@@ -95,7 +94,7 @@ def test_an_output_is_no_input(kind: str, output: str, source: str, relation: st
     assert (tmp_path / "folder/sub/file").read_text() == "mine"
 
 
-def test_a_file_is_replaced_if_it_was_asked_for_and_is_ours(tmp_path: Path) -> None:
+def test_a_file_is_replaced_if_it_was_asked_for_and_is_ours(tmp_path):
     path = tmp_path / "map"
 
     def check(*, overwrite: bool, is_ours: bool = True) -> None:
@@ -114,9 +113,7 @@ def test_a_file_is_replaced_if_it_was_asked_for_and_is_ours(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "working"])
-def test_places_where_nothing_can_be_written_are_refused(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_where_nothing_can_be_written_are_refused(kind, tmp_path, monkeypatch):
     fill(tmp_path, "file")
     (tmp_path / "folder").mkdir()
     name, fault = ("folder", "a folder; name a file") if kind == "file" else ("file", "a file; name a folder")
@@ -129,7 +126,7 @@ def test_places_where_nothing_can_be_written_are_refused(
         check(kind, tmp_path / "folder" / "new" / "deeper", tmp_path / "absent")
 
 
-def test_what_a_killed_writer_left_is_put_back_before_the_check(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_is_put_back_before_the_check(tmp_path):
     for name in ("new", "old"):
         fill(tmp_path / ".data.tmp" / name, *KINDS[DATASET])
     check_output_folder(str(tmp_path / "data"), DATASET, {}, overwrite=True)

@@ -39,14 +39,14 @@ def change_json(file: Path, **values: Any) -> None:
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
+def copy(tmp_path) -> Path:
     """The bundled target, as a folder to change."""
     shutil.copytree(TINY, tmp_path / "target")
     return tmp_path / "target"
 
 
 @pytest.fixture
-def odd(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def odd(copy, monkeypatch) -> Path:
     """A target whose config and tokenizer are classes of its own; a question on the terminal fails."""
     (copy / "odd.py").write_text(CODE)
     change_json(copy / "config.json", model_type="odd", auto_map={"AutoConfig": "odd.OddConfig"})
@@ -70,7 +70,7 @@ READERS: dict[str, Callable[[Path, bool], object]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_code_runs_only_where_it_is_trusted(reader: str, odd: Path) -> None:
+def test_code_runs_only_where_it_is_trusted(reader, odd):
     with user_error(r"target needs Python code of its own \(auto_map\); .* set trust_remote_code$"):
         READERS[reader](odd, False)
     result = READERS[reader](odd, True)
@@ -78,7 +78,7 @@ def test_code_runs_only_where_it_is_trusted(reader: str, odd: Path) -> None:
         assert result == {0, 2}
 
 
-def test_a_token_map_is_compared_with_trusted_code(odd: Path, tmp_path: Path) -> None:
+def test_a_token_map_is_compared_with_trusted_code(odd, tmp_path):
     save_random_eagle(TINY, tmp_path / "draft", intermediate_size=16)
     digest = tokenizer_hash(load_tokenizer(odd, True))
     TokenMap.build(torch.ones(4096, dtype=torch.int64), 64, [0, 2], {"tokenizer_hash": digest}).write(
@@ -89,7 +89,7 @@ def test_a_token_map_is_compared_with_trusted_code(odd: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("left", [[], ["tokenizer_config.json"]])
-def test_a_missing_tokenizer_is_one_sentence(left: list[str], copy: Path) -> None:
+def test_a_missing_tokenizer_is_one_sentence(left, copy):
     """Transformers makes an empty tokenizer from a folder that has no file of one."""
     for file in copy.glob("tokenizer*"):
         if file.name not in left:
@@ -105,9 +105,7 @@ def test_a_missing_tokenizer_is_one_sentence(left: list[str], copy: Path) -> Non
 
 
 @each_case()
-def test_end_of_text_ids_are_all_that_any_file_names(
-    generation: dict[str, Any] | None, config: dict[str, Any], has_tokenizer: bool, expected: list[int], copy: Path
-) -> None:
+def test_end_of_text_ids_are_all_that_any_file_names(generation, config, has_tokenizer, expected, copy):
     (copy / "generation_config.json").unlink()
     if generation is not None:
         (copy / "generation_config.json").write_text(json.dumps(generation))
@@ -120,7 +118,7 @@ def test_end_of_text_ids_are_all_that_any_file_names(
 @pytest.mark.parametrize(
     "token", ["<|im_end|>", {"__type": "AddedToken", "content": "<|endoftext|>", "special": True}, "<|new|>", None]
 )
-def test_the_tokenizers_end_is_what_transformers_takes(token: Any, copy: Path) -> None:
+def test_the_tokenizers_end_is_what_transformers_takes(token, copy):
     (copy / "generation_config.json").unlink()
     change_json(copy / "config.json", eos_token_id=None)
     change_json(copy / "tokenizer_config.json", eos_token=token)
@@ -128,7 +126,7 @@ def test_the_tokenizers_end_is_what_transformers_takes(token: Any, copy: Path) -
     assert end_of_text_ids(copy) == frozenset(() if expected is None else [expected])
 
 
-def test_serving_and_data_end_at_the_same_ids(copy: Path) -> None:
+def test_serving_and_data_end_at_the_same_ids(copy):
     """Although generation_config.json names none."""
     (copy / "generation_config.json").write_text("{}")
     change_json(copy / "config.json", eos_token_id=[3])
@@ -139,7 +137,7 @@ def test_serving_and_data_end_at_the_same_ids(copy: Path) -> None:
 
 
 @each_case()
-def test_the_most_positions_of_a_target(rope: dict[str, Any], longest: int) -> None:
+def test_the_most_positions_of_a_target(rope, longest):
     assert most_positions(100, rope) == longest
     config = Qwen2Config(max_position_embeddings=100, rope_parameters={"rope_theta": 1e4, **rope})
     assert context_of(config) == longest

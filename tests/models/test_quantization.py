@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ from slipstream.tests.quantized_targets import (
     w4,
     w8,
 )
-from slipstream.tests.random_targets import SHAPE, MakeTarget, change_json, configs_of, logits, save_random_target
+from slipstream.tests.random_targets import SHAPE, change_json, configs_of, logits, save_random_target
 from slipstream.tests.tables import each_case
 from slipstream.tests.user_errors import user_error
 
@@ -49,18 +48,18 @@ TOKENS = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1)
 
 
 @pytest.fixture(scope="module")
-def plain(make_target: MakeTarget) -> Path:
+def plain(make_target) -> Path:
     return make_target("wide")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
-def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> None:
+def test_logits_equal_transformers(name, plain, tmp_path):
     layout = LAYOUTS[name]
     folder = tmp_path / name
     values = save_quantized(layout, plain, folder)
     target = load(folder, name)
-    layer: Any = target.layers[1]
+    layer = target.layers[1]
     assert isinstance(layer.mlp.down_proj, Int4Linear if layout.inputs == "exact" else FP8Linear)
     for block, fused in ((layer.self_attn, "qkv_proj"), (layer.mlp, "gate_up_proj")):
         weight = getattr(block, fused).dequantized()
@@ -96,7 +95,7 @@ def check_adapted(target: Target, name: str, plain: Path, values: Tensors) -> No
     gate_of(product(ADAPTED, LAYOUTS), [*zip(cycle(("ernie", "granite", "laguna", "qwen3-5")), LAYOUTS, strict=False)]),
 )
 @torch.no_grad()
-def test_quantised_files_are_adapted_too(family: str, name: str, tmp_path: Path) -> None:
+def test_quantised_files_are_adapted_too(family, name, tmp_path):
     """Where rows are packed across outputs they cannot be reordered, and the error says so."""
     plain, values = save_adapted(family, name, tmp_path)
     if family.startswith("ernie") and (name.startswith(("awq", "gptq")) or name == "packed-asymmetric"):
@@ -124,7 +123,7 @@ IGNORED = {  # by family: modules that published files leave in 16 bits
 @pytest.mark.parametrize("name", ["fp8-blocks", "compressed-channel", "packed"])
 @pytest.mark.parametrize("family", some_of([name for name in IGNORED if name in ADAPTED], ["qwen3-5-moe", "glm4-moe"]))
 @torch.no_grad()
-def test_modules_that_a_config_lists_stay_in_16_bits(family: str, name: str, tmp_path: Path) -> None:
+def test_modules_that_a_config_lists_stay_in_16_bits(family, name, tmp_path):
     plain, values = save_adapted(family, name, tmp_path, IGNORED[family])
     target = load(tmp_path / name)
     formats = read_quantization(tmp_path / name)
@@ -138,14 +137,12 @@ def test_modules_that_a_config_lists_stay_in_16_bits(family: str, name: str, tmp
 @pytest.mark.skipif("muse-glimmer" not in ADAPTED, reason="this transformers does not know it")
 @each_case()
 @torch.no_grad()
-def test_a_gate_is_projected_with_queries_where_their_format_allows_it(
-    name: str, ignored: list[str], is_joined: bool, tmp_path: Path
-) -> None:
+def test_a_gate_is_projected_with_queries_where_their_format_allows_it(name, ignored, is_joined, tmp_path):
     """And the norm before them quantises for one layer then."""
     plain, values = save_adapted("muse-glimmer", name, tmp_path, ignored)
     target = load(tmp_path / name, name)
     for layer in target.layers:
-        mixer: Any = layer.mixer
+        mixer = layer.mixer
         assert mixer.can_join_gate != is_joined
         assert (mixer.gate_proj is None) == is_joined
         assert ("gate_proj" in mixer.qkv_proj.parts) == is_joined
@@ -156,7 +153,7 @@ def test_a_gate_is_projected_with_queries_where_their_format_allows_it(
 
 
 @pytest.mark.skipif("muse-glimmer" not in ADAPTED, reason="this transformers does not know it")
-def test_a_gate_may_have_another_order_of_inputs_than_queries(tmp_path: Path) -> None:
+def test_a_gate_may_have_another_order_of_inputs_than_queries(tmp_path):
     """Though the config says that no layer has an order: the files decide."""
     save_random_target(copy.deepcopy(ADAPTED["muse-glimmer"]), tmp_path / "plain")
     folder = tmp_path / "quantised"
@@ -175,7 +172,7 @@ def test_a_gate_may_have_another_order_of_inputs_than_queries(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["qweight", "qzeros", "scales", "g_idx"])
-def test_rows_of_inputs_are_not_taken_for_rows_of_heads(name: str, tmp_path: Path) -> None:
+def test_rows_of_inputs_are_not_taken_for_rows_of_heads(name, tmp_path):
     """As many inputs as outputs: the shape alone does not tell."""
     save_random_target(copy.deepcopy(ADAPTED["ernie"]), tmp_path)
     key = f"layers.0.self_attn.q_proj.{name}"
@@ -186,7 +183,7 @@ def test_rows_of_inputs_are_not_taken_for_rows_of_heads(name: str, tmp_path: Pat
 @pytest.mark.parametrize(
     "name", ["fp8-blocks", "compressed-channel", "compressed-blocks", "packed", "packed-asymmetric"]
 )
-def test_weights_equal_those_that_transformers_reads(name: str, plain: Path, tmp_path: Path) -> None:
+def test_weights_equal_those_that_transformers_reads(name, plain, tmp_path):
     """It reads these layouts on a CPU, and rounds 4-bit weights to the type of their scales, fp16."""
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
     weights = dequantized_weights(load(tmp_path / name))
@@ -198,7 +195,7 @@ def test_weights_equal_those_that_transformers_reads(name: str, plain: Path, tmp
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-static", "fp8-blocks", "awq", "gptq-v2", "packed"])
-def test_fused_projections_and_several_files(name: str, plain: Path, tmp_path: Path) -> None:
+def test_fused_projections_and_several_files(name, plain, tmp_path):
     """Projections fused on disk, in files with an index."""
     save_quantized(LAYOUTS[name], plain, tmp_path / "apart")
     tensors = load_file(tmp_path / "apart" / "model.safetensors")
@@ -226,7 +223,7 @@ def test_fused_projections_and_several_files(name: str, plain: Path, tmp_path: P
         assert torch.equal(layer.dequantized(), expected_layer.dequantized())
 
 
-def test_scales_per_tensor_may_have_the_names_that_transformers_gives_them(plain: Path, tmp_path: Path) -> None:
+def test_scales_per_tensor_may_have_the_names_that_transformers_gives_them(plain, tmp_path):
     save_quantized(LAYOUTS["fp8-static"], plain, tmp_path / "fp8")
     file = tmp_path / "fp8" / "model.safetensors"
     expected = logits(load(tmp_path / "fp8"), torch.arange(3, 40))
@@ -239,7 +236,7 @@ def test_scales_per_tensor_may_have_the_names_that_transformers_gives_them(plain
     assert torch.equal(logits(load(tmp_path / "fp8"), torch.arange(3, 40)), expected)
 
 
-def test_a_quantised_head_is_dequantised(plain: Path, tmp_path: Path) -> None:
+def test_a_quantised_head_is_dequantised(plain, tmp_path):
     for name in ("gptq-order", "awq", "fp8-tensor"):
         layout = LAYOUTS[name]
         folder = tmp_path / name
@@ -251,7 +248,7 @@ def test_a_quantised_head_is_dequantised(plain: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(load(folder).shared[f"{HEAD}.weight"], value)
 
 
-def test_networks_keep_their_dtype_beside_quantised_weights(plain: Path, tmp_path: Path) -> None:
+def test_networks_keep_their_dtype_beside_quantised_weights(plain, tmp_path):
     save_quantized(LAYOUTS["packed"], plain, tmp_path / "packed")
     target = load(tmp_path / "packed", dtype=torch.bfloat16)
     assert target.dtype == target.lm_head.weight.dtype == target.norm.weight.dtype == torch.bfloat16
@@ -267,16 +264,14 @@ def test_networks_keep_their_dtype_beside_quantised_weights(plain: Path, tmp_pat
 
 
 @each_case(("gptq-order", {"up_proj.g_idx": torch.arange(256).int() // 32}, "gate_proj, up_proj read one input, but"))
-def test_faults_of_files_are_named(
-    name: str, change: dict[str, Any], message: str, plain: Path, tmp_path: Path
-) -> None:
+def test_faults_of_files_are_named(name, change, message, plain, tmp_path):
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
     change_tensors(tmp_path / name, "model.layers.0.mlp", change)
     with user_error(message):
         load(tmp_path / name)
 
 
-def test_parts_fill_blocks_and_words() -> None:
+def test_parts_fill_blocks_and_words():
     with torch.device("meta"):
         with user_error("begin within a block of 128 outputs.*k_proj"):
             FP8Linear(Linear(256, {"q_proj": 192, "k_proj": 64}), FP8Format("block"))
@@ -285,7 +280,7 @@ def test_parts_fill_blocks_and_words() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2816, 2048), (28672, 4096)])
-def test_a_gated_product_has_one_order_for_any_number_of_rows(shape: tuple[int, int]) -> None:
+def test_a_gated_product_has_one_order_for_any_number_of_rows(shape):
     """Also where the activation's kernel quantises. The first one's plain product has two parts."""
     with torch.device("meta"):
         layer = FP8Linear(
@@ -300,7 +295,7 @@ def test_a_gated_product_has_one_order_for_any_number_of_rows(shape: tuple[int, 
     assert sizes == {shape[1]}
 
 
-def test_quantised_weights_need_a_config(plain: Path, tmp_path: Path) -> None:
+def test_quantised_weights_need_a_config(plain, tmp_path):
     save_quantized(LAYOUTS["fp8-tensor"], plain, tmp_path / "fp8")
     with user_error(r"quantization is 'fp8', but .* is quantised already \(fp8 per tensor\)"):
         load(tmp_path / "fp8", "on-the-fly")
@@ -315,14 +310,14 @@ def test_quantised_weights_need_a_config(plain: Path, tmp_path: Path) -> None:
 
 
 @each_case()
-def test_other_formats_are_refused_with_the_known_ones(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_other_formats_are_refused_with_the_known_ones(values, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
     with user_error(f"{message}.*; known formats: fp8 .*gptq"):
         read_quantization(tmp_path)
 
 
 @each_case()
-def test_malformed_fields_are_named_with_their_value_and_the_remedy(values: Any, message: str, tmp_path: Path) -> None:
+def test_malformed_fields_are_named_with_their_value_and_the_remedy(values, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
     with user_error(f"{tmp_path} cannot be read: {message}"):
         read_quantization(tmp_path)
@@ -351,12 +346,12 @@ def test_malformed_fields_are_named_with_their_value_and_the_remedy(values: Any,
         ),
     ],
 )
-def test_variants_are_read(values: dict[str, Any], format: Any, tmp_path: Path) -> None:
+def test_variants_are_read(values, format, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": values}}))
     assert read_quantization(tmp_path).format_of("layers.0.mlp.up_proj") == format
 
 
-def test_groups_name_layers(tmp_path: Path) -> None:
+def test_groups_name_layers(tmp_path):
     values = compressed("pack-quantized", w4(128, True))
     values["config_groups"]["group_1"] = {"targets": ["re:.*down_proj$"], "weights": w4(32, False)}
     values["config_groups"]["group_2"] = {"targets": ["layers.3.mlp.up_proj"], "weights": w4(64, True)}

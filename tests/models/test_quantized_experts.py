@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from slipstream.tests.quantized_targets import (
     save_in_two_files,
     save_quantized,
 )
-from slipstream.tests.random_targets import MakeTarget, change_json, logits, save_random_target
+from slipstream.tests.random_targets import change_json, logits, save_random_target
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.tables import each_case
 from slipstream.tests.user_errors import user_error
@@ -37,13 +36,13 @@ EXPERT = "model.layers.0.mlp.experts"
 
 
 @pytest.fixture(scope="module")
-def plain(make_target: MakeTarget) -> Path:
+def plain(make_target) -> Path:
     return make_target("wide-moe")
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-static", "compressed-channel", "awq", "packed", "on-the-fly"])
 @torch.no_grad()
-def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> None:
+def test_logits_equal_transformers(name, plain, tmp_path):
     """Rows of `fp8-static` are quantised by the largest scale of the experts."""
     layout = LAYOUTS[name]
     folder = tmp_path / name
@@ -55,7 +54,7 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "compressed-channel", "packed"])
-def test_weights_equal_those_that_transformers_reads(name: str, plain: Path, tmp_path: Path) -> None:
+def test_weights_equal_those_that_transformers_reads(name, plain, tmp_path):
     """It reads these layouts on a CPU, and rounds 4-bit weights to the type of their scales, fp16."""
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
     weights = dequantized_weights(load(tmp_path / name))
@@ -74,16 +73,16 @@ def test_weights_equal_those_that_transformers_reads(name: str, plain: Path, tmp
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "modelopt", "modelopt-blocks", "compressed-blocks", "gptq-v2",
     "packed-asymmetric"])  # fmt: skip
-def test_other_layouts_are_stored_as_they_mean(name: str, plain: Path, tmp_path: Path) -> None:
+def test_other_layouts_are_stored_as_they_mean(name, plain, tmp_path):
     values = save_quantized(LAYOUTS[name], plain, tmp_path / name)
-    experts: Any = load(tmp_path / name).layers[1].mlp.experts
+    experts = load(tmp_path / name).layers[1].mlp.experts
     for part, rows in (("gate_proj", slice(0, 128)), ("up_proj", slice(128, 256)), ("down_proj", slice(None))):
         fused = "down_proj" if part == "down_proj" else "gate_up_proj"
         weight = experts.expert(fused, 2).dequantized()[rows]
         torch.testing.assert_close(weight, values[f"model.layers.1.mlp.experts.2.{part}.weight"])
 
 
-def test_fused_experts_in_several_files(plain: Path, tmp_path: Path) -> None:
+def test_fused_experts_in_several_files(plain, tmp_path):
     save_quantized(LAYOUTS["fp8-blocks"], plain, tmp_path / "apart")
     fused = tmp_path / "fused"
     save_in_two_files(fuse_experts(load_file(tmp_path / "apart" / "model.safetensors")), tmp_path / "apart", fused)
@@ -92,7 +91,7 @@ def test_fused_experts_in_several_files(plain: Path, tmp_path: Path) -> None:
     assert all(torch.equal(buffers[key].float(), expected[key].float()) for key in expected)
 
 
-def test_gpt_oss_equals_transformers(tmp_path: Path) -> None:
+def test_gpt_oss_equals_transformers(tmp_path):
     """As served, as training reads it, and by the engine."""
     save_gpt_oss(tmp_path)
     reference = read_model(tmp_path, CPU, False).eval()
@@ -114,7 +113,7 @@ def test_gpt_oss_equals_transformers(tmp_path: Path) -> None:
     assert text_logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
-def test_gpt_oss_in_16_bits_is_quantised_on_the_fly(tmp_path: Path) -> None:
+def test_gpt_oss_in_16_bits_is_quantised_on_the_fly(tmp_path):
     """From transposed tensors of all experts, in which gates and ups alternate; routers and biases stay."""
     save_random_target(copy.deepcopy(EXPERT_FAMILIES["gpt-oss"]), tmp_path)
     expected = load(tmp_path)
@@ -129,7 +128,7 @@ def test_gpt_oss_in_16_bits_is_quantised_on_the_fly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "is_quantised"), [("fp8-blocks", True), ("on-the-fly", True), ("awq", False)])
 @torch.no_grad()
-def test_a_norm_quantises_what_fp8_experts_read(name: str, is_quantised: bool, plain: Path, tmp_path: Path) -> None:
+def test_a_norm_quantises_what_fp8_experts_read(name, is_quantised, plain, tmp_path):
     """And keeps it for their router."""
     folder = tmp_path / name
     save_quantized(LAYOUTS[name], plain, folder)
@@ -141,7 +140,7 @@ def test_a_norm_quantises_what_fp8_experts_read(name: str, is_quantised: bool, p
         assert torch.equal(normed.rows, torch.nn.functional.rms_norm(x, (256,), norm.weight, norm.eps))
 
 
-def test_the_gate_of_a_shared_expert_stays_in_16_bits(tmp_path: Path) -> None:
+def test_the_gate_of_a_shared_expert_stays_in_16_bits(tmp_path):
     save_random_target(copy.deepcopy(EXPERT_FAMILIES["qwen2-moe"]), tmp_path)
     mlp = load(tmp_path, "on-the-fly").layers[1].mlp
     assert type(mlp.shared_expert_gate).__name__ == "Linear"
@@ -149,16 +148,14 @@ def test_the_gate_of_a_shared_expert_stays_in_16_bits(tmp_path: Path) -> None:
 
 
 @each_case()
-def test_faults_of_files_are_named(
-    name: str, change: dict[str, Any], message: str, plain: Path, tmp_path: Path
-) -> None:
+def test_faults_of_files_are_named(name, change, message, plain, tmp_path):
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
     change_tensors(tmp_path / name, EXPERT, change)
     with user_error(message):
         load(tmp_path / name)
 
 
-def test_mxfp4_scales_above_two_are_known(tmp_path: Path) -> None:
+def test_mxfp4_scales_above_two_are_known(tmp_path):
     """Kernels decode such weights in another way."""
     save_gpt_oss(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -169,7 +166,7 @@ def test_mxfp4_scales_above_two_are_known(tmp_path: Path) -> None:
     assert [experts.matrix(f"{name}_proj").is_wide for name in ("gate_up", "down")] == [False, True]
 
 
-def test_mxfp4_needs_a_config_and_powers_of_two(tmp_path: Path) -> None:
+def test_mxfp4_needs_a_config_and_powers_of_two(tmp_path):
     save_gpt_oss(tmp_path, with_fields=False)
     with user_error("experts is quantised already; no file says how"):
         load(tmp_path)

@@ -24,7 +24,7 @@ from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.layers.moe import Experts, MixtureOfExperts
 from slipstream.models.layers.norm import RMSNorm, add_delta
 from slipstream.models.targets import decoder
-from slipstream.models.targets.config import DeltaNetSpec, MLPSpec, MoESpec, TargetSpec
+from slipstream.models.targets.config import DeltaNetSpec, MLPSpec, MoESpec
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
@@ -46,7 +46,6 @@ from slipstream.tests.random_targets import (
     FAMILIES,
     RELATIVES,
     SHAPE,
-    MakeTarget,
     change_json,
     muse_glimmer,
     save_random_target,
@@ -179,7 +178,7 @@ def outputs(target: Target, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Hidden states, and the outputs of each mixer and MLP."""
     attention = PackedAttention()
     attention.plan(torch.arange(len(tokens))[None])
-    added: dict[str, Tensor] = {}
+    added = {}
     hooks = [
         module.register_forward_hook(
             lambda _module, _inputs, output, key=f"{index}.{name}": added.update({key: output})
@@ -215,18 +214,18 @@ FAMILIES_OF_RANKS = sorted((FAMILIES | CAPPED | RELATIVES).keys() - {*NORMED_TOG
         product(FAMILIES_OF_RANKS, (2, 4)), [*zip((*list(FAMILIES)[::2], *CAPPED, *GATE), cycle((4, 2)), strict=False)]
     ),
 )
-def test_ranks_add_up_to_the_target(family: str, world: int, make_target: MakeTarget) -> None:
+def test_ranks_add_up_to_the_target(family, world, make_target):
     """4 ranks share 2 KV heads, and 2 key heads of a delta net."""
     check_sums(make_target(family), [world])
 
 
-def test_ranks_have_several_kv_heads(tmp_path: Path) -> None:
+def test_ranks_have_several_kv_heads(tmp_path):
     config = LlamaConfig(**SHAPE | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2})
     save_random_target(config, tmp_path)
     check_sums(tmp_path, [2])
 
 
-def test_mxfp4_experts_add_up(tmp_path: Path) -> None:
+def test_mxfp4_experts_add_up(tmp_path):
     save_gpt_oss(tmp_path, size=128)
     check_sums(tmp_path, (2, 4))
 
@@ -250,7 +249,7 @@ def check_weights(folder: Path, values: Tensors, name: str, world: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def wide_targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def wide_targets(tmp_path_factory) -> dict[str, Path]:
     folders = {}
     for name, config in (("dense", WIDE), ("experts", WIDE_MOE)):
         folders[name] = tmp_path_factory.mktemp("wide") / name
@@ -260,9 +259,7 @@ def wide_targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @grouped("kind")
 @pytest.mark.parametrize(("kind", "name"), rotating(["dense", "experts"], LAYOUTS))
-def test_quantised_ranks_have_slices_of_the_weights(
-    kind: str, name: str, wide_targets: dict[str, Path], tmp_path: Path
-) -> None:
+def test_quantised_ranks_have_slices_of_the_weights(kind, name, wide_targets, tmp_path):
     folder = tmp_path / name
     values = save_quantized(LAYOUTS[name], wide_targets[kind], folder)
     if name == "on-the-fly":
@@ -287,9 +284,7 @@ def test_quantised_ranks_have_slices_of_the_weights(
         ["fp8-static", "compressed-channel", "awq", "gptq-v2", "packed-asymmetric", "on-the-fly", *FUSED],
     ),
 )
-def test_ranks_have_whole_experts(
-    name: str, wide_targets: dict[str, Path], make_target: MakeTarget, tmp_path: Path
-) -> None:
+def test_ranks_have_whole_experts(name, wide_targets, make_target, tmp_path):
     """All that a rank stores of its experts is what one rank stores of them."""
     folder = tmp_path / name
     if name == "gpt-oss":
@@ -323,7 +318,7 @@ def test_ranks_have_whole_experts(
 
 
 @pytest.mark.skipif("qwen3-5" not in RELATIVES, reason="this transformers does not know it")
-def test_quantised_delta_nets_have_slices_of_each_kind_of_heads(tmp_path: Path) -> None:
+def test_quantised_delta_nets_have_slices_of_each_kind_of_heads(tmp_path):
     """FP8 blocks of q, k and v, which stand in one tensor; its slices are copied together."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     plain = RELATIVES["qwen3-5"]
@@ -351,9 +346,7 @@ def test_quantised_delta_nets_have_slices_of_each_kind_of_heads(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "head_dim", "world"), [("fp8-blocks", 128, 2), ("packed", 128, 2), ("fp8-tensor", 64, 4)]
 )
-def test_gates_that_are_projected_with_queries_have_slices_of_their_own(
-    name: str, head_dim: int, world: int, tmp_path: Path
-) -> None:
+def test_gates_that_are_projected_with_queries_have_slices_of_their_own(name, head_dim, world, tmp_path):
     """Heads of 64 dims: a rank's queries, keys and values are no multiple of 128, which only blocks must be."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": head_dim}
     save_random_target(muse_glimmer(**sizes), tmp_path / "plain")
@@ -376,7 +369,7 @@ def fuse_queries(tensors: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq", "packed-asymmetric"])
-def test_fused_quantised_projections_come_apart(name: str, wide_targets: dict[str, Path], tmp_path: Path) -> None:
+def test_fused_quantised_projections_come_apart(name, wide_targets, tmp_path):
     values = save_quantized(LAYOUTS[name], wide_targets["dense"], tmp_path / name)
     file = tmp_path / name / "model.safetensors"
     tensors = {key: x for key, x in load_file(file).items() if not key.endswith("weight_shape")}
@@ -384,7 +377,7 @@ def test_fused_quantised_projections_come_apart(name: str, wide_targets: dict[st
     check_weights(tmp_path / name, values, name, 4)
 
 
-def test_fused_experts_come_apart(wide_targets: dict[str, Path], tmp_path: Path) -> None:
+def test_fused_experts_come_apart(wide_targets, tmp_path):
     values = save_quantized(LAYOUTS["fp8-blocks"], wide_targets["experts"], tmp_path / "fp8")
     file = tmp_path / "fp8" / "model.safetensors"
     save_file(fuse_experts(load_file(file), 4), file)
@@ -397,7 +390,7 @@ def test_fused_experts_come_apart(wide_targets: dict[str, Path], tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
-def test_cut_blocks_and_groups_are_refused(name: str, tmp_path: Path) -> None:
+def test_cut_blocks_and_groups_are_refused(name, tmp_path):
     """192 channels of an MLP would be one and a half of each."""
     config = LlamaConfig(**WIDE.to_dict() | {"intermediate_size": 384})
     save_random_target(config, tmp_path / "plain")
@@ -406,7 +399,7 @@ def test_cut_blocks_and_groups_are_refused(name: str, tmp_path: Path) -> None:
         load(tmp_path / name, 0, 2)
 
 
-def test_cut_blocks_of_experts_are_refused(wide_targets: dict[str, Path], tmp_path: Path) -> None:
+def test_cut_blocks_of_experts_are_refused(wide_targets, tmp_path):
     save_quantized(LAYOUTS["fp8-blocks"], wide_targets["experts"], tmp_path / "fp8")
     save_gpt_oss(tmp_path / "mxfp4")
     for folder, world, sizes in (
@@ -418,13 +411,11 @@ def test_cut_blocks_of_experts_are_refused(wide_targets: dict[str, Path], tmp_pa
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3-window", "qwen3-moe"])
-def test_a_rank_reads_its_own_bytes_alone(
-    family: str, make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_reads_its_own_bytes_alone(family, make_target, monkeypatch):
     """All that is loaded are views of the files, and each byte is that of one rank, but for norms and routers."""
     path = make_target(family)
     tensors = read_tensors(path)
-    loads: list[dict[str, Tensor]] = []
+    loads = []
     monkeypatch.setattr(decoder, "read_tensors", lambda _path: dict(tensors))
     monkeypatch.setattr(decoder, "load_weights", lambda _target, pieces, *_: loads.append(pieces))
     for rank in range(2):
@@ -436,7 +427,7 @@ def test_a_rank_reads_its_own_bytes_alone(
     assert sum(tensor.nbytes for tensor in pieces) == repeated + sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_cache_scales_are_those_of_the_heads(make_target: MakeTarget, tmp_path: Path) -> None:
+def test_cache_scales_are_those_of_the_heads(make_target, tmp_path):
     tensors = load_file(make_target("llama") / "model.safetensors")
     (tmp_path / "config.json").write_text((make_target("llama") / "config.json").read_text())
     scales = {"k": torch.tensor([1.0, 2.0]), "v": torch.tensor([3.0, 4.0])}
@@ -450,7 +441,7 @@ def test_cache_scales_are_those_of_the_heads(make_target: MakeTarget, tmp_path: 
             assert first.tolist() == [scale[head].tolist() for scale in scales.values()]
 
 
-def test_a_rank_has_local_sizes(make_target: MakeTarget) -> None:
+def test_a_rank_has_local_sizes(make_target):
     spec = load_config(make_target("qwen2-moe"))
     local = spec.shard(1, 4)
     assert local == spec.shard(0, 4)
@@ -463,15 +454,13 @@ def test_a_rank_has_local_sizes(make_target: MakeTarget) -> None:
 
 
 @each_case()
-def test_sizes_that_ranks_do_not_divide_are_refused(
-    family: str, rank: int, world: int, fields: dict[str, int], message: str, make_target: MakeTarget
-) -> None:
+def test_sizes_that_ranks_do_not_divide_are_refused(family, rank, world, fields, message, make_target):
     spec = replace(load_config(make_target(family)), **fields)
     with user_error(message):
         spec.shard(rank, world)
 
 
-def test_heads_of_delta_nets_that_ranks_do_not_divide_are_refused() -> None:
+def test_heads_of_delta_nets_that_ranks_do_not_divide_are_refused():
     spec = DeltaNetSpec(num_key_heads=4, num_value_heads=12, key_dim=8, value_dim=8, taps=4)
     shard = spec.shard(4)
     assert (shard.num_key_heads, shard.num_value_heads) == (1, 3)
@@ -486,8 +475,8 @@ def test_heads_of_delta_nets_that_ranks_do_not_divide_are_refused() -> None:
         AverageSpec(size=4).shard(2)
 
 
-def test_widths_of_experts_that_ranks_do_not_divide_are_refused(make_target: MakeTarget) -> None:
-    spec: TargetSpec = load_config(make_target("qwen2-moe"))
+def test_widths_of_experts_that_ranks_do_not_divide_are_refused(make_target):
+    spec = load_config(make_target("qwen2-moe"))
     experts = spec.layers[1].mlp
     assert isinstance(experts, MoESpec)
     for name, label in (("intermediate_size", "the experts' intermediate size"), ("shared_size", "shared_expert_")):
@@ -511,7 +500,7 @@ class Pretended(Ranks):
         return part
 
 
-def test_leaves_of_sums_are_the_same_on_all_ranks() -> None:
+def test_leaves_of_sums_are_the_same_on_all_ranks():
     """Layers that share inputs have their part of the leaves; layers without leaves are named."""
     network = nn.ModuleDict(
         {
@@ -532,7 +521,7 @@ def test_leaves_of_sums_are_the_same_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(("shares", "world", "leaves"), [(1, 1, 4), (1, 2, 0), (2, 2, 2), (4, 4, 1), (8, 8, 0)])
-def test_whole_experts_have_leaves(shares: int, world: int, leaves: int) -> None:
+def test_whole_experts_have_leaves(shares, world, leaves):
     experts = Experts(8, MoESpec(num_experts=8, top_k=2, intermediate_size=8, shares=shares))
     if world > 1:
         experts.join(Pretended(1, world))
@@ -581,7 +570,7 @@ def new_mixture(spec: MoESpec, ranks: Ranks | None, values: Tensors) -> MixtureO
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_mixtures_of_ranks_have_the_bits_of_one(gated: bool) -> None:
+def test_mixtures_of_ranks_have_the_bits_of_one(gated):
     spec = MoESpec(num_experts=8, top_k=3, intermediate_size=64, shared_size=256, shared_gate=gated)
     values = {name: 0.1 * torch.randn(x.shape) for name, x in MixtureOfExperts(256, spec).named_parameters()}
     x = torch.randn(20, 256)
@@ -595,7 +584,7 @@ def test_mixtures_of_ranks_have_the_bits_of_one(gated: bool) -> None:
         assert torch.equal(add_along_tree([part.partial for part in sums]), expected)
 
 
-def test_ranks_quantise_inputs_of_experts_alike(wide_targets: dict[str, Path], tmp_path: Path) -> None:
+def test_ranks_quantise_inputs_of_experts_alike(wide_targets, tmp_path):
     """By the largest of all experts' scales."""
     save_quantized(LAYOUTS["fp8-static"], wide_targets["experts"], tmp_path / "static")
     scales = []
@@ -612,7 +601,7 @@ def test_ranks_quantise_inputs_of_experts_alike(wide_targets: dict[str, Path], t
     assert experts.get_buffer("down_proj_largest_scale").item() == largest
 
 
-def test_sums_of_ranks_wait_for_the_next_norm() -> None:
+def test_sums_of_ranks_wait_for_the_next_norm():
     layer = Linear(8, 16)
     nn.init.normal_(layer.weight)
     layer.ranks = Pretended(0, 2)
@@ -631,7 +620,7 @@ def test_sums_of_ranks_wait_for_the_next_norm() -> None:
 
 
 @pytest.mark.parametrize("rows", [3, FEW_GATED_ROWS + 1])
-def test_fp8_mlps_of_ranks_add_up_to_one(rows: int) -> None:
+def test_fp8_mlps_of_ranks_add_up_to_one(rows):
     """Also where the activation's kernel quantises for the projection behind it."""
     torch.manual_seed(0)
     weights = [torch.randn(256, 128), torch.randn(256, 128), torch.randn(128, 256)]
@@ -663,7 +652,7 @@ def test_fp8_mlps_of_ranks_add_up_to_one(rows: int) -> None:
     torch.testing.assert_close(partials[0] + partials[1], expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
-def test_fp8_layers_scale_the_leaves_of_shared_inputs() -> None:
+def test_fp8_layers_scale_the_leaves_of_shared_inputs():
     """Ranks' sums are those of one rank, for which nothing quantises rows before the layer does."""
     weight = torch.randn(128, 1024)
     codes, scales = quantize_weight(weight)

@@ -49,7 +49,7 @@ def attended(backend: type[Backend], layer: SelfAttention, x: Tensor) -> tuple[T
 
 
 @pytest.mark.parametrize("format", ["plain", "fp8"])
-def test_it_attends_to_the_same(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_attends_to_the_same(format, monkeypatch):
     torch.manual_seed(0)
     scene = Scene(CASE, HEAD_DIM, torch.float32, "cpu")
     layer = SelfAttention(scene.layer().spec, 1, HIDDEN, 1e-6)
@@ -85,7 +85,7 @@ def test_it_attends_to_the_same(format: str, monkeypatch: pytest.MonkeyPatch) ->
     assert calls == [9]
 
 
-def test_many_rows_are_not_quantised_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_not_quantised_for_nothing(monkeypatch):
     scene = Scene(CASE, HEAD_DIM, torch.float32, "cpu")
     layer = FP8Linear(SelfAttention(scene.layer().spec, 1, HIDDEN, 1e-6).qkv_proj, FP8Format("channel"))
     attention = Backend(scene.kv, scene.ropes)

@@ -27,7 +27,7 @@ Start = Callable[[str], subprocess.Popen[bytes]]
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(tmp_path, monkeypatch) -> Iterator[Start]:
     """Starts a program that holds a folder of a kind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     processes = []
@@ -47,7 +47,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         process.communicate()
 
 
-def test_folders_of_killed_programs_are_removed(start: Start, tmp_path: Path) -> None:
+def test_folders_of_killed_programs_are_removed(start, tmp_path):
     def entries() -> set[Path]:
         return {*tmp_path.iterdir()}
 

@@ -61,7 +61,7 @@ def fill(number: int, form: StateFormat) -> ShardTensors:
 
 
 @pytest.fixture(params=["bf16", "fp8", "fp32"])
-def form(request: pytest.FixtureRequest) -> StateFormat:
+def form(request) -> StateFormat:
     return make_form(dtype=request.param)
 
 
@@ -78,14 +78,14 @@ def raw(tensor: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_bf16_and_fp32_are_kept_as_they_are(dtype: str) -> None:
+def test_bf16_and_fp32_are_kept_as_they_are(dtype):
     states = torch.randn(5, 3, 8).to(DTYPES[dtype])
     values, scales = encode(states, dtype)
     assert scales is None
     assert torch.equal(decode(values, scales, states.dtype), states)
 
 
-def test_fp8_is_off_by_its_half_step_in_the_scale_of_each_token_and_layer() -> None:
+def test_fp8_is_off_by_its_half_step_in_the_scale_of_each_token_and_layer():
     states = torch.randn(50, 3, 64) * 10 ** torch.linspace(-6, 5, 150).view(50, 3, 1)
     states[7, 1, 3] = 3e7  # an outlier harms its own token and layer only
     states[9] = 0
@@ -103,11 +103,11 @@ def test_fp8_is_off_by_its_half_step_in_the_scale_of_each_token_and_layer() -> N
 
 
 @pytest.mark.parametrize(("mask", "count"), [("", 0), ("0000", 0), ("0110", 2), ("0101", 3), ("0001", 3)])
-def test_rows_from_the_last_supervised_token_on_are_not_needed(mask: str, count: int) -> None:
+def test_rows_from_the_last_supervised_token_on_are_not_needed(mask, count):
     assert needed_tokens(torch.tensor([letter == "1" for letter in mask], dtype=torch.bool)) == count
 
 
-def test_every_document_comes_back(tmp_path: Path, form: StateFormat) -> None:
+def test_every_document_comes_back(tmp_path, form):
     write_store(tmp_path, form)
     store = StateStore(tmp_path)
     for number, span in enumerate(SHARDS):
@@ -128,7 +128,7 @@ def test_every_document_comes_back(tmp_path: Path, form: StateFormat) -> None:
     assert store.find("test", 0) is None
 
 
-def test_sizes_are_those_of_the_tensors(tmp_path: Path, form: StateFormat) -> None:
+def test_sizes_are_those_of_the_tensors(tmp_path, form):
     index = write_store(tmp_path, form)
     for number in range(len(SHARDS)):
         size = sum(tensor.nbytes for tensor in fill(number, form).tensors.values())
@@ -136,7 +136,7 @@ def test_sizes_are_those_of_the_tensors(tmp_path: Path, form: StateFormat) -> No
         assert size < shard_path(tmp_path, number).stat().st_size < size + 2000
 
 
-def test_a_shard_is_mapped_and_not_loaded(tmp_path: Path) -> None:
+def test_a_shard_is_mapped_and_not_loaded(tmp_path):
     write_store(tmp_path, make_form())
     store = StateStore(tmp_path)
     path = str(shard_path(tmp_path, 0))
@@ -146,9 +146,9 @@ def test_a_shard_is_mapped_and_not_loaded(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def reads(monkeypatch) -> list[tuple[int, int]]:
     """Requests to read ahead (first byte, number of bytes), which are cut to 48 bytes."""
-    requests: list[tuple[int, int]] = []
+    requests = []
     monkeypatch.setattr(state_store, "READ_AHEAD_BYTES", 48)
 
     def record(_file: int, first: int, count: int, advice: int) -> None:
@@ -159,9 +159,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return requests
 
 
-def test_the_kernel_is_asked_for_a_documents_bytes_and_no_others(
-    tmp_path: Path, form: StateFormat, reads: list[tuple[int, int]]
-) -> None:
+def test_the_kernel_is_asked_for_a_documents_bytes_and_no_others(tmp_path, form, reads):
     write_store(tmp_path, form)
     store = StateStore(tmp_path)
     for number, span in enumerate(SHARDS):
@@ -193,9 +191,7 @@ def test_the_kernel_is_asked_for_a_documents_bytes_and_no_others(
 
 
 @pytest.mark.parametrize("change", ["no such advice", "the file's name is gone"])
-def test_documents_come_back_where_the_kernel_cannot_be_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+def test_documents_come_back_where_the_kernel_cannot_be_asked(tmp_path, monkeypatch, change):
     write_store(tmp_path, make_form())
     store = StateStore(tmp_path)
     if change == "no such advice":
@@ -206,7 +202,7 @@ def test_documents_come_back_where_the_kernel_cannot_be_asked(
     assert raw(store.read(0, 2)["features"]) == raw(fill(0, make_form()).document(2)["features"])
 
 
-def test_a_flipped_bit_is_found_in_its_document_alone(tmp_path: Path, form: StateFormat) -> None:
+def test_a_flipped_bit_is_found_in_its_document_alone(tmp_path, form):
     write_store(tmp_path, form)
     content = bytearray(shard_path(tmp_path, 0).read_bytes())
     needle = bytes(raw(fill(0, form).document(2)["features"]))
@@ -219,7 +215,7 @@ def test_a_flipped_bit_is_found_in_its_document_alone(tmp_path: Path, form: Stat
 
 
 @pytest.mark.parametrize("name", ["tokens", "supervised", "features", "features_scales", "last_hidden", "lengths"])
-def test_no_tensor_may_change(tmp_path: Path, name: str) -> None:
+def test_no_tensor_may_change(tmp_path, name):
     """Writes it with the checksums of its earlier content."""
     form = make_form(dtype="fp8")
     index = write_store(tmp_path, form)
@@ -236,7 +232,7 @@ def test_no_tensor_may_change(tmp_path: Path, name: str) -> None:
     assert index.missing(tmp_path) == []
 
 
-def test_files_that_are_no_shard_of_this_capture_are_named(tmp_path: Path) -> None:
+def test_files_that_are_no_shard_of_this_capture_are_named(tmp_path):
     form = make_form()
     write_store(tmp_path, form)
     first, second, third = (shard_path(tmp_path, number) for number in range(3))
@@ -256,7 +252,7 @@ def test_files_that_are_no_shard_of_this_capture_are_named(tmp_path: Path) -> No
         StateStore(tmp_path).read(1, 0)
 
 
-def test_tensors_of_another_dtype_are_refused(tmp_path: Path) -> None:
+def test_tensors_of_another_dtype_are_refused(tmp_path):
     index = write_store(tmp_path, make_form(dtype="bf16"))
     with user_error("shard-00000.safetensors is damaged .its tensors are not those"):
         open_shard(tmp_path, 0, SHARDS[0], make_form(dtype="fp32"), index.digest)
@@ -273,7 +269,7 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_no_half_shard(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_half_shard(tmp_path):
     form = make_form()
     index = make_index(form)
     with largest_file(700), user_error("could not be written .* make room and run the same"):
@@ -284,7 +280,7 @@ def test_a_full_disk_leaves_no_half_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", IDENTITY)
-def test_what_differs_from_the_run_is_named(tmp_path: Path, name: str) -> None:
+def test_what_differs_from_the_run_is_named(tmp_path, name):
     make_index(make_form()).write(tmp_path)
     store = StateStore(tmp_path)
     store.check(IDENTITY)
@@ -292,7 +288,7 @@ def test_what_differs_from_the_run_is_named(tmp_path: Path, name: str) -> None:
         store.check(IDENTITY | {name: "d" * 64})
 
 
-def test_states_that_are_not_there_are_named(tmp_path: Path) -> None:
+def test_states_that_are_not_there_are_named(tmp_path):
     make_index(make_form(last_hidden=False)).write(tmp_path)
     store = StateStore(tmp_path)
     store.check_states((3, 1), final_state=False)
@@ -304,7 +300,7 @@ def test_states_that_are_not_there_are_named(tmp_path: Path) -> None:
     StateStore(tmp_path).check_states((1,), final_state=True)
 
 
-def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_an_index_is_refused(tmp_path):
     with user_error("holds no captured states; make them with `slipstream capture-states`"):
         StateStore(tmp_path)
     (tmp_path / "index.json").write_text('{"version": 0}')

@@ -4,8 +4,6 @@ import copy
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +54,6 @@ from slipstream.tests.random_targets import (
     FIELDS,
     RELATIVES,
     SHAPE,
-    MakeTarget,
     assert_same_logits,
     change_json,
     load_model,
@@ -70,7 +67,7 @@ NEW_FIELDS = ("rope_parameters", "layer_types")  # of configs that older transfo
 
 
 @pytest.mark.parametrize("family", FAMILIES | CAPPED | RELATIVES)
-def test_logits_and_features_equal_transformers(family: str, make_target: MakeTarget) -> None:
+def test_logits_and_features_equal_transformers(family, make_target):
     path = make_target(family)
     config = load_config(path)
     target = load_target(path, config, torch.float32, CPU)
@@ -90,7 +87,7 @@ def test_logits_and_features_equal_transformers(family: str, make_target: MakeTa
 
 
 @pytest.mark.parametrize("layout", ["hub", "transformers", "modules"])
-def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout: str, tmp_path: Path) -> None:
+def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout, tmp_path):
     """Fields as on the hub (Gemma 3 of 2025); names as transformers writes them and as it has them in memory."""
     text = copy.deepcopy(FAMILIES["gemma3"])
     vision = SiglipVisionConfig(
@@ -159,7 +156,7 @@ for wrapper, name in (("Qwen3_5", "qwen3-5"), ("Qwen3_5Moe", "qwen3-5-moe")):
 
 
 @each_case()
-def test_queries_and_their_gates_are_taken_apart_with_their_scales(name: str, unit: int, axis: int) -> None:
+def test_queries_and_their_gates_are_taken_apart_with_their_scales(name, unit, axis):
     """Heads of 256: two blocks of 128 rows of queries, two of gates. Words of AWQ and of zeros have 8 rows."""
     rows = torch.arange(4 * 512).view(4, 2, 256)
     stored, q, gate = (part.reshape(-1, 1)[::unit].transpose(0, axis) for part in (rows, rows[:, 0], rows[:, 1]))
@@ -169,7 +166,7 @@ def test_queries_and_their_gates_are_taken_apart_with_their_scales(name: str, un
         heads_apart(key, stored, 4, [260, 260])
 
 
-def test_clipped_projections_are_refused(make_target: MakeTarget, tmp_path: Path) -> None:
+def test_clipped_projections_are_refused(make_target, tmp_path):
     values = json.loads((make_target("olmoe") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"clip_qkv": 8.0}))
     with user_error(r"clip_qkv is 8\.0, and clipped queries, keys and values are not supported"):
@@ -177,7 +174,7 @@ def test_clipped_projections_are_refused(make_target: MakeTarget, tmp_path: Path
 
 
 @pytest.mark.skipif("muse-glimmer" not in RELATIVES, reason="this transformers does not know it")
-def test_rotary_bases_by_layer_are_refused(make_target: MakeTarget, tmp_path: Path) -> None:
+def test_rotary_bases_by_layer_are_refused(make_target, tmp_path):
     """transformers reads of them only whether they are 0."""
     values = json.loads((make_target("muse-glimmer") / "config.json").read_text())
     values["text_config"]["layer_rope_theta"] = [10000.0, 500.0, 10000.0, 0]
@@ -187,7 +184,7 @@ def test_rotary_bases_by_layer_are_refused(make_target: MakeTarget, tmp_path: Pa
 
 
 @pytest.mark.skipif("internlm3" not in RELATIVES, reason="this transformers does not know it")
-def test_internlm3_is_read_without_its_code(make_target: MakeTarget, tmp_path: Path) -> None:
+def test_internlm3_is_read_without_its_code(make_target, tmp_path):
     """Its published files name code of their own, which nothing needs."""
     values = json.loads((make_target("internlm3-bias") / "config.json").read_text())
     values |= {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True}
@@ -209,7 +206,7 @@ MORE_TOKENS = {  # parts of names in published files
 
 
 @pytest.mark.parametrize("family", [family for family in MORE_TOKENS if family in RELATIVES])
-def test_modules_that_predict_more_tokens_are_left_out(family: str, make_target: MakeTarget, tmp_path: Path) -> None:
+def test_modules_that_predict_more_tokens_are_left_out(family, make_target, tmp_path):
     """Published files have them beside the layers or after the last one, and transformers leaves them out."""
     shutil.copytree(make_target(family), tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model.safetensors"
@@ -234,7 +231,7 @@ def hub_name(name: str, wrapper: str) -> str:
 @pytest.mark.parametrize(
     ("name", "tied", "layout"), rotating(WRAPPERS, [False, True], ["transformers", "modules", "hub"])
 )
-def test_the_text_part_of_a_wrapper_equals_transformers(name: str, tied: bool, layout: str, tmp_path: Path) -> None:
+def test_the_text_part_of_a_wrapper_equals_transformers(name, tied, layout, tmp_path):
     kind, text, vision = copy.deepcopy(WRAPPERS[name])
     text.initializer_range = 0.1
     torch.manual_seed(0)
@@ -254,7 +251,7 @@ def test_the_text_part_of_a_wrapper_equals_transformers(name: str, tied: bool, l
     assert_same_logits(tmp_path, config, model)
 
 
-def test_gemmas_embedding_scale_is_rounded_and_drafts_read_rows_without_it(make_target: MakeTarget) -> None:
+def test_gemmas_embedding_scale_is_rounded_and_drafts_read_rows_without_it(make_target):
     path = make_target("gemma3")
     tokens = torch.arange(9)
     config = replace(load_config(path), embedding_scale=3.0**0.5 * 8)
@@ -265,7 +262,7 @@ def test_gemmas_embedding_scale_is_rounded_and_drafts_read_rows_without_it(make_
     assert torch.equal(target.embed_tokens(tokens), embedding.weight[tokens])
 
 
-def test_norms_of_an_offset_keep_the_bits_of_their_files(make_target: MakeTarget) -> None:
+def test_norms_of_an_offset_keep_the_bits_of_their_files(make_target):
     target = load_target(make_target("gemma3"), load_config(make_target("gemma3")), torch.bfloat16, CPU)
     x = torch.randn(4, 32).bfloat16()
     norm = Gemma3RMSNorm(32, target.norm.eps)
@@ -274,7 +271,7 @@ def test_norms_of_an_offset_keep_the_bits_of_their_files(make_target: MakeTarget
     torch.testing.assert_close(target.norm(x), norm(x), atol=0, rtol=2**-8)  # the last bit may differ
 
 
-def test_longrope_depends_on_the_context_that_is_served() -> None:
+def test_longrope_depends_on_the_context_that_is_served():
     hf_config = Phi3Config(**SHAPE, rope_parameters=FIELDS["longrope"], original_max_position_embeddings=64)
     hf_config.architectures = ["Phi3ForCausalLM"]
     config = TargetSpec.from_json(hf_config.to_dict())
@@ -292,7 +289,7 @@ def test_longrope_depends_on_the_context_that_is_served() -> None:
 @grouped("name")
 @pytest.mark.parametrize("removed", [None, *sorted(NEEDED), "head_dim", "rope_parameters", "sliding_window"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qwen3Moe"])
-def test_configs_are_read_as_transformers_reads_them(name: str, removed: str | None, tmp_path: Path) -> None:
+def test_configs_are_read_as_transformers_reads_them(name, removed, tmp_path):
     """From config.json alone where it says everything, else by transformers, which knows each family's defaults."""
     hf_config = getattr(transformers, f"{name}Config")(architectures=[f"{name}ForCausalLM"], use_sliding_window=False)
     newer = json.loads(hf_config.to_json_string(use_diff=False))
@@ -306,7 +303,7 @@ def test_configs_are_read_as_transformers_reads_them(name: str, removed: str | N
         assert load_config(tmp_path) == expected
 
 
-def test_foreign_architecture_is_refused_with_the_list() -> None:
+def test_foreign_architecture_is_refused_with_the_list():
     """In one order, with all that are read."""
     with user_error(r"GPT2LMHeadModel cannot be a target; supported: \w+(, \w+)*$") as error:
         TargetSpec.from_json(GPT2Config(architectures=["GPT2LMHeadModel"]).to_dict())
@@ -316,9 +313,7 @@ def test_foreign_architecture_is_refused_with_the_list() -> None:
 
 
 @each_case()
-def test_what_is_not_served_by_design_is_refused_with_the_reason(
-    config: str, fields: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_what_is_not_served_by_design_is_refused_with_the_reason(config, fields, reason, tmp_path):
     getattr(transformers, config)(**fields).save_pretrained(tmp_path)
     with user_error(reason) as error:
         load_config(tmp_path)
@@ -327,7 +322,7 @@ def test_what_is_not_served_by_design_is_refused_with_the_reason(
 
 
 @each_case()
-def test_a_field_of_another_type_is_named(name: str, value: Any, make_target: MakeTarget, tmp_path: Path) -> None:
+def test_a_field_of_another_type_is_named(name, value, make_target, tmp_path):
     values = json.loads((make_target("qwen3-moe") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {name: value}))
     with user_error(f"config.json: {name} is .*; it must be a "):
@@ -335,9 +330,7 @@ def test_a_field_of_another_type_is_named(name: str, value: Any, make_target: Ma
 
 
 @each_case()
-def test_a_config_is_refused_before_transformers_or_its_code_reads_it(
-    values: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_a_config_is_refused_before_transformers_or_its_code_reads_it(values, reason, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     for trust in (False, True):
         with user_error(f"^architecture {values['architectures'][0]} cannot be a target{reason}"):
@@ -351,14 +344,14 @@ def table_of(title: str) -> dict[str, str]:
     return {name.strip("`"): text for names, text in rows for name in names.split(", ")}
 
 
-def test_a_page_lists_families_that_are_served_and_what_others_need() -> None:
+def test_a_page_lists_families_that_are_served_and_what_others_need():
     assert table_of("Served").keys() == ARCHITECTURES | TEXT_PARTS.keys()
     assert table_of("Refused") == UNSERVED
     assert not ARCHITECTURES & UNSERVED.keys()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/families.md"])
-def test_pages_list_what_is_not_served(page: str) -> None:
+def test_pages_list_what_is_not_served(page):
     text = " ".join((ROOT / page).read_text().split())
     for name in (
         "hybrid",
@@ -375,9 +368,7 @@ def test_pages_list_what_is_not_served(page: str) -> None:
 
 
 @each_case()
-def test_an_adapter_is_refused_with_its_base_model(
-    values: dict[str, Any], message: str, make_target: MakeTarget, tmp_path: Path
-) -> None:
+def test_an_adapter_is_refused_with_its_base_model(values, message, make_target, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(values))
     with user_error(message) as error:
         load_config(tmp_path)
@@ -386,7 +377,7 @@ def test_an_adapter_is_refused_with_its_base_model(
     assert load_config(tmp_path) == load_config(make_target("qwen3")), "a merged model's folder may keep the file"
 
 
-def test_feature_layer_rule() -> None:
+def test_feature_layer_rule():
     assert default_aux_layers(32) == (1, 15, 28)  # EAGLE-3: inputs of layers 2, 16, 29
     for num_layers in range(3, 40):
         check_aux_layers(default_aux_layers(num_layers), num_layers)

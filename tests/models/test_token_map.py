@@ -39,7 +39,7 @@ def expected_ids(counts: list[int], size: int, kept_ids: list[int]) -> list[int]
 @grouped()
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("size", [3, 16, 64])
-def test_holds_the_most_frequent_tokens_and_the_kept_ones(seed: int, size: int) -> None:
+def test_holds_the_most_frequent_tokens_and_the_kept_ones(seed, size):
     counts = [random.Random(seed * 100 + token).randrange(4) for token in range(64)]  # many ties and zeros
     token_map = build(counts, size, SPECIAL)
     ids = expected_ids(counts, size, SPECIAL)
@@ -50,7 +50,7 @@ def test_holds_the_most_frequent_tokens_and_the_kept_ones(seed: int, size: int) 
     assert token_map.coverage == sum(counts[token] for token in ids) / sum(counts)
 
 
-def test_coverage_curve_is_that_of_the_maps_of_each_size() -> None:
+def test_coverage_curve_is_that_of_the_maps_of_each_size():
     counts = [random.Random(token).randrange(50) for token in range(3000)]
     curve = build(counts, 700, SPECIAL).metadata["coverage"]
     assert list(curve) == ["700", "1024", "2048", "3000"]
@@ -63,7 +63,7 @@ def test_coverage_curve_is_that_of_the_maps_of_each_size() -> None:
     assert reported_sizes(4096, 1024) == [1024, 2048, 4096]
 
 
-def test_a_head_in_frequency_order_can_be_cut_at_any_size() -> None:
+def test_a_head_in_frequency_order_can_be_cut_at_any_size():
     """Rows of the longest layout, cut, are those of every shorter one, and as a set the map built at that size."""
     counts = [random.Random(token).randrange(6) for token in range(200)]
     token_map = build(counts, 50, SPECIAL)
@@ -76,13 +76,13 @@ def test_a_head_in_frequency_order_can_be_cut_at_any_size() -> None:
         assert sorted(ids.tolist()) == build(counts, size, SPECIAL).ids.tolist()
 
 
-def test_ids_that_the_counts_would_not_choose_come_before_all_others() -> None:
+def test_ids_that_the_counts_would_not_choose_come_before_all_others():
     token_map = TokenMap(torch.tensor([0, 3, 4]), torch.tensor([5, 9, 7, 1, 2]), {"kept_ids": [3], "tokens_seen": 24})
     assert token_map.ids_by_frequency().tolist() == [3, 0, 4]
     assert token_map.ids_by_frequency(5).tolist() == [3, 0, 4, 1, 2]
 
 
-def test_a_cut_keeps_the_stop_ids_and_names_those_that_are_missing() -> None:
+def test_a_cut_keeps_the_stop_ids_and_names_those_that_are_missing():
     token_map = build([9, 8, 7, 6, 5, 4, 0, 0], 6, [0])
     assert token_map.ids_by_frequency(3, stop_ids=[5]).tolist() == [0, 5, 1]
     with user_error(r"lacks the stop tokens 6, 7, so a draft could not end an answer; add them"):
@@ -94,7 +94,7 @@ def test_a_cut_keeps_the_stop_ids_and_names_those_that_are_missing() -> None:
             token_map.ids_by_frequency(size, stop_ids=[5])
 
 
-def test_another_tokenizer_is_refused_with_what_to_do() -> None:
+def test_another_tokenizer_is_refused_with_what_to_do():
     token_map = build([1, 2], 1, [])
     check_tokenizer(token_map, "t")
     with user_error(r"^draft.vocabulary m was counted with another tokenizer \(t; the target's"):
@@ -104,7 +104,7 @@ def test_another_tokenizer_is_refused_with_what_to_do() -> None:
     check_tokenizer(TokenMap(token_map.ids, token_map.counts, {}), "any")  # a file that does not say
 
 
-def test_file_round_trip(tmp_path: Path) -> None:
+def test_file_round_trip(tmp_path):
     token_map = build([3, 0, 5, 5, 1], 3, [1])
     token_map.write(tmp_path / "map.safetensors")
     assert (tmp_path / "map.safetensors").stat().st_mode & 0o777 == 0o644
@@ -126,7 +126,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
     }
 
 
-def test_fr_spec_lists_keep_the_faults_of_their_first_script_out(tmp_path: Path) -> None:
+def test_fr_spec_lists_keep_the_faults_of_their_first_script_out(tmp_path):
     """The first script listed the end token twice, one entry too many, and left ties in any order."""
     counts = Counter({5: 9, 2: 9, 7: 9, 1: 4})
     listed = [counts[token] for token in range(10)]
@@ -135,17 +135,17 @@ def test_fr_spec_lists_keep_the_faults_of_their_first_script_out(tmp_path: Path)
 
 
 @each_case()
-def test_impossible_sizes_are_refused(size: int, kept_ids: list[int], message: str) -> None:
+def test_impossible_sizes_are_refused(size, kept_ids, message):
     with user_error(message):
         build([1, 1, 1, 1, 1], size, kept_ids)
 
 
-def test_nothing_counted_is_refused() -> None:
+def test_nothing_counted_is_refused():
     with user_error("no supervised token"):
         build([0, 0, 0], 1, [])
 
 
-def test_damaged_and_contradicting_files_are_refused(tmp_path: Path) -> None:
+def test_damaged_and_contradicting_files_are_refused(tmp_path):
     path = tmp_path / "map.safetensors"
     build([3, 0, 5, 5, 1], 3, [1]).write(path)
     tensors = load_file(path)
@@ -176,7 +176,7 @@ def saved(folder: Path, content: object, name: str = "map.pt") -> Path:
 @pytest.mark.parametrize(
     "content", [LISTED, torch.tensor(LISTED), torch.tensor(LISTED, dtype=torch.int32)], ids=["list", "int64", "int32"]
 )
-def test_a_list_in_order_of_frequency_can_be_cut(tmp_path: Path, content: object) -> None:
+def test_a_list_in_order_of_frequency_can_be_cut(tmp_path, content):
     token_map = read_token_map(saved(tmp_path, content), VOCAB_SIZE)
     assert token_map.ids.tolist() == sorted(LISTED)
     assert token_map.vocab_size == VOCAB_SIZE
@@ -189,7 +189,7 @@ def test_a_list_in_order_of_frequency_can_be_cut(tmp_path: Path, content: object
     check_tokenizer(token_map, "any")
 
 
-def test_ascending_ids_have_no_order_to_cut_by(tmp_path: Path) -> None:
+def test_ascending_ids_have_no_order_to_cut_by(tmp_path):
     ids = torch.tensor(sorted(LISTED))
     t2d = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
     t2d[ids] = True
@@ -204,7 +204,7 @@ def test_ascending_ids_have_no_order_to_cut_by(tmp_path: Path) -> None:
             token_map.ids_by_frequency(3)
 
 
-def test_every_file_that_we_write_is_public_and_read_again(tmp_path: Path) -> None:
+def test_every_file_that_we_write_is_public_and_read_again(tmp_path):
     counts = torch.tensor([3, 0, 5, 6, 1])
     token_map = TokenMap.build(counts, 3, [1], {"tokenizer_hash": "t"})
     token_map.write(tmp_path / "map.safetensors")
@@ -240,7 +240,7 @@ def test_every_file_that_we_write_is_public_and_read_again(tmp_path: Path) -> No
         ({"d2t": torch.tensor([0, -1])}, "token id 0 appears at entries 0 and 1"),
     ],
 )
-def test_faults_are_named(tmp_path: Path, content: object, message: str) -> None:
+def test_faults_are_named(tmp_path, content, message):
     with user_error(message):
         read_token_map(saved(tmp_path, content), VOCAB_SIZE)
 
@@ -255,7 +255,7 @@ class Evil:
         return Path.touch, (self.path,)
 
 
-def test_nothing_but_data_is_unpickled(tmp_path: Path) -> None:
+def test_nothing_but_data_is_unpickled(tmp_path):
     path = saved(tmp_path, Evil(tmp_path / "ran"))
     with user_error("holds more than token ids"):
         read_token_map(path, VOCAB_SIZE)
@@ -263,7 +263,7 @@ def test_nothing_but_data_is_unpickled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent.pt", "absent.safetensors", "text.pt", "text.safetensors"])
-def test_unreadable_files_are_named(tmp_path: Path, name: str) -> None:
+def test_unreadable_files_are_named(tmp_path, name):
     if name.startswith("text"):
         (tmp_path / name).write_text("no tensors")
     with user_error(f"{name} is missing, damaged or"):

@@ -1,7 +1,6 @@
 """Loading: parts of fused projections, tied heads, weights that do not fit, memory, loading again."""
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from slipstream.models.targets.config import MLPSpec
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import CPU, fused
 from slipstream.tests.random_drafts import random_dflash
-from slipstream.tests.random_targets import MakeTarget
 
 HERE = Path("draft")
 
@@ -54,9 +52,7 @@ def load(tensors: dict[str, Tensor], dtype: torch.dtype | None = torch.float32) 
 
 @pytest.mark.parametrize("change", [dict, lambda tensors: fused({f".{name}": x for name, x in tensors.items()})])
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
-def test_parts_of_a_projection_are_joined_and_taken_apart_again(
-    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_a_projection_are_joined_and_taken_apart_again(change, chunk, monkeypatch):
     """For files with apart and with joined projections, and for any number of rows converted at once."""
     monkeypatch.setattr(linear, "CHUNK", chunk)
     tensors = file_of(empty_block())
@@ -74,7 +70,7 @@ def test_parts_of_a_projection_are_joined_and_taken_apart_again(
     assert all(torch.equal(x, 2 * again[name]) for name, x in public_tensors(block, states).items())
 
 
-def test_without_a_dtype_tensors_keep_theirs_and_integers_always_do() -> None:
+def test_without_a_dtype_tensors_keep_theirs_and_integers_always_do():
     tensors = file_of(empty_block())
     halves = {name: x.half() for name, x in tensors.items() if name in ("lm_head.weight", "q_proj.bias")}
     block = load(tensors | halves | {"d2t": torch.arange(5, dtype=torch.int32)}, None)
@@ -83,7 +79,7 @@ def test_without_a_dtype_tensors_keep_theirs_and_integers_always_do() -> None:
     assert block.d2t.dtype == load(tensors, torch.bfloat16).d2t.dtype == torch.int64
 
 
-def test_a_linear_says_in_which_dtype_it_stores_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linear_says_in_which_dtype_it_stores_a_parameter(monkeypatch):
     monkeypatch.setattr(Linear, "dtypes", {"bias": torch.float64})
     tensors = file_of(empty_block())
     for dtype in (torch.bfloat16, None):
@@ -93,7 +89,7 @@ def test_a_linear_says_in_which_dtype_it_stores_a_parameter(monkeypatch: pytest.
         assert torch.equal(public_tensors(block)["k_proj.bias"], tensors["k_proj.bias"].double())
 
 
-def test_every_fault_is_named_before_anything_is_filled() -> None:
+def test_every_fault_is_named_before_anything_is_filled():
     tensors = file_of(empty_block())
     del tensors["k_proj.weight"], tensors["mlp.down_proj.weight"]
     tensors |= {"q_proj.bias": torch.ones(9), "gru.weight": torch.ones(1), "mlp.up_proj.weight": torch.ones(12, 9)}
@@ -110,7 +106,7 @@ def test_every_fault_is_named_before_anything_is_filled() -> None:
 
 
 @pytest.mark.parametrize("copied", [None, torch.float32, torch.float64])
-def test_a_tied_head_is_the_embedding(copied: torch.dtype | None, make_target: MakeTarget, tmp_path: Path) -> None:
+def test_a_tied_head_is_the_embedding(copied, make_target, tmp_path):
     """Also where a file has it once more."""
     tensors = load_file(make_target("llama") / "model.safetensors")
     config = load_config(make_target("llama"))
@@ -149,7 +145,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loading_needs_the_weights_and_one_tensor_more(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_loading_needs_the_weights_and_one_tensor_more(dtype, tmp_path):
     block = empty_block(64)
     tensors = {name: x.bfloat16() if x.is_floating_point() else x for name, x in file_of(block).items()}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -161,7 +157,7 @@ def test_loading_needs_the_weights_and_one_tensor_more(dtype: torch.dtype, tmp_p
     assert weights <= memory.most <= weights + largest
 
 
-def test_a_file_is_released_once_its_tensors_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_released_once_its_tensors_are_loaded(tmp_path, monkeypatch):
     """Tensors of earlier files are no longer alive."""
     tensors = file_of(empty_block())
     names = sorted(tensors)
@@ -186,7 +182,7 @@ def test_a_file_is_released_once_its_tensors_are_loaded(tmp_path: Path, monkeypa
     assert not tensors_of_files
 
 
-def test_loading_again_fills_the_same_storage_and_what_is_derived_of_it(make_target: MakeTarget) -> None:
+def test_loading_again_fills_the_same_storage_and_what_is_derived_of_it(make_target):
     """Captured graphs hold on to the pointers."""
     draft = random_dflash(make_target("qwen3"), attention_bias=True, context_norms=True)
     with torch.device("meta"):

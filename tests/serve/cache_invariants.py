@@ -38,8 +38,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
 def check_cache(cache: PageCache, tables: Iterable[PageTable]) -> None:
     """`tables` are those of all running sequences."""
     tables = list(tables)
-    readers: dict[Node, int] = {}
-    private_pages: list[int] = []
+    readers = {}
+    private_pages = []
     for table in tables:
         parent = table.nodes[0].parent if table.nodes else None
         assert parent is None or parent in cache._roots.values(), "shared pages begin below a root"
@@ -94,8 +94,8 @@ def check_group(group: WindowPages | StatePages, tables: Tables, nodes: Abstract
 
 def check_windows(group: WindowPages, tables: Iterable[tuple[WindowTable, AbstractSet[Hashable]]]) -> dict[int, int]:
     """Claims fit. Returns how many tables hold each page."""
-    holders: dict[int, int] = {}
-    sharers: dict[int, int] = {}
+    holders = {}
+    sharers = {}
     claimed = 0
     for table, shared in tables:
         claimed += max(table.quota, len(table.pages))
@@ -110,7 +110,7 @@ def check_windows(group: WindowPages, tables: Iterable[tuple[WindowTable, Abstra
 
 def check_states(group: StatePages, tables: Iterable[tuple[StateTable, AbstractSet[Hashable]]]) -> dict[int, int]:
     """Returns how many tables hold each entry."""
-    holders: dict[int, int] = {}
+    holders = {}
     for table, shared in tables:
         assert table.entry not in group._nodes, "a running sequence writes a snapshot"
         assert table.source == table.entry or group._nodes.get(table.source) in shared, "a hit's node is not shared"

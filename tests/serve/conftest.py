@@ -1,6 +1,6 @@
 """One server over a fake engine process for every test that leaves it whole."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,12 +14,12 @@ from slipstream.tests.serve.fake_server import MODEL, client_of, serving, write_
 
 
 @pytest.fixture(scope="session")
-def target(make_target: Callable[[str], Path]) -> Path:
+def target(make_target) -> Path:
     return make_target("qwen3")
 
 
 @pytest.fixture(scope="session")
-def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def draft(target, tmp_path_factory) -> Path:
     """An EAGLE3 draft for `target`."""
     folder = tmp_path_factory.mktemp("drafts") / "draft"
     save_random_draft(target, folder, draft_vocab_size=80)
@@ -27,22 +27,22 @@ def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shallow(tmp_path_factory) -> Path:
     return write_shallow(tmp_path_factory.mktemp("targets") / "shallow")
 
 
 @pytest.fixture(scope="session")
-def byte_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+def byte_target(tmp_path_factory) -> str:
     return str(write_target(tmp_path_factory.mktemp("target")))
 
 
 @pytest.fixture(scope="session")
-def server(byte_target: str) -> Iterator[Server]:
+def server(byte_target) -> Iterator[Server]:
     with serving(ServeConfig(target=byte_target, port=0, served_model_name=MODEL)) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def client(server: Server) -> Iterator[httpx.Client]:
+def client(server) -> Iterator[httpx.Client]:
     with client_of(server) as connected:
         yield connected

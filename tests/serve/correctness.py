@@ -104,7 +104,7 @@ def features(target: Path = TARGET) -> dict[str, dict[str, Any]]:
     vocabulary = tokenizer(target)
     spaces = {token: -20.0 for token in range(len(vocabulary)) if vocabulary.decode([token]).isspace()}
     quote = {vocabulary.convert_tokens_to_ids('"'): 3.0}  # so that strings end
-    options: dict[str, dict[str, Any]] = {
+    options = {
         "nothing but a temperature": {},
         "top_k, top_p and min_p": {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
         "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4},

@@ -41,7 +41,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = table_of(__file__, "samplings")
 
 def build_engine(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
     """Slots store as many nodes as the draft has, unless `grammar_drafts` is on."""
-    config: dict[str, Any] = {"target": str(target), "draft": str(draft), "max_running": 8, "kv_cache_tokens": 2048}
+    config = {"target": str(target), "draft": str(draft), "max_running": 8, "kv_cache_tokens": 2048}
     config["grammar_drafts"] = False
     return build.build_engine(EngineConfig(**config | options))
 
@@ -62,7 +62,7 @@ def bytes_of(module: torch.nn.Module) -> int:
 
 
 def make_request(name: str, prompt: list[int], **params: Any) -> Request:
-    defaults: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "seed": 0}
+    defaults = {"max_tokens": 24, "temperature": 0.0, "seed": 0}
     return Request(id=name, prompt=prompt, params=SamplingParams(**defaults | params))
 
 
@@ -116,7 +116,7 @@ def run(
 ) -> dict[str, Answer]:
     """Answers by request id, once all have ended and nothing is left behind. `after_step` is called with the number of
     the step, from 0, and the answers so far."""
-    answers: dict[str, Answer] = {}
+    answers = {}
     for request in requests:
         engine.add(request)
     for step in itertools.count():
@@ -165,7 +165,7 @@ def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict
     policy = engine.planner.policy
     policy.fixed = policy.widths[-1]
     proposed = record_proposals(engine.runner.drafter)
-    steps: list[tuple[Request, list[int], tuple[Any, ...], list[float]]] = []
+    steps = []
 
     def record(*_: object) -> None:
         for sequence in decoding(engine):
@@ -190,7 +190,7 @@ def check_proposals(engine: Engine, oracle: Oracle, target: Path, requests: list
 
 def remembered(oracle: Oracle) -> Oracle:
     """The same, computed once for a text, however often engines come by it."""
-    nodes: dict[Any, Nodes] = {}
+    nodes = {}
 
     def recall(tokens: list[int], request: Request) -> Nodes:
         key = (tuple(tokens), request.seed, request.choice, request.params.temperature)
@@ -203,7 +203,7 @@ def remembered(oracle: Oracle) -> Oracle:
 
 def counted_bins(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets, for each step that teaches the policy, how many requests it teaches of."""
-    counts: list[int] = []
+    counts = []
     record = engine.planner.policy.record
 
     def watch(slots: Any, *arguments: Any) -> None:

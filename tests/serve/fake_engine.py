@@ -13,7 +13,6 @@ from slipstream.serve.engine.counts import DraftState, EngineCounts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import (
     EngineInfo,
-    FinishReason,
     Logprobs,
     Output,
     Request,
@@ -94,7 +93,7 @@ class FakeEngine:
         if self.running.pop(request_id, None) is None:
             return None
         self.num_aborted += 1
-        reason: FinishReason = "stop" if is_whole else "abort"
+        reason = "stop" if is_whole else "abort"
         return Output(request_id=request_id, tokens=[], finish_reason=reason, stats=self.stats.pop(request_id))
 
     def step(self) -> list[Output]:

@@ -85,7 +85,7 @@ def write_target(
 @contextmanager
 def serving(config: ServeConfig, make_engine: EngineFactory = FakeEngine) -> Iterator[Server]:
     """A server with an engine process, a fake one unless told otherwise, on a thread of this process."""
-    servers: list[Server] = []
+    servers = []
 
     async def run() -> None:
         listener = bind(config.host, config.port)

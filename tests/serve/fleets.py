@@ -94,7 +94,7 @@ class FleetServer:
 @contextmanager
 def fleet_serving(config: ServeConfig, num_replicas: int = 2, keys: Sequence[str] = ()) -> Iterator[FleetServer]:
     """A deployment on a thread of this process."""
-    servers: list[tuple[FleetServer, uvicorn.Server]] = []
+    servers = []
 
     async def run() -> None:
         replicas = [

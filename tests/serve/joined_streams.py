@@ -52,7 +52,7 @@ def merge(old: Any, new: Any) -> Any:
 def join_choices(path: str, events: list[Fields], is_whole: bool) -> Fields:
     """Joins the chunks of chats and completions."""
     assert len({event["id"] for event in events}) == 1, "events have different ids"
-    pieces: dict[int, list[Fields]] = {}
+    pieces = {}
     for event in events if events[-1]["choices"] else events[:-1]:
         [piece] = event["choices"]
         pieces.setdefault(piece["index"], []).append(piece)
@@ -80,7 +80,7 @@ def join_message(parts: list[Fields]) -> Fields:
     """Joins the deltas of a chat's choice."""
     first, *deltas = [part["delta"] for part in parts]
     assert (first.get("role"), first.get("content", "")) == ("assistant", ""), "a message begins with its role"
-    calls: dict[int, list[Fields]] = {}
+    calls = {}
     for delta in deltas:
         for piece in delta.get("tool_calls", []):
             calls.setdefault(piece["index"], []).append(piece)

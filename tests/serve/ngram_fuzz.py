@@ -141,7 +141,7 @@ class Fuzz:
         """All running requests gain tokens, some of them drafted ones, and get a tree each."""
         rows = sorted(self.drafts)
         limit = self.rng.randint(1, 6)
-        gained: dict[int, list[int]] = {}
+        gained = {}
         for row in rows:
             text = self.drafts[row] if self.rng.random() < 0.4 else self.text(limit)
             gained[row] = text[: self.rng.randint(0, limit)]

@@ -125,7 +125,7 @@ class NgramModel:
         request = self.requests[row]
         for history in request.histories:
             self.follow(history, request.tokens)
-        starts: list[tuple[int, Cursor]] = [
+        starts = [
             (length, ("text", index, len(request.tokens) - index)) for length, index in self.occurrences(request.tokens)
         ]
         for history in request.histories:
@@ -139,7 +139,7 @@ class NgramModel:
         return grown
 
     def informed_places(self, history: History) -> list[Place]:
-        places: list[Place] = []
+        places = []
         for place in history.places:
             frequency = places[-1].node.frequency if places else 0
             if place.depth >= self.min_match and len(places) < MAX_PLACES and place.node.frequency > frequency:

@@ -49,7 +49,7 @@ class Player(Capturer):
 
     def capture(self, part: Part, value: Any, description: str, remedy: str) -> Any:
         """A part's value is a list that holds what its last replay returned."""
-        played: list[Any] = []
+        played = []
 
         def play() -> None:
             played[:] = [part(value[0] if value else None)]

@@ -11,11 +11,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from slipstream.serve.http.launch import Server
 from slipstream.serve.llm import LLM
 from slipstream.serve.measure.accept import AcceptConfig, accept, main
 from slipstream.serve.measure.conversations import Conversation
@@ -37,14 +35,14 @@ TURNS = table_of(__file__, "turns")
 
 
 @pytest.fixture(autouse=True)
-def no_plot(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_plot(request, monkeypatch) -> None:
     """Plots take most of the time; one test draws one."""
     if request.function is not test_a_speed_up_against_another_server:
         monkeypatch.setattr("slipstream.serve.measure.accept.plot", lambda *words: words[-1].touch())
 
 
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
+def questions(tmp_path_factory) -> str:
     file = tmp_path_factory.mktemp("questions") / "question.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in TURNS))
     return str(file)
@@ -65,15 +63,7 @@ ROUNDS = {
 
 
 @each_case()
-def test_accept_lengths_of_other_servers(
-    questions: str,
-    tmp_path: Path,
-    dialect: str,
-    level: int,
-    source: str,
-    rates: bool,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_accept_lengths_of_other_servers(questions, tmp_path, dialect, level, source, rates, capsys):
     with paced(dialect) as server:
         accept(AcceptConfig(url=server.url, questions=[questions], concurrency=str(level), output=str(tmp_path)))
     [figures_of_server] = whole(tmp_path)
@@ -95,7 +85,7 @@ def test_accept_lengths_of_other_servers(
     assert "--baseline-url" in printed.out + printed.err
 
 
-def test_figures_by_context_length(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_by_context_length(questions, tmp_path, capsys):
     lengths = {"Write about rain and the sea.": 1020, "And twice that?": 16384, "Half of it?": 20000}
     with paced("vllm-detailed", prompt_lens=lengths) as server:
         accept(AcceptConfig(url=server.url, questions=[questions], output=str(tmp_path)))
@@ -112,7 +102,7 @@ def test_figures_by_context_length(questions: str, tmp_path: Path, capsys: pytes
     assert re.search(r"\| all +\| 16k\+ +\| 2 \|", printed)
 
 
-def test_a_speed_up_against_another_server(questions: str, tmp_path: Path) -> None:
+def test_a_speed_up_against_another_server(questions, tmp_path):
     with paced("vllm-detailed") as drafting, paced("plain") as plain:
         urls = {"url": drafting.url, "baseline_url": plain.url}
         accept(AcceptConfig(**urls, questions=[questions], concurrency="2", temperature="0,1", output=str(tmp_path)))
@@ -136,7 +126,7 @@ def test_a_speed_up_against_another_server(questions: str, tmp_path: Path) -> No
 
 
 @each_case()
-def test_thinking_is_asked_for(questions: str, tmp_path: Path, thinking: str, expected: dict[str, Any]) -> None:
+def test_thinking_is_asked_for(questions, tmp_path, thinking, expected):
     with paced("vllm-detailed") as server:
         accept(AcceptConfig(url=server.url, questions=[questions], thinking=thinking, output=str(tmp_path)))
         bodies = server.requests[1:]
@@ -144,7 +134,7 @@ def test_thinking_is_asked_for(questions: str, tmp_path: Path, thinking: str, ex
     assert all({name: body[name] for name in names if name in body} == expected for body in bodies)
 
 
-def test_our_server_its_counts_and_the_openai_client(server: Server, client: httpx.Client, tmp_path: Path) -> None:
+def test_our_server_its_counts_and_the_openai_client(server, client, tmp_path):
     """Multi-turn: every answer is what OpenAI's client gets that converses with the same seeds."""
     file = tmp_path / "q.jsonl"
     file.write_text(json.dumps({"id": "a", "turns": ["hi", "more"]}) + "\n" + json.dumps({"turns": ["abcde"]}) + "\n")
@@ -169,7 +159,7 @@ def test_our_server_its_counts_and_the_openai_client(server: Server, client: htt
             conversation = Conversation(question)
             more = True
             while more:
-                options: dict[str, Any] = {"seed": conversation.seed(5), "max_tokens": 20, "temperature": 1.0}
+                options = {"seed": conversation.seed(5), "max_tokens": 20, "temperature": 1.0}
                 answer = other.chat.completions.create(model=MODEL, messages=conversation.prompt, **options)  # type: ignore[call-overload]
                 text = answer.choices[0].message.content
                 texts = [
@@ -181,9 +171,9 @@ def test_our_server_its_counts_and_the_openai_client(server: Server, client: htt
                 more = conversation.take(text)
 
 
-def test_an_interrupted_run_continues_to_the_same_table(server: Server, questions: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_to_the_same_table(server, questions, tmp_path):
     """Killed at random points: a file that ends anywhere, in the middle of a line, too."""
-    options: dict[str, Any] = {"url": server.url, "questions": [questions], "max_tokens": 15, "concurrency": "1,3"}
+    options = {"url": server.url, "questions": [questions], "max_tokens": 15, "concurrency": "1,3"}
     accept(AcceptConfig(**options, output=str(tmp_path / "once")))
     expected = figures(tmp_path / "once")
     content = (tmp_path / "once" / "answers.jsonl").read_bytes()
@@ -205,10 +195,10 @@ def test_an_interrupted_run_continues_to_the_same_table(server: Server, question
     assert (tmp_path / "once" / "answers.jsonl").read_bytes().startswith(content)
 
 
-def test_figures_of_another_draft_are_not_told_again(questions: str, tmp_path: Path) -> None:
+def test_figures_of_another_draft_are_not_told_again(questions, tmp_path):
     """The server at a URL is started again with another draft, after a run or in the middle of it."""
     with paced("vllm-detailed", process_start=1.5e9) as server:
-        options: dict[str, Any] = {"url": server.url, "questions": [questions], "output": str(tmp_path)}
+        options = {"url": server.url, "questions": [questions], "output": str(tmp_path)}
         accept(AcceptConfig(**options))
         num_requests = len(server.requests)
         accept(AcceptConfig(**options, fail_below=1.0))  # the same process: the figures stand
@@ -224,9 +214,9 @@ def test_figures_of_another_draft_are_not_told_again(questions: str, tmp_path: P
         assert json.loads(file.read_text().splitlines()[0])["identity"][f"process_start of {server.url}"] == 1.6e9
 
 
-def test_a_finished_run_of_a_server_that_may_be_another_is_refused(questions: str, tmp_path: Path) -> None:
+def test_a_finished_run_of_a_server_that_may_be_another_is_refused(questions, tmp_path):
     with paced("vllm-detailed") as server:
-        options: dict[str, Any] = {"url": server.url, "questions": [questions], "output": str(tmp_path)}
+        options = {"url": server.url, "questions": [questions], "output": str(tmp_path)}
         accept(AcceptConfig(**options))
         content = (tmp_path / "answers.jsonl").read_bytes()
         (tmp_path / "answers.jsonl").write_bytes(content[: len(content) // 2])
@@ -236,7 +226,7 @@ def test_a_finished_run_of_a_server_that_may_be_another_is_refused(questions: st
 
 
 @pytest.mark.parametrize("content", ['{"x": 1}', "null", '{"program": "p", "options": {}}\n5'])
-def test_other_files_are_no_journal(content: str, tmp_path: Path) -> None:
+def test_other_files_are_no_journal(content, tmp_path):
     path = tmp_path / "answers.jsonl"
     path.write_text(content + "\n")
     with user_error("is not a file of p; name another output"):
@@ -244,9 +234,7 @@ def test_other_files_are_no_journal(content: str, tmp_path: Path) -> None:
     assert path.read_text() == content + "\n"
 
 
-def test_a_server_without_usage_has_no_accept_length(
-    questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_without_usage_has_no_accept_length(questions, tmp_path, capsys):
     with paced("plain", has_usage=False) as server:
         accept(AcceptConfig(url=server.url, questions=[questions], output=str(tmp_path)))
     [entry] = whole(tmp_path)
@@ -257,17 +245,17 @@ def test_a_server_without_usage_has_no_accept_length(
 
 
 @each_case()
-def test_identities(models: dict[str, Any] | None, metrics: str | None, expected: dict[str, Any] | None) -> None:
+def test_identities(models, metrics, expected):
     assert read_identity(models and json.dumps({"data": [models]}), metrics, "m") == expected
 
 
 @pytest.mark.parametrize("page", ["<html>", '{"object": "list"}', '{"data": ["m"]}', '{"data": null}', "[]"])
-def test_a_page_in_place_of_models_tells_no_identity(page: str) -> None:
+def test_a_page_in_place_of_models_tells_no_identity(page):
     assert read_identity(page, None, "m") is None
 
 
 @pytest.fixture
-def byte_draft(tmp_path: Path) -> str:
+def byte_draft(tmp_path) -> str:
     """An EAGLE3 draft of a random target that reads and writes bytes."""
     target, draft = (tmp_path / name for name in ("target", "draft"))
     config = copy.deepcopy(FAMILIES["qwen3"])
@@ -278,10 +266,10 @@ def byte_draft(tmp_path: Path) -> str:
     return str(draft)
 
 
-def test_a_draft_in_this_process(byte_draft: str, questions: str, tmp_path: Path) -> None:
+def test_a_draft_in_this_process(byte_draft, questions, tmp_path):
     """Its counts are those of LLM.chat."""
-    engine: dict[str, Any] = {"width": 4, "kv_cache_tokens": 2048, "max_running": 1}
-    options: dict[str, Any] = {"draft": byte_draft, "engine": engine, "max_tokens": 12, "questions": [questions]}
+    engine = {"width": 4, "kv_cache_tokens": 2048, "max_running": 1}
+    options = {"draft": byte_draft, "engine": engine, "max_tokens": 12, "questions": [questions]}
     chat = LLM(draft=byte_draft, **engine)
     accept(AcceptConfig(**options, output=str(tmp_path / "out")))
     conversation = Conversation(read_questions([questions])[0])
@@ -305,9 +293,7 @@ def test_a_draft_in_this_process(byte_draft: str, questions: str, tmp_path: Path
         check_thinking(chat, "on")
 
 
-def test_it_fails_below_a_length_and_where_requests_fail(
-    server: Server, questions: str, tmp_path: Path, exits: Any
-) -> None:
+def test_it_fails_below_a_length_and_where_requests_fail(server, questions, tmp_path, exits):
     words = ["--url", server.url, "--questions", questions, "--max-tokens", "16", "--no-baseline"]
     for place, (options, word) in enumerate(
         [(["--fail-below", "2.9"], None), (["--fail-below", "3.1"], "below 3.1"), (["--max-tokens", "999"], "failed")]
@@ -321,19 +307,19 @@ def test_it_fails_below_a_length_and_where_requests_fail(
 
 
 @each_case()
-def test_bad_options(flags: list[str], word: str, exits: Any) -> None:
+def test_bad_options(flags, word, exits):
     with exits(word, 2):
         main(flags)
 
 
 @pytest.mark.parametrize("name", ["q.jsonl", "q.jsonl.gz", "q.parquet"])
-def test_files_of_another_kind_are_named(name: str, tmp_path: Path) -> None:
+def test_files_of_another_kind_are_named(name, tmp_path):
     (tmp_path / name).write_bytes(gzip.compress(b'{"prompt": "x"}')[:-9] if name.endswith(".gz") else b"\xff\xd8")
     with pytest.raises(ValueError, match=rf"^questions .*{name} cannot be read \(.+\); give JSON lines or a .parquet"):
         read_questions([str(tmp_path / name)])
 
 
-def test_forms_of_questions(tmp_path: Path) -> None:
+def test_forms_of_questions(tmp_path):
     forms = table_of(__file__, "forms")
     file = tmp_path / "prompts.jsonl.gz"
     with gzip.open(file, "wt") as lines:
@@ -347,14 +333,14 @@ def test_forms_of_questions(tmp_path: Path) -> None:
 
 
 @each_case()
-def test_bad_questions_are_sentences(tmp_path: Path, content: str, message: str) -> None:
+def test_bad_questions_are_sentences(tmp_path, content, message):
     file = tmp_path / "q.jsonl"
     file.write_text(content)
     with user_error(message):
         read_questions([str(file)])
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -368,7 +354,7 @@ def test_parquet(tmp_path: Path) -> None:
     ]
 
 
-def test_counters_are_read() -> None:
+def test_counters_are_read():
     vllm = (
         'vllm:spec_decode_num_drafts{engine="0"} 10.0\nvllm:spec_decode_num_drafts{engine="1"} 20.0\n'
         'vllm:spec_decode_num_accepted_tokens{engine="0"} 7.0\nvllm:spec_decode_num_accepted_tokens{engine="1"} 8.0\n'

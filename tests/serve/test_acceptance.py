@@ -19,7 +19,7 @@ from slipstream.serve.engine.yields import ProposalStats
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**31), shares=st.lists(st.floats(0.1, 1.0), min_size=2, max_size=4))
-def test_survivals_do_not_depend_on_what_was_admitted(seed: int, shares: list[float]) -> None:
+def test_survivals_do_not_depend_on_what_was_admitted(seed, shares):
     """Budgets change, so that a node is verified or not by its bin: bins are judged by their own nodes."""
     rng = np.random.default_rng(seed)
     stats = AcceptanceStats()
@@ -43,7 +43,7 @@ def network_bin(place: int, probability: float) -> int:
     return (min(place, PLACES) - 1) * BUCKETS + min(int(BUCKETS * probability), BUCKETS - 1)
 
 
-def test_a_cell_without_nodes_follows_its_place_and_comes_back_to_its_prior() -> None:
+def test_a_cell_without_nodes_follows_its_place_and_comes_back_to_its_prior():
     stats = AcceptanceStats()
     before = AcceptanceStats().probabilities
     acceptance_bin = network_bin(1, 0.9)
@@ -60,7 +60,7 @@ def test_a_cell_without_nodes_follows_its_place_and_comes_back_to_its_prior() ->
     assert stats.probabilities == pytest.approx(before, abs=0.03)
 
 
-def test_survivals_are_counts_with_a_prior() -> None:
+def test_survivals_are_counts_with_a_prior():
     """By hand: 7 of 10 are right where the draft says 31 of 32. Four more count as right as often as its place, and the
     last steps count once more."""
     stats = AcceptanceStats()
@@ -72,7 +72,7 @@ def test_survivals_are_counts_with_a_prior() -> None:
     assert stats.probabilities[acceptance_bin] == pytest.approx(learnt * ratio)
 
 
-def test_refusals_at_one_place_tell_of_later_ones_at_once() -> None:
+def test_refusals_at_one_place_tell_of_later_ones_at_once():
     """Nodes of place 3 are as often refused as those before them, whose bins have learnt otherwise."""
     stats = AcceptanceStats()
     bins = np.array([network_bin(1, 0.9), network_bin(2, 0.8)] * 8, np.int32)
@@ -85,7 +85,7 @@ def test_refusals_at_one_place_tell_of_later_ones_at_once() -> None:
     assert stats.probabilities[later] < 0.5 * before
 
 
-def test_ratios_of_requests() -> None:
+def test_ratios_of_requests():
     """By hand: 2 of 4 expected nodes are accepted, or 24 of 6; the third has none. Four nodes more count as expected.
     All decay by half a per cent a step, and of the expected ones 24 are remembered."""
     ratios = RequestRatios(4)
@@ -103,7 +103,7 @@ def test_ratios_of_requests() -> None:
     assert ratios.mean([0]) == 1.0
 
 
-def test_the_table_changes_seldom_and_follows() -> None:
+def test_the_table_changes_seldom_and_follows():
     stats = AcceptanceStats()
     rng = np.random.default_rng(0)
     changes = []
@@ -126,7 +126,7 @@ def test_the_table_changes_seldom_and_follows() -> None:
     assert ((stats.table > 0) & (stats.table < 1)).all(), "nothing is admitted whose probability is 0"
 
 
-def test_bins() -> None:
+def test_bins():
     assert [network_bin(*key) for key in ((1, 0.0), (1, 1.0), (3, 0.5), (16, 0.2), (40, 0.2))] == [0, 15, 40, 243, 243]
     assert host_bins(4, 2).tolist() == [-1, 288, 289, 290]
     assert host_bins(20, 99).max() == BINS - 1
@@ -134,7 +134,7 @@ def test_bins() -> None:
     assert surer == sorted(surer)
 
 
-def test_curves_are_the_mean_proposal_best_nodes_first() -> None:
+def test_curves_are_the_mean_proposal_best_nodes_first():
     proposals = ProposalStats(4)
     probabilities = np.zeros(BINS)
     sure = network_bin(1, 0.9)

@@ -5,7 +5,6 @@ import logging
 import math
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ def alarms_of(alarm: AcceptanceAlarm) -> Alarms:
 
 @pytest.mark.parametrize("mean", [0.3, 0.7, 0.95])
 @pytest.mark.parametrize("variance", [0.01, 0.05])
-def test_evidence_of_ordinary_requests_is_fair(mean: float, variance: float) -> None:
+def test_evidence_of_ordinary_requests_is_fair(mean, variance):
     """E[e^x] is at most 1 for the worst distributions with that mean and variance: those of two values, one of them 0
     or 1, and for a segment's share of the rounds."""
     level = Level(mean, variance)
@@ -58,7 +57,7 @@ def test_evidence_of_ordinary_requests_is_fair(mean: float, variance: float) -> 
 
 
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.3, 0.95])
-def test_collapses_of_ordinary_requests_are_fair(share: float) -> None:
+def test_collapses_of_ordinary_requests_are_fair(share):
     expected = sum(
         part * math.exp(collapse_evidence(share, collapsed=collapsed))
         for part, collapsed in ((share, True), (1 - share, False))
@@ -67,10 +66,10 @@ def test_collapses_of_ordinary_requests_are_fair(share: float) -> None:
     assert 2 * collapse_evidence(share, collapsed=True) < THRESHOLD <= 3 * collapse_evidence(0.0, collapsed=True) + 1e-9
 
 
-def test_a_chart_is_the_sum_of_the_last_evidence_of_each_request_since_it_was_zero() -> None:
+def test_a_chart_is_the_sum_of_the_last_evidence_of_each_request_since_it_was_zero():
     generator = random.Random(3)
     cusum = Cusum()
-    parts: dict[int, float] = {}
+    parts = {}
     for _ in range(2000):
         request = generator.randrange(8)
         evidence = generator.uniform(-1.5, 1.2)
@@ -85,7 +84,7 @@ def test_a_chart_is_the_sum_of_the_last_evidence_of_each_request_since_it_was_ze
 @pytest.mark.parametrize(
     ("seed", "seconds"), gate_of([(0, HOUR / 6), (0, HOUR), (1, HOUR), (2, HOUR)], [(0, HOUR / 6)])
 )
-def test_mixed_traffic_whose_shares_drift_raises_nothing(seed: int, seconds: float) -> None:
+def test_mixed_traffic_whose_shares_drift_raises_nothing(seed, seconds):
     traffic = Traffic(MIXED, seed, drift_s=HOUR / 3)
     alarm = alarm_of(traffic, Baseline(0.75, 2.4))
     traffic.run(alarm, seconds)
@@ -104,9 +103,7 @@ LONG = (replace(CHAT, answer_len=600),)
         [(MIXED, 16, 0)],
     ),
 )
-def test_a_useless_draft_is_told_within_a_thousand_tokens_and_a_mended_one_too(
-    seed: int, num_slots: int, kinds: tuple[Kind, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_useless_draft_is_told_within_a_thousand_tokens_and_a_mended_one_too(seed, num_slots, kinds, caplog):
     traffic = Traffic(kinds, seed, num_slots=num_slots, step_s=num_slots / 160)
     alarm = alarm_of(traffic)
     traffic.run(alarm, 300)
@@ -126,7 +123,7 @@ def test_a_useless_draft_is_told_within_a_thousand_tokens_and_a_mended_one_too(
     assert "again" in caplog.messages[-1]
 
 
-def test_load_does_not_matter() -> None:
+def test_load_does_not_matter():
     """Where the policy verifies fewer proposals, those that are not verified count as likely as they are."""
     traffic = Traffic((CHAT,), 0)
     alarm = alarm_of(traffic)
@@ -139,7 +136,7 @@ def test_load_does_not_matter() -> None:
     assert traffic.run(alarm, 200, lambda: bool(alarms_of(alarm)))
 
 
-def test_small_falls_are_noticed_and_named_by_category() -> None:
+def test_small_falls_are_noticed_and_named_by_category():
     traffic = Traffic((CHAT, replace(CHAT, prompt_len=60000)), 1)
     alarm = alarm_of(traffic)
     traffic.run(alarm, HOUR / 6)
@@ -149,7 +146,7 @@ def test_small_falls_are_noticed_and_named_by_category() -> None:
     assert ("context <1k", "day") not in traffic.raised
 
 
-def test_training_is_a_record_from_the_first_request_on() -> None:
+def test_training_is_a_record_from_the_first_request_on():
     for rate, labels, is_raised in (
         (0.68, ("chat",), False),
         (0.45, ("chat",), False),
@@ -164,7 +161,7 @@ def test_training_is_a_record_from_the_first_request_on() -> None:
             assert {record for _, record in alarms_of(alarm)} == {"training"}
 
 
-def test_after_a_day_the_new_level_is_the_record() -> None:
+def test_after_a_day_the_new_level_is_the_record():
     traffic = Traffic((CHAT,), 0, num_slots=4, step_s=20.0)
     alarm = alarm_of(traffic)
     traffic.run(alarm, DAY)
@@ -180,7 +177,7 @@ TENANTS = tuple(replace(kind, client=client) for kind in MIXED[:3] for client in
 
 
 @pytest.mark.parametrize("seed", some_of(range(2), [0]))
-def test_one_clients_flood_raises_no_alarm_of_others(seed: int) -> None:
+def test_one_clients_flood_raises_no_alarm_of_others(seed):
     """It may say that one client's requests are accepted less, and must notice others' when their turn comes."""
     traffic = Traffic(TENANTS, seed, num_slots=12)
     alarm = alarm_of(traffic)
@@ -194,7 +191,7 @@ def test_one_clients_flood_raises_no_alarm_of_others(seed: int) -> None:
     assert traffic.run(alarm, 1200, lambda: "several" in alarms_of(alarm).values())
 
 
-def test_one_client_cannot_move_the_record_of_others() -> None:
+def test_one_client_cannot_move_the_record_of_others():
     """Texts that are drafted at once, then no longer: other clients' records are their own."""
     traffic = Traffic(TENANTS, 4, num_slots=12)
     alarm = alarm_of(traffic)
@@ -206,7 +203,7 @@ def test_one_client_cannot_move_the_record_of_others() -> None:
     assert "several" not in {clients for _, _, clients in traffic.raised}
 
 
-def test_a_client_alone_counts_for_all() -> None:
+def test_a_client_alone_counts_for_all():
     chart = Chart()
     for request in range(30):
         chart.update(request, "a", THRESHOLD / 10, now=0.0)
@@ -230,7 +227,7 @@ def chat(prompt: list[int]) -> Request:
     return make_request("chat", prompt)
 
 
-def test_a_new_template_is_noticed_whatever_users_write() -> None:
+def test_a_new_template_is_noticed_whatever_users_write():
     """The template decides the first two tokens and the last three; texts the others."""
     generator = random.Random(0)
 
@@ -255,7 +252,7 @@ def test_a_new_template_is_noticed_whatever_users_write() -> None:
         assert forms.new_share < 0.1
 
 
-def test_the_record_outlives_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_outlives_the_server(tmp_path, monkeypatch):
     monkeypatch.delenv("SLIPSTREAM_CACHE", raising=False)
     assert acceptance_files.record_path("draft", "target") is None
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
@@ -310,10 +307,10 @@ def questions(start: int, count: int) -> list[Any]:
     ],
     ids=["chain", "tree", "block", "ngram"],
 )
-def test_rates_are_those_of_first_tokens(draft: Path | str, options: dict[str, Any], width: int) -> None:
+def test_rates_are_those_of_first_tokens(draft, options, width):
     """All proposals are verified. In a tree the first token is the best child of the root, one of those counted."""
     engine = build_engine(TINY, draft, drafter=options, width=width, kv_cache_tokens=8192)
-    rates: list[float] = []
+    rates = []
     record = engine.planner.alarm.record
 
     def note(slots: Any, values: Any) -> None:
@@ -341,7 +338,7 @@ def noise_weights(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_tells_that_its_draft_was_spoilt(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_tells_that_its_draft_was_spoilt(caplog):
     caplog.set_level(logging.WARNING)
     engine = build_engine(TINY, DRAFT, kv_cache_tokens=8192)
     run(engine, questions(0, 16))

@@ -24,12 +24,12 @@ REQUEST = Request(id="a", prompt=[1, 2], params=SamplingParams(max_tokens=9))
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
+def log(tmp_path) -> Path:
     return tmp_path / "answers.jsonl"
 
 
 @pytest.fixture
-def client(byte_target: str, log: Path) -> Iterator[httpx.Client]:
+def client(byte_target, log) -> Iterator[httpx.Client]:
     config = ServeConfig(target=byte_target, port=0, answer_log=str(log))
     config.check_inputs()
     with serving(config) as server, client_of(server) as client:
@@ -41,7 +41,7 @@ def lines_of(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def test_answers_are_logged_as_clients_got_them(client: httpx.Client, log: Path, byte_target: str) -> None:
+def test_answers_are_logged_as_clients_got_them(client, log, byte_target):
     """Whole or streamed, several choices, up to a stop string; neither those that opted out nor those that failed."""
     body = {"prompt": "abc", "max_tokens": 7, "return_token_ids": True}
     choices = client.post(COMPLETIONS, json={**body, "n": 2}).json()["choices"]
@@ -69,16 +69,14 @@ def test_answers_are_logged_as_clients_got_them(client: httpx.Client, log: Path,
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
-def test_a_foreign_file_is_refused(log: Path) -> None:
+def test_a_foreign_file_is_refused(log):
     log.write_text('{"messages": []}\n')
     with pytest.raises(ValueError, match="is not an answer log"):
         ServeConfig(target="someone/target", answer_log=str(log)).check_inputs()
     assert log.read_text() == '{"messages": []}\n'
 
 
-def test_a_disk_that_cannot_be_written_costs_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_cannot_be_written_costs_lines(tmp_path, monkeypatch, caplog):
     """It says so once. Where it is slow, lines are dropped, and nobody waits."""
     monkeypatch.setattr(answer_log, "MOST_UNWRITTEN", 4)
     path = tmp_path / "gone" / "answers.jsonl"
@@ -97,7 +95,7 @@ def test_a_disk_that_cannot_be_written_costs_lines(
     assert log.num_lost == 3 + 2
 
 
-def test_a_line_without_room_leaves_nothing_in_the_file(log: Path) -> None:
+def test_a_line_without_room_leaves_nothing_in_the_file(log):
     """The limit of a file's size stops a write in its middle, as a disk does that becomes full."""
     answers = AnswerLog(log, "hash")
     answers.add(REQUEST, [3], "stop")

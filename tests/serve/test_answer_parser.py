@@ -76,7 +76,7 @@ def told(parts: Parts) -> Expected:
 
 
 @pytest.mark.parametrize(("tools", "reasoning", "text", "expected"), EXAMPLES)
-def test_examples_wherever_they_are_cut(tools: str, reasoning: str, text: str, expected: Expected) -> None:
+def test_examples_wherever_they_are_cut(tools, reasoning, text, expected):
     syntax = syntax_of(tools, reasoning)
     parts_of_text, _, parser = read(syntax, [text])
     assert told(parts_of_text) == expected
@@ -90,7 +90,7 @@ def test_examples_wherever_they_are_cut(tools: str, reasoning: str, text: str, e
         assert not any(call.arguments for call in heads), "the name comes before the arguments"
 
 
-def test_arguments_that_are_json_come_as_they_are_written() -> None:
+def test_arguments_that_are_json_come_as_they_are_written():
     text = f'<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>'
     _, steps, _ = read(syntax_of("hermes", "none"), list(text))
     pieces = [
@@ -146,7 +146,7 @@ def written(form: str, name: str, arguments: dict[str, Any]) -> str:
 @pytest.mark.parametrize("form", TOOL_FORMS)
 @settings(max_examples=40, deadline=None)
 @given(calls=st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3), before=PLAIN, seed=st.integers(0, 10**9))
-def test_calls_are_read_back(form: str, calls: list[tuple[str, dict[str, Any]]], before: str, seed: int) -> None:
+def test_calls_are_read_back(form, calls, before, seed):
     """However they are cut. White space beside calls is not kept."""
     form_of_tools = TOOL_FORMS[form]
     before = "" if form_of_tools.at_start else before.strip()
@@ -179,14 +179,14 @@ def test_calls_are_read_back(form: str, calls: list[tuple[str, dict[str, Any]]],
         [("hermes", "think"), ("qwen3_coder", "think"), ("llama_pythonic", "none"), ("harmony", "harmony")]
     ),
 )
-def test_any_text_is_read_the_same_however_it_is_cut(pieces: list[str], forms: tuple[str, str]) -> None:
+def test_any_text_is_read_the_same_however_it_is_cut(pieces, forms):
     syntax = syntax_of(*forms)
     parts_of_text = read(syntax, ["".join(pieces)])[0]
     assert read(syntax, pieces)[0] == parts_of_text
     assert read(syntax, list("".join(pieces)))[0] == parts_of_text
 
 
-def test_a_text_that_spells_a_marker_is_none(tmp_path: Path) -> None:
+def test_a_text_that_spells_a_marker_is_none(tmp_path):
     tokenizer = load("hermes", tmp_path / "target")
     syntax = syntax_of("hermes", "think", tokenizer)
     decoder = Decoder(tokenizer, syntax.markers.by_id)
@@ -210,7 +210,7 @@ def test_a_text_that_spells_a_marker_is_none(tmp_path: Path) -> None:
             assert told(read(syntax, pieces)[0])[1:] == expected[1:]
 
 
-def test_a_space_after_a_marker_stays() -> None:
+def test_a_space_after_a_marker_stays():
     """Some decoders drop it at the beginning of a text."""
     vocabulary = {"\u2581": 0, "a": 1, "\u2581b": 2, "<unk>": 3}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -230,7 +230,7 @@ def test_a_space_after_a_marker_stays() -> None:
 
 
 @pytest.mark.parametrize("form", TEMPLATES)
-def test_the_form_is_told_by_the_chat_template(form: str) -> None:
+def test_the_form_is_told_by_the_chat_template(form):
     assert find_form(TOOL_FORMS, "auto", template(form)) is TOOL_FORMS[form]
     assert find_form(TOOL_FORMS, "none", template(form)) is None
     assert find_form(TOOL_FORMS, "hermes", "") is TOOL_FORMS["hermes"]
@@ -265,7 +265,7 @@ def chain(length: int, width: int) -> dict[str, Any]:
         (chain(200, 9), 5),
     ],
 )
-def test_the_types_of_a_parameter_take_one_visit_of_each_part(schema: dict[str, Any], expected: Any) -> None:
+def test_the_types_of_a_parameter_take_one_visit_of_each_part(schema, expected):
     """However often parts refer to each other and to themselves."""
     text = json.dumps(schema)
     watched = json.loads(text, object_hook=Watched)
@@ -321,7 +321,7 @@ PAIRS = [(None, "think"), *itertools.product(TOOL_FORMS, [None]), ("hermes", "th
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), PAIRS)
-def test_answers_are_read_in_linear_time(tools: str | None, reasoning: str | None) -> None:
+def test_answers_are_read_in_linear_time(tools, reasoning):
     """White space, beginnings of markers, both in turn, and long values, in small pieces: twice as much text is twice
     as much work."""
     syntax = counting(tools, reasoning)
@@ -341,7 +341,7 @@ def test_answers_are_read_in_linear_time(tools: str | None, reasoning: str | Non
         assert twice < 2.3 * once + 1500, (before, part)
 
 
-def test_long_answers_are_not_copied_with_each_call() -> None:
+def test_long_answers_are_not_copied_with_each_call():
     """Nor shown to the patterns again."""
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
     syntax = counting("hermes", "think")
@@ -349,7 +349,7 @@ def test_long_answers_are_not_copied_with_each_call() -> None:
     assert twice < 2.3 * once
 
 
-def test_joined_pieces_are_those_of_one_part() -> None:
+def test_joined_pieces_are_those_of_one_part():
     pieces = [TextPiece("reasoning", "a", 0, 1), TextPiece("reasoning", "b", 1, 2), TextPiece("content", "c", 2, 3)]
     calls = [CallPiece(0, "i", "f"), CallPiece(0, arguments="{"), CallPiece(0, arguments="}"), CallPiece(1, "j", "g")]
     assert joined([*pieces, *calls]) == [

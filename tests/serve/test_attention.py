@@ -35,7 +35,7 @@ DTYPES = {
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Backend]:
+def backend(request, monkeypatch) -> type[Backend]:
     """Returns the backend of this name. Triton's runs under the interpreter; where kernels are compiled for a GPU,
     their references run."""
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -143,7 +143,7 @@ GATE.append(("triton", "tree 1", *DTYPES["triton"][1]))
 
 
 @pytest.mark.parametrize(("backend", "name", "dtype", "tolerance"), gate_of(ATTENDED, GATE), indirect=["backend"])
-def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_attention_equals_a_loop(backend, name, dtype, tolerance):
     scene = scene_of(name, dtype)
     reference = expected(scene)
     before = scene.cache.clone()
@@ -159,10 +159,10 @@ def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch
 
 @grouped()
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(set(case.query_lens)) == 1])
-def test_many_requests_share_a_call_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_requests_share_a_call_on_a_cpu(name, monkeypatch):
     """As long as their keys, padded to the longest request, are few."""
     scene = scene_of(name)
-    calls: list[int] = []
+    calls = []
     attend_pages = SDPABackend._attend_pages
 
     def record(backend: SDPABackend, q: Tensor, pages: Tensor, *arguments: Any) -> Tensor:
@@ -183,7 +183,7 @@ def test_many_requests_share_a_call_on_a_cpu(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-def test_prompts_are_written_by_every_backend(backend: type[Backend]) -> None:
+def test_prompts_are_written_by_every_backend(backend):
     """A drafter may write a prompt's KV by the backend of its own phase."""
     scene = scene_of("ragged prefill with prefix")
     metadata = scene.metadata(spare=0)
@@ -195,7 +195,7 @@ def test_prompts_are_written_by_every_backend(backend: type[Backend]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-def test_write_stores_what_attend_stores(backend: type[Backend]) -> None:
+def test_write_stores_what_attend_stores(backend):
     caches = []
     for writes_only in (True, False):
         scene = scene_of("chain")
@@ -209,7 +209,7 @@ def test_write_stores_what_attend_stores(backend: type[Backend]) -> None:
     assert torch.equal(*caches)
 
 
-def test_every_backend_of_the_folder_is_tested() -> None:
+def test_every_backend_of_the_folder_is_tested():
     folder = ROOT / "serve/attention"
     assert {path.stem for path in folder.glob("*.py")} - {*NO_BACKENDS} == BACKENDS.keys() | TESTED_ELSEWHERE
 
@@ -221,12 +221,12 @@ RAGGED_GATE = [RAGGED_ON_TRITON[2 * list(RAGGED).index("trees and chunks, window
 @pytest.mark.parametrize(
     ("backend", "name", "dtype", "tolerance"), gate_of(RAGGED_ON_TRITON, RAGGED_GATE), indirect=["backend"]
 )
-def test_a_ragged_pass_equals_a_loop(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_a_ragged_pass_equals_a_loop(backend, name, dtype, tolerance):
     check_ragged(backend, name, dtype, tolerance)
 
 
 @pytest.mark.parametrize("name", RAGGED)
-def test_a_ragged_pass_by_the_references_equals_a_loop(name: str) -> None:
+def test_a_ragged_pass_by_the_references_equals_a_loop(name):
     check_ragged(TritonBackend, name, torch.float32, 1e-5)
 
 
@@ -248,7 +248,7 @@ def check_ragged(backend: type[Backend], name: str, dtype: torch.dtype, toleranc
 @grouped()
 @pytest.mark.parametrize("nodes", BACKENDS.values())
 @pytest.mark.parametrize("name", RAGGED)
-def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
+def test_a_pass_by_parts_equals_a_loop(nodes, name):
     """Nodes by a backend that takes any numbers of them or as many for each request, and prompts by another backend."""
     scene = scene_of(name)
     case = scene.case
@@ -279,7 +279,7 @@ def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
         ancestors = None if ragged.ancestors is None else split.pad(ragged.ancestors).view(len(counts), -1)
         own_counts = counts if nodes.supports_ragged_nodes else (split.max_nodes,) * len(counts)
         bounds = tuple(length + count for length, count in zip(case.lengths, own_counts, strict=False))
-        shape: dict[str, Any] = {"query_lens": own_counts, "kv_bounds": bounds, "ancestors": ancestors}
+        shape = {"query_lens": own_counts, "kv_bounds": bounds, "ancestors": ancestors}
         of_nodes = part("verify", slice(len(counts)), **shape)
     if lens:
         ends = tuple(scene.ends[len(counts) :])
@@ -292,7 +292,7 @@ def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
 
 
 @given(st.lists(st.integers(1, 16), max_size=12))
-def test_nodes_are_padded_and_kept_in_their_order(counts: list[int]) -> None:
+def test_nodes_are_padded_and_kept_in_their_order(counts):
     nodes = Nodes.of(counts, torch.device("cpu"))
     starts = [sum(counts[:index]) for index in range(len(counts))]
     values = torch.arange(sum(counts) + 4)

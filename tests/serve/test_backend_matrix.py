@@ -44,21 +44,21 @@ def ids(mix: dict[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("targets") / "qwen3-64"
     save_random_target(Qwen3Config(**SHAPE_64, head_dim=HEAD_DIM), folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def draft(target, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("drafts") / "draft"
     save_random_draft(target, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def model(target: Path) -> torch.nn.Module:
+def model(target) -> torch.nn.Module:
     """transformers' model with the engine's bf16 weights, computing in fp32."""
     return AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).float().eval()
 
@@ -85,7 +85,7 @@ def answers(target: Path, draft: Path | str, mix: dict[str, str], dtype: str, **
         width=None if draft == "none" else 4,
         **options,
     )
-    answers_of_engine: dict[str, Answer] = {}
+    answers_of_engine = {}
     for batch in requests():
         answers_of_engine |= run(engine, batch)
     assert sum(answer.counts.cached_tokens for answer in answers_of_engine.values()) > 100
@@ -107,22 +107,20 @@ def check(model: torch.nn.Module, answers: dict[str, Answer]) -> None:
 @grouped()
 @pytest.mark.parametrize("name", PASSES)
 @torch.inference_mode()
-def test_sdpa_gives_on_the_gpu_what_it_gives_on_the_cpu(name: str) -> None:
+def test_sdpa_gives_on_the_gpu_what_it_gives_on_the_cpu(name):
     results = [Scene(PASSES[name], HEAD_DIM, torch.float32, device).attend(SDPABackend) for device in ("cpu", "cuda")]
     for expected, out in zip(*results, strict=True):
         torch.testing.assert_close(out.cpu(), expected, atol=2e-3, rtol=2e-3)
 
 
 @pytest.fixture(scope="module")
-def of_sdpa(target: Path, draft: Path) -> dict[str, dict[str, Answer]]:
+def of_sdpa(target, draft) -> dict[str, dict[str, Answer]]:
     mix = dict.fromkeys(PHASES, "sdpa")
     return {dtype: answers(target, draft, mix, dtype) for dtype in ("float32", "bfloat16")}
 
 
 @pytest.mark.parametrize("mix", IN_FP32, ids=ids)
-def test_fp32_gives_sdpas_tokens(
-    target: Path, draft: Path, of_sdpa: dict[str, dict[str, Answer]], mix: dict[str, str]
-) -> None:
+def test_fp32_gives_sdpas_tokens(target, draft, of_sdpa, mix):
     expected = of_sdpa["float32"]
     assert tokens_of(answers(target, "none", mix, "float32")) == tokens_of(expected)
     answers_of_engine = answers(target, draft, mix, "float32")
@@ -132,25 +130,19 @@ def test_fp32_gives_sdpas_tokens(
 
 
 @pytest.mark.parametrize("mix", IN_BF16, ids=ids)
-def test_bf16_with_a_draft_gives_the_best_up_to_rounding(
-    target: Path, draft: Path, model: torch.nn.Module, of_sdpa: dict[str, dict[str, Answer]], mix: dict[str, str]
-) -> None:
+def test_bf16_with_a_draft_gives_the_best_up_to_rounding(target, draft, model, of_sdpa, mix):
     answers_of_engine = answers(target, draft, mix, "bfloat16")
     check(model, answers_of_engine)
     assert acceptance(answers_of_engine) == pytest.approx(acceptance(of_sdpa["bfloat16"]), abs=0.02)
 
 
 @pytest.mark.parametrize("mix", [mix for mix in IN_BF16 if mix["draft"] == "triton"], ids=ids)
-def test_bf16_without_a_draft_gives_the_best_up_to_rounding(
-    target: Path, model: torch.nn.Module, mix: dict[str, str]
-) -> None:
+def test_bf16_without_a_draft_gives_the_best_up_to_rounding(target, model, mix):
     check(model, answers(target, "none", mix, "bfloat16"))
 
 
 @pytest.mark.parametrize("variant", ["fa2", "fa3"])
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_variants_and_page_sizes(
-    target: Path, draft: Path, model: torch.nn.Module, variant: str, page_size: int
-) -> None:
+def test_variants_and_page_sizes(target, draft, model, variant, page_size):
     mix = dict.fromkeys(PHASES, f"flashinfer:{variant}")
     check(model, answers(target, draft, mix, "bfloat16", page_size=page_size))

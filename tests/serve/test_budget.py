@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from slipstream.models.files.cost_tables import CostTables
 from slipstream.serve.engine.acceptance import host_bins
 from slipstream.serve.engine.budget import BudgetPolicy, Choice
-from slipstream.serve.engine.step_costs import Costs, FittedCosts, StepCosts
+from slipstream.serve.engine.step_costs import FittedCosts, StepCosts
 from slipstream.tests.pairwise import gate_of, some_of
 
 WIDTHS = (1, 2, 4, 8)
@@ -123,7 +122,7 @@ class Simulation:
 @pytest.mark.parametrize(
     ("batch", "power"), gate_of(product([5, 64, 16, 128, 1], [1.0, 30.0, 3.0, 0.3]), [(64, 1.0), (16, 30.0), (1, 0.3)])
 )
-def test_it_is_close_to_the_best_fixed_numbers(batch: int, power: float) -> None:
+def test_it_is_close_to_the_best_fixed_numbers(batch, power):
     simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(power), batch)
     simulation.run(300)
     rate = simulation.run(500)
@@ -158,13 +157,13 @@ def test_trees_are_not_judged_by_chains(batch: int) -> None:
 
 
 @pytest.mark.parametrize(("batch", "power"), [(1, 30.0), (4, 100.0), (64, 30.0)])
-def test_useless_drafts_cost_little_from_the_beginning(batch: int, power: float) -> None:
+def test_useless_drafts_cost_little_from_the_beginning(batch, power):
     rate = Simulation(BudgetPolicy(costs(), WIDTHS), World(power, seed=1), batch).run(1500)
     assert rate > 0.98 * batch / gpu_ms(batch, batch, 1)
 
 
 @pytest.mark.parametrize("batch", [2, 16])
-def test_it_comes_back_when_drafts_are_accepted_again(batch: int) -> None:
+def test_it_comes_back_when_drafts_are_accepted_again(batch):
     simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(100.0), batch)
     simulation.run(600)
     assert simulation.widths[-100:].count(1) > 60
@@ -177,7 +176,7 @@ def test_it_comes_back_when_drafts_are_accepted_again(batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
-def test_a_draft_that_turns_useless_soon_costs_nothing(batch: int) -> None:
+def test_a_draft_that_turns_useless_soon_costs_nothing(batch):
     simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(0.5), batch)
     simulation.run(600)
     assert min(simulation.widths[-50:]) > 1
@@ -187,7 +186,7 @@ def test_a_draft_that_turns_useless_soon_costs_nothing(batch: int) -> None:
     assert 1.03 * simulation.run(200) > plain
 
 
-def test_another_request_gets_drafts_at_once() -> None:
+def test_another_request_gets_drafts_at_once():
     """One request at a time, its drafts good or useless: what is learnt of one does not hold for the next."""
     simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(0.3), 1)
     rates = []
@@ -200,7 +199,7 @@ def test_another_request_gets_drafts_at_once() -> None:
     assert np.mean(rates[11::2]) > 0.9
 
 
-def test_a_batch_is_not_judged_by_the_request_before() -> None:
+def test_a_batch_is_not_judged_by_the_request_before():
     policy = BudgetPolicy(costs(), WIDTHS)
     policy.admit(0)
     Simulation(policy, World(30.0), 1).run(200)
@@ -211,7 +210,7 @@ def test_a_batch_is_not_judged_by_the_request_before() -> None:
     assert early > 0.85 * simulation.run(40)
 
 
-def test_regret_to_the_best_fixed_width_of_each_request_in_hindsight() -> None:
+def test_regret_to_the_best_fixed_width_of_each_request_in_hindsight():
     """One request at a time, whose drafts are accepted more or less often from the middle of its answer on."""
     simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(1.0), 1)
     world = simulation.world
@@ -233,7 +232,7 @@ def test_regret_to_the_best_fixed_width_of_each_request_in_hindsight() -> None:
     assert np.mean(regrets) < 0.03
 
 
-def test_probes_cost_what_they_may() -> None:
+def test_probes_cost_what_they_may():
     """Where no draft pays, probes take all time beyond that of the roots."""
     simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(1.0), 128)
     simulation.run(200)
@@ -246,7 +245,7 @@ def test_probes_cost_what_they_may() -> None:
 
 
 @pytest.mark.parametrize("batch", some_of([2, 16], [16]))
-def test_a_draft_that_does_not_pay_costs_little_where_times_are_fitted(batch: int) -> None:
+def test_a_draft_that_does_not_pay_costs_little_where_times_are_fitted(batch):
     """And it is taken up as soon as it pays."""
     simulation = Simulation(BudgetPolicy(FittedCosts(1024), WIDTHS), World(100.0), batch, step_ms=cpu_ms)
     rate = simulation.run(4000)
@@ -257,7 +256,7 @@ def test_a_draft_that_does_not_pay_costs_little_where_times_are_fitted(batch: in
 
 
 @pytest.mark.parametrize(("batch", "power"), [(2, 1.0), (16, 3.0)])
-def test_fitted_costs_lead_to_the_best_numbers_too(batch: int, power: float) -> None:
+def test_fitted_costs_lead_to_the_best_numbers_too(batch, power):
     simulation = Simulation(BudgetPolicy(FittedCosts(1024), WIDTHS), World(power), batch, step_ms=cpu_ms)
     simulation.noise = 0.1
     simulation.run(300)
@@ -285,9 +284,7 @@ def expert_costs(overlap: float, factor: float = 1.0) -> StepCosts:
     ("batch", "power", "measured"),
     gate_of(product([1, 4, 32], [1.0, 3.0, 0.5], [(0.0, 1.0), (0.4, 1.3)]), [(4, 0.5, (0.0, 1.0))]),
 )
-def test_times_of_random_tokens_lead_to_the_budgets_of_real_text(
-    batch: int, power: float, measured: tuple[float, float]
-) -> None:
+def test_times_of_random_tokens_lead_to_the_budgets_of_real_text(batch, power, measured):
     """A step of text reads fewer experts than start-up `measured`, or is faster by a factor: that is learnt from its
     times."""
 
@@ -317,7 +314,7 @@ def settled(policy: BudgetPolicy, batch: int, prompt_rows: int = 0) -> Choice:
     return max(choices, key=lambda choice: [other[:2] for other in choices].count(choice[:2]))
 
 
-def test_what_is_prepared_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_prepared_is_not_computed_again(monkeypatch):
     """Nor does it change a choice."""
     plain = learnt(batch=16)
     prepared = learnt(batch=16)
@@ -325,7 +322,7 @@ def test_what_is_prepared_is_not_computed_again(monkeypatch: pytest.MonkeyPatch)
     for step in range(40):
         prompt_rows = 100 * (step % 3 == 0)
         filtered = step % 2 == 0
-        options: dict[str, Any] = {"prompt_rows": prompt_rows, "num_drafted": 9, "filtered": filtered}
+        options = {"prompt_rows": prompt_rows, "num_drafted": 9, "filtered": filtered}
         monkeypatch.setattr(prepared.costs, "targets", targets)
         prepared.prepare(16, **options)
         prepared.prepare(16, **options)  # a second time changes nothing
@@ -334,14 +331,14 @@ def test_what_is_prepared_is_not_computed_again(monkeypatch: pytest.MonkeyPatch)
         assert prepared.choose(16, **options, offers=offers) == plain.choose(16, **options, offers=offers)
 
 
-def test_nodes_fill_what_prompts_leave() -> None:
+def test_nodes_fill_what_prompts_leave():
     """Rows that a pass has anyway are not left empty."""
     policy = learnt(power=0.3)
     assert settled(policy, 64, 30).nodes == 128 - 30
     assert settled(policy, 2, 3).nodes == 16, "free: all that two requests have"
 
 
-def test_nothing_is_drafted_where_prompts_leave_no_room() -> None:
+def test_nothing_is_drafted_where_prompts_leave_no_room():
     """Unless the next step has none: a pass of 480 rows is bound by compute."""
     policy = learnt()
     for _ in range(20):
@@ -361,7 +358,7 @@ def mean_tokens(policy: BudgetPolicy, width: int, drafts: float) -> float:
     return 1 + float(np.interp(drafts, *curve))
 
 
-def test_nodes_beside_prompts_pay_as_much_as_elsewhere() -> None:
+def test_nodes_beside_prompts_pay_as_much_as_elsewhere():
     """By hand: no other number of nodes is worth more of the time, at the rate of steps without prompts."""
     policy = learnt()
     alone = settled(policy, 64)
@@ -376,7 +373,7 @@ def test_nodes_beside_prompts_pay_as_much_as_elsewhere() -> None:
         assert value(choice.nodes) == pytest.approx(best)
 
 
-def test_requests_without_drafts_take_a_row_each_and_no_more() -> None:
+def test_requests_without_drafts_take_a_row_each_and_no_more():
     """By hand: a step has as many nodes as pay for those that draft; without any, one for each request."""
     policy = learnt()
     settled(policy, 64)  # by all that it has learnt
@@ -394,14 +391,14 @@ def test_requests_without_drafts_take_a_row_each_and_no_more() -> None:
     assert 3 <= host.nodes <= 18
 
 
-def test_filtered_steps_have_times_of_their_own() -> None:
+def test_filtered_steps_have_times_of_their_own():
     policy = BudgetPolicy(costs(filtered=3.0), WIDTHS)
     plain = policy.choose(8)
     filtered = policy.choose(8, filtered=True)
     assert filtered.ms > 2 * plain.ms
 
 
-def test_a_wider_proposal_is_verified_one_step_later() -> None:
+def test_a_wider_proposal_is_verified_one_step_later():
     policy = learnt(power=100.0, batch=16)
     assert policy.width == 1
     before = settled(policy, 16)
@@ -412,7 +409,7 @@ def test_a_wider_proposal_is_verified_one_step_later() -> None:
     assert policy.width == 8
 
 
-def test_fixed_widths() -> None:
+def test_fixed_widths():
     policy = BudgetPolicy(costs(), WIDTHS, fixed=4)
     assert policy.choose(10)[:2] == (40, 4)
     assert policy.choose(100, 700)[:2] == (324, 4), "the largest pass"
@@ -423,7 +420,7 @@ def test_fixed_widths() -> None:
     assert host_only.choose(2, offers=[(16, 3), (1, 0)])[:2] == (9, 1)
 
 
-def test_no_drafter_leaves_one_choice() -> None:
+def test_no_drafter_leaves_one_choice():
     policy = BudgetPolicy(costs(), (1,))
     for _ in range(50):
         assert policy.choose(5)[:2] == (5, 1)
@@ -432,7 +429,7 @@ def test_no_drafter_leaves_one_choice() -> None:
     assert policy.choose(2000)[:2] == (2000, 1), "larger than any that was measured"
 
 
-def test_a_latency_bounds_steps() -> None:
+def test_a_latency_bounds_steps():
     policy = learnt(itl_ms=4.9)
     assert all(policy.choose(batch).ms <= 4.9 for batch in (1, 16, 64) for _ in range(20))
     assert settled(policy, 64, 32).ms <= 4.9
@@ -440,7 +437,7 @@ def test_a_latency_bounds_steps() -> None:
     assert learnt(itl_ms=1000.0).choose(64).nodes > 64
 
 
-def test_a_latency_is_kept_by_nearly_all_steps() -> None:
+def test_a_latency_is_kept_by_nearly_all_steps():
     """Steps take up to a third longer than expected; one in ten."""
     steps = costs()
     policy = BudgetPolicy(costs(), WIDTHS, itl_ms=6.0)
@@ -450,7 +447,7 @@ def test_a_latency_is_kept_by_nearly_all_steps() -> None:
     assert all(1.2 * policy.choose(4).ms < 6.0 for _ in range(100))
 
 
-def test_chunks_keep_streams_flowing() -> None:
+def test_chunks_keep_streams_flowing():
     policy = learnt()
     steps = costs()
     nodes = settled(policy, 64).nodes
@@ -469,7 +466,7 @@ def test_chunks_keep_streams_flowing() -> None:
 
 
 @pytest.mark.parametrize(("fixed", "num_drafted"), [(None, 8), (None, 0), (4, 8), (4, 0)])
-def test_chunks_follow_the_times_of_steps(fixed: int | None, num_drafted: int) -> None:
+def test_chunks_follow_the_times_of_steps(fixed, num_drafted):
     policy = BudgetPolicy(costs(), WIDTHS, fixed=fixed, itl_ms=15.0)
     before = policy.chunk_rows(8)
     for _ in range(100):
@@ -479,7 +476,7 @@ def test_chunks_follow_the_times_of_steps(fixed: int | None, num_drafted: int) -
     assert 0 < policy.chunk_rows(8) < 0.6 * before
 
 
-def test_proposals_of_the_host_are_judged_one_by_one() -> None:
+def test_proposals_of_the_host_are_judged_one_by_one():
     """Kind 1 is never accepted, kind 4 always."""
     policy = BudgetPolicy(costs(), (1,), most_nodes=8)
     bins = np.stack([host_bins(8, 1)] * 8 + [host_bins(8, 4)] * 8)
@@ -496,7 +493,7 @@ def test_proposals_of_the_host_are_judged_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("fixed", [None, 8])
-def test_steps_wait_for_the_host_while_that_pays(fixed: int | None) -> None:
+def test_steps_wait_for_the_host_while_that_pays(fixed):
     policy = BudgetPolicy(costs(), (1,), most_nodes=8, fixed=fixed)
     bins = np.stack([host_bins(8, 1)] * 4)
     accepted = np.zeros((4, 8), bool)
@@ -517,7 +514,7 @@ def test_steps_wait_for_the_host_while_that_pays(fixed: int | None) -> None:
     assert not policy.host_wait.pays
 
 
-def test_results_may_be_overwritten_once_they_are_recorded() -> None:
+def test_results_may_be_overwritten_once_they_are_recorded():
     """Several steps are counted together."""
     policy = BudgetPolicy(costs(), WIDTHS)
     other = BudgetPolicy(costs(), WIDTHS)
@@ -536,7 +533,7 @@ def test_results_may_be_overwritten_once_they_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("make", [costs, lambda: FittedCosts(1024)])
-def test_metrics(make: Callable[[], Costs]) -> None:
+def test_metrics(make):
     policy = BudgetPolicy(make(), WIDTHS)
     assert policy.metrics()["step_time_error"] == 0
     Simulation(policy, World(1.0), 8, step_ms=gpu_ms).run(50)
@@ -546,7 +543,7 @@ def test_metrics(make: Callable[[], Costs]) -> None:
     assert metrics["draft_width"] in WIDTHS
 
 
-def test_rows_that_are_free() -> None:
+def test_rows_that_are_free():
     """4.032 ms for 16 rows: 2 % more are not reached by 48 rows, but by 64, which useless nodes are not worth."""
     policy = BudgetPolicy(costs(), (1,), most_nodes=8)
     bins = np.stack([host_bins(8, 1)] * 16)

@@ -68,7 +68,7 @@ def check(chunks: list[PromptChunk], packed: Chunks, state: RequestState, num_ro
 
 @grouped()
 @pytest.mark.parametrize("seed", range(20))
-def test_chunks_of_known_lengths(seed: int) -> None:
+def test_chunks_of_known_lengths(seed):
     rng = random.Random(seed)
     state = random_state()
     chunks = random_chunks(rng)
@@ -89,7 +89,7 @@ def test_chunks_of_known_lengths(seed: int) -> None:
 
 @grouped()
 @pytest.mark.parametrize("seed", range(20))
-def test_chunks_of_a_larger_pass(seed: int) -> None:
+def test_chunks_of_a_larger_pass(seed):
     """In buffers that held others before, as captured passes read them."""
     rng = random.Random(seed)
     state = random_state()

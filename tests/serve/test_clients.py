@@ -31,19 +31,19 @@ CLIENTS = Path(__file__).parent / "clients"
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory) -> Path:
     return write_target("hermes", tmp_path_factory.mktemp("clients") / "target")
 
 
 @pytest.fixture(scope="module")
-def server(target: Path) -> Iterator[Server]:
+def server(target) -> Iterator[Server]:
     config = ServeConfig(target=str(target), draft="ngram", port=0, served_model_name=MODEL, kv_cache_tokens=8192)
     with serving(config, build_engine) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
+def client(server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as connected:
         yield connected
 
@@ -70,12 +70,12 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def oracle(target: Path) -> Oracle:
+def oracle(target) -> Oracle:
     return Oracle(target)
 
 
 @pytest.mark.parametrize("count", [20, 150])
-def test_answers_of_all_endpoints_are_transformers(client: openai.OpenAI, oracle: Oracle, count: int) -> None:
+def test_answers_of_all_endpoints_are_transformers(client, oracle, count):
     """Whole and streamed, with the log-probabilities of what is said: the shorter one is cut, the longer one ends."""
     tokens = oracle.answer(oracle.prompt, count)
     scores = oracle.scores([*oracle.prompt, *tokens])[-len(tokens) :]
@@ -83,8 +83,8 @@ def test_answers_of_all_endpoints_are_transformers(client: openai.OpenAI, oracle
     is_ended = len(tokens) < count
     assert is_ended == (count == 150)
 
-    common: Any = {"model": MODEL, "temperature": 0}
-    chat: Any = {**common, "messages": MESSAGES, "max_tokens": count, "logprobs": True}
+    common = {"model": MODEL, "temperature": 0}
+    chat = {**common, "messages": MESSAGES, "max_tokens": count, "logprobs": True}
     [choice] = client.chat.completions.create(**chat).choices
     assert (choice.message.content, choice.finish_reason) == (text, "stop" if is_ended else "length")
     assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(scores, abs=1e-4)
@@ -93,14 +93,14 @@ def test_answers_of_all_endpoints_are_transformers(client: openai.OpenAI, oracle
     streamed = [entry.logprob for piece in pieces if piece.logprobs for entry in piece.logprobs.content]
     assert streamed == pytest.approx(scores, abs=1e-4)
 
-    plain: Any = {**common, "prompt": oracle.prompt, "max_tokens": count, "logprobs": 1}
+    plain = {**common, "prompt": oracle.prompt, "max_tokens": count, "logprobs": 1}
     [choice] = client.completions.create(**plain).choices
     assert choice.text == text
     assert choice.logprobs.token_logprobs == pytest.approx(scores, abs=1e-4)
     pieces = [event.choices[0] for event in client.completions.create(**plain, stream=True)]
     assert "".join(piece.text for piece in pieces) == text
 
-    response: Any = {**common, "input": QUESTION, "max_output_tokens": count, "include": LOGPROBS}
+    response = {**common, "input": QUESTION, "max_output_tokens": count, "include": LOGPROBS}
     answer = client.responses.create(**response)
     assert (answer.output_text, answer.status) == (text, "completed" if is_ended else "incomplete")
     [entries] = [part.logprobs for item in answer.output for part in item.content]
@@ -111,11 +111,11 @@ def test_answers_of_all_endpoints_are_transformers(client: openai.OpenAI, oracle
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_texts_are_scored_as_transformers_does(client: openai.OpenAI, oracle: Oracle, max_tokens: int) -> None:
+def test_texts_are_scored_as_transformers_does(client, oracle, max_tokens):
     """By lists of token ids, as lm-eval sends them."""
     texts = ["Tom has 12 eggs.", "A", "Ünïcode 你好 👍\n\n  and so on"]
-    prompts: Any = [oracle.tokenizer(text).input_ids for text in texts]
-    common: Any = {
+    prompts = [oracle.tokenizer(text).input_ids for text in texts]
+    common = {
         "model": MODEL,
         "echo": True,
         "max_tokens": max_tokens,
@@ -138,14 +138,14 @@ class Verdict(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def brief(oracle: Oracle) -> dict[str, Any]:
+def brief(oracle) -> dict[str, Any]:
     """Keeps the model, which knows neither, from reasoning and from white space without an end."""
     texts = map(oracle.tokenizer.decode, range(len(oracle.tokenizer)))
     return {"logit_bias": {index: -100 for index, text in enumerate(texts) if text.isspace() or text == "<think>"}}
 
 
-def test_parse_gives_objects(client: openai.OpenAI, brief: dict[str, Any]) -> None:
-    settings: Any = {"model": MODEL, "temperature": 0, "extra_body": brief}
+def test_parse_gives_objects(client, brief):
+    settings = {"model": MODEL, "temperature": 0, "extra_body": brief}
     answer = client.responses.parse(input=QUESTION, text_format=Verdict, max_output_tokens=400, **settings)
     assert isinstance(answer.output_parsed, Verdict)
     with client.responses.stream(input=QUESTION, text_format=Verdict, max_output_tokens=400, **settings) as stream:
@@ -156,32 +156,32 @@ def test_parse_gives_objects(client: openai.OpenAI, brief: dict[str, Any]) -> No
     assert choice.message.parsed == answer.output_parsed
 
 
-def test_tools_are_called(client: openai.OpenAI, brief: dict[str, Any]) -> None:
-    common: Any = {
+def test_tools_are_called(client, brief):
+    common = {
         "model": MODEL,
         "temperature": 0,
         "extra_body": brief,
         "tool_choice": "required",
         "parallel_tool_calls": False,
     }
-    chat: Any = {**common, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
+    chat = {**common, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
     [choice] = client.chat.completions.create(**chat).choices
     [call] = choice.message.tool_calls
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
-    response: Any = {**common, "input": QUESTION, "tools": FLAT, "max_output_tokens": 200}
+    response = {**common, "input": QUESTION, "tools": FLAT, "max_output_tokens": 200}
     with client.responses.stream(**response) as stream:
         [item] = stream.get_final_response().output
     assert (item.name, item.arguments) == (call.function.name, call.function.arguments)
-    more: Any = [{"role": "user", "content": QUESTION}, item]
+    more = [{"role": "user", "content": QUESTION}, item]
     more.append({"type": "function_call_output", "call_id": item.call_id, "output": "36"})
-    turns: Any = [*MESSAGES, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "36"}]
+    turns = [*MESSAGES, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "36"}]
     text = client.responses.create(model=MODEL, input=more, temperature=0, max_output_tokens=12).output_text
     again = client.chat.completions.create(model=MODEL, messages=turns, temperature=0, max_tokens=12)
     assert text == again.choices[0].message.content
 
 
 @pytest.fixture(scope="module")
-def run_program(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def run_program(server, tmp_path_factory) -> Callable[..., Any]:
     """Installs a client into an environment of its own, above this one, and gives what its program in clients/ says."""
 
     def run(package: str, program: str, *arguments: str) -> Any:
@@ -234,9 +234,7 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 
 @SLOW
-def test_lm_eval_scores_as_it_does_by_transformers(
-    target: Path, run_program: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_lm_eval_scores_as_it_does_by_transformers(target, run_program, tmp_path):
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     for name, task in (("choices", CHOICES), ("continuations", CONTINUATIONS)):
@@ -257,9 +255,7 @@ def test_lm_eval_scores_as_it_does_by_transformers(
 @pytest.mark.parametrize(
     ("package", "program"), [("litellm", "litellm_program"), ("langchain-openai", "langchain_program")]
 )
-def test_other_clients_say_what_transformers_does(
-    package: str, program: str, oracle: Oracle, brief: dict[str, Any], run_program: Callable[..., Any]
-) -> None:
+def test_other_clients_say_what_transformers_does(package, program, oracle, brief, run_program):
     tokens = oracle.answer(oracle.prompt, 20)
     scores = oracle.scores([*oracle.prompt, *tokens])[-len(tokens) :]
     text = oracle.text(tokens)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import random
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -24,19 +23,19 @@ QUESTIONS = [f"Question number {index}: {'x' * (index % 5)}?" for index in range
 
 
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
+def questions(tmp_path_factory) -> str:
     file = tmp_path_factory.mktemp("questions") / "q.jsonl"
     file.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in QUESTIONS))
     return str(file)
 
 
-def test_rank_sums() -> None:
+def test_rank_sums():
     """Against a printed table of Wilcoxon's test, two-sided at 5 %."""
     table = {6: 0, 7: 2, 8: 3, 9: 5, 10: 8, 12: 13, 15: 25, 20: 52, 25: 89, 30: 137}
     assert {pairs: critical_rank_sum(pairs) for pairs in table} == table
 
 
-def test_an_interval_by_hand() -> None:
+def test_an_interval_by_hand():
     ratio = paired_ratio([1.0] * 6, [math.exp(log) for log in (-0.02, -0.01, 0.0, 0.01, 0.03, 5.0)])
     assert ratio is not None
     assert ratio.low == pytest.approx(math.exp(-0.02))
@@ -48,7 +47,7 @@ def test_an_interval_by_hand() -> None:
 
 @pytest.mark.parametrize("zero", ["tokens", "token_ms", "ttft_ms"])
 @pytest.mark.parametrize("places", [(0,), (1,), (0, 1)])
-def test_a_figure_that_is_0_has_no_ratio(zero: str, places: tuple[int, ...]) -> None:
+def test_a_figure_that_is_0_has_no_ratio(zero, places):
     """A server that answers nothing, or a proxy that sends the pieces of an answer together."""
     times = {name: [1.0, 2.0] for name in ("ttft_ms", "token_ms", "gaps_ms")}
     block = {"wall_s": 1.0, "tokens": 9, "rounds": 0, "decoded_tokens": 0, "answers": ["a"], **times}
@@ -61,9 +60,7 @@ def test_a_figure_that_is_0_has_no_ratio(zero: str, places: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize(("slowed", "least_correct"), [(1.0, 17), (1.05, 18)])
-def test_twenty_runs_of_simulated_servers(
-    questions: str, tmp_path: Path, slowed: float, least_correct: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_twenty_runs_of_simulated_servers(questions, tmp_path, slowed, least_correct, monkeypatch):
     """Two minutes each on a machine that drifts and is disturbed: the same server twice is within the interval, one
     that is 5 % slower is found, and the interval is at most 3 % to either side."""
     rng = random.Random(5)
@@ -79,7 +76,7 @@ def test_twenty_runs_of_simulated_servers(
 
     monkeypatch.setattr("slipstream.serve.measure.compare.send_all", send)
     prompts = [question.first for question in read_questions([questions])]
-    options: dict[str, Any] = {"url": ["A", "B"], "questions": [questions], "concurrency": "8"}
+    options = {"url": ["A", "B"], "questions": [questions], "concurrency": "8"}
     right = 0
     widths = []
     for attempt in range(20):
@@ -97,9 +94,9 @@ def test_twenty_runs_of_simulated_servers(
     assert median(widths) < 0.03
 
 
-def test_figures_are_those_of_plain_sums(questions: str, tmp_path: Path) -> None:
+def test_figures_are_those_of_plain_sums(questions, tmp_path):
     with paced("vllm-detailed", pace=0.001) as first, paced("plain", pace=0.002) as other:
-        options: dict[str, Any] = {
+        options = {
             "questions": [questions],
             "concurrency": "1,3",
             "seconds": 0.0,
@@ -130,15 +127,13 @@ def test_figures_are_those_of_plain_sums(questions: str, tmp_path: Path) -> None
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_servers_take_turns_and_a_run_continues(
-    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_servers_take_turns_and_a_run_continues(questions, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("slipstream.serve.measure.compare.plot", lambda *words: words[-1].touch())
     with paced("vllm") as first, paced("vllm") as other:
-        log: list[str] = []
+        log = []
         for name, server in (("A", first), ("B", other)):
             server.requests = Log(name, log)  # type: ignore[assignment]
-        options: dict[str, Any] = {"url": [first.url, other.url], "questions": [questions], "concurrency": "2"}
+        options = {"url": [first.url, other.url], "questions": [questions], "concurrency": "2"}
         compare(CompareConfig(**options, seconds=0.0, output=str(tmp_path)))
         assert "".join(log[::4]) == "AB" + "ABBA" * 6
         file = tmp_path / "passes.jsonl"
@@ -158,12 +153,10 @@ def test_servers_take_turns_and_a_run_continues(
     assert "5 passes already" in capsys.readouterr().out
 
 
-def test_passes_of_another_server_are_not_continued(
-    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_of_another_server_are_not_continued(questions, tmp_path, monkeypatch):
     monkeypatch.setattr("slipstream.serve.measure.compare.plot", lambda *words: words[-1].touch())
     with paced("vllm", process_start=1.5e9) as server, paced("plain") as unknown:
-        options: dict[str, Any] = {"questions": [questions], "concurrency": "2", "seconds": 0.0}
+        options = {"questions": [questions], "concurrency": "2", "seconds": 0.0}
         config = CompareConfig(url=[server.url], **options, output=str(tmp_path / "known"))
         compare(config)
         compare(config)
@@ -188,7 +181,7 @@ class Log(list[dict[str, Any]]):
         self.log.append(self.name)
 
 
-def test_figures_by_context_length(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_by_context_length(questions, tmp_path, capsys):
     lengths = {QUESTIONS[0]: 5000, QUESTIONS[1]: 5000}
     with paced("vllm-detailed", prompt_lens=lengths) as first, paced("plain", pace=0.001) as other:
         urls = [first.url, other.url]
@@ -204,9 +197,9 @@ def test_figures_by_context_length(questions: str, tmp_path: Path, capsys: pytes
     assert "| at once | server | context |" in capsys.readouterr().out
 
 
-def test_one_server_alone_is_measured(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_server_alone_is_measured(questions, tmp_path, capsys):
     with paced("plain") as server:
-        options: dict[str, Any] = {"questions": [questions], "concurrency": "2", "seconds": 0.0}
+        options = {"questions": [questions], "concurrency": "2", "seconds": 0.0}
         compare(CompareConfig(url=[f"{server.url}/v1"], **options, output=str(tmp_path)))
     [line] = json.loads((tmp_path / "compare.json").read_text())["figures"]
     assert line["speed"] is None
@@ -215,11 +208,11 @@ def test_one_server_alone_is_measured(questions: str, tmp_path: Path, capsys: py
 
 
 @each_case()
-def test_bad_options(flags: list[str], word: str, exits: Any) -> None:
+def test_bad_options(flags, word, exits):
     with exits(word, 2):
         main(flags)
 
 
-def test_a_server_that_fails_ends_it_with_a_sentence(questions: str, tmp_path: Path) -> None:
+def test_a_server_that_fails_ends_it_with_a_sentence(questions, tmp_path):
     with paced() as server, user_error("http://127.0.0.1:9 is not"):
         compare(CompareConfig(url=[server.url, "http://127.0.0.1:9"], questions=[questions], output=str(tmp_path)))

@@ -17,7 +17,7 @@ from slipstream.serve.http.responses import ItemWriter
 from slipstream.serve.request import Output, Request, RequestStats, SamplingParams
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.serve.fake_engine import logprobs_of, trace_of
-from slipstream.tests.serve.test_answer_parser import EXAMPLES, TOOLS, Expected, syntax_of
+from slipstream.tests.serve.test_answer_parser import EXAMPLES, TOOLS, syntax_of
 from slipstream.tests.serve.test_detokenize import byte_level
 
 LETTERS = [byte_level().convert_tokens_to_ids(chr(code)) for code in range(ord("a"), ord("z") + 1)]
@@ -43,7 +43,7 @@ def output(index: int, tokens: list[int], is_last: bool = False) -> Output:
 
 
 @pytest.mark.parametrize("burst", [1, 3, 1000])
-def test_text_that_waits_is_joined(burst: int) -> None:
+def test_text_that_waits_is_joined(burst):
     """Two choices, interleaved by chance: nothing is lost or moved, whoever waits for whom."""
     rng = random.Random(burst)
     lengths = [40, 25]
@@ -52,7 +52,7 @@ def test_text_that_waits_is_joined(burst: int) -> None:
 
     async def run() -> list[Delta]:
         completion = call(2)
-        deltas: list[Delta] = []
+        deltas = []
 
         async def take() -> None:
             async for delta in completion.deltas():
@@ -79,10 +79,10 @@ def test_text_that_waits_is_joined(burst: int) -> None:
     assert len(deltas) == {1: len(order), 1000: changes}.get(burst, len(deltas))
 
 
-def test_what_came_before_a_failure_is_not_lost() -> None:
+def test_what_came_before_a_failure_is_not_lost():
     async def run() -> list[str]:
         completion = call(2)
-        texts: list[str] = []
+        texts = []
 
         async def take() -> None:
             async for delta in completion.deltas():
@@ -103,9 +103,7 @@ def test_what_came_before_a_failure_is_not_lost() -> None:
 @grouped()
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("tools", "reasoning", "text", "expected"), EXAMPLES)
-def test_log_probabilities_and_traces_come_once_with_their_text(
-    tools: str, reasoning: str, text: str, expected: Expected, seed: int
-) -> None:
+def test_log_probabilities_and_traces_come_once_with_their_text(tools, reasoning, text, expected, seed):
     """However the tokens are split over outputs, with a stop string and without; those of markers with what follows.
     A trace has the tokens of a stop string, too."""
     rng = random.Random(seed)

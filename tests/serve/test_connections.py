@@ -25,7 +25,7 @@ UNFINISHED = (SLOW[:-1], SLOW[:10], b"")
 
 
 @pytest.fixture(scope="module")
-def own_server(byte_target: str) -> Iterator[Server]:
+def own_server(byte_target) -> Iterator[Server]:
     with serving(ServeConfig(target=byte_target, port=0)) as server:
         yield server
 
@@ -55,9 +55,7 @@ def answers_held_back(server: Server, num_requests: int) -> Iterator[list[socket
     assert all(rest(connection).startswith(b"HTTP/1.1 200 ") for connection in connections)
 
 
-def test_a_new_connection_replaces_the_one_that_has_waited_longest(
-    own_server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_connection_replaces_the_one_that_has_waited_longest(own_server, monkeypatch):
     monkeypatch.setattr(own_server.connections, "limit", 3)
     waiting = [send(own_server, request) for request in UNFINISHED]
     assert rest(send(own_server, WHOLE)).startswith(b"HTTP/1.1 200 ")
@@ -71,9 +69,7 @@ def test_a_new_connection_replaces_the_one_that_has_waited_longest(
 
 
 @pytest.mark.parametrize("cause", ["timeout", "shutdown"])
-def test_what_ends_unfinished_requests_leaves_answers_alone(
-    own_server: Server, cause: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_unfinished_requests_leaves_answers_alone(own_server, cause, monkeypatch):
     with answers_held_back(own_server, 1):
         waiting = [send(own_server, request) for request in UNFINISHED]
         if cause == "timeout":
@@ -86,7 +82,7 @@ def test_what_ends_unfinished_requests_leaves_answers_alone(
         assert all(rest(connection)[: len(expected) or None] == expected for connection in waiting)
 
 
-def test_an_idle_connection_waits_for_its_next_request(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_connection_waits_for_its_next_request(own_server, monkeypatch):
     """It is no request that comes too late; the time for one begins with its first byte."""
     keep = WHOLE.replace(b"Connection: close\r\n", b"")
     end = b"HTTP/1.1 408 Request Timeout\r\n"
@@ -117,7 +113,7 @@ async def close_late_once(server: Server) -> None:
     task.cancel()
 
 
-def test_files_that_may_be_open(caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_may_be_open(caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
@@ -131,7 +127,7 @@ def test_files_that_may_be_open(caplog: pytest.LogCaptureFixture) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_thousand_failing_accepts_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thousand_failing_accepts_are_one_line(caplog):
     errors = LoopErrors()
     loop = asyncio.new_event_loop()
     for _ in range(1000):
@@ -143,9 +139,7 @@ def test_a_thousand_failing_accepts_are_one_line(caplog: pytest.LogCaptureFixtur
     loop.close()
 
 
-def test_a_hundred_requests_that_are_no_http_are_one_line(
-    own_server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hundred_requests_that_are_no_http_are_one_line(own_server, caplog, monkeypatch):
     monkeypatch.setattr(connections, "REPORT_SECONDS", -1)
     assert rest(send(own_server, b"?\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
     assert rest(send(own_server, b"?\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
@@ -161,9 +155,7 @@ def test_a_hundred_requests_that_are_no_http_are_one_line(
     assert [record.message for record in caplog.records[2:]] == ["another", "a fault", "a fault"]
 
 
-def test_a_hundred_events_for_a_client_that_has_left_are_one_line(
-    own_server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hundred_events_for_a_client_that_has_left_are_one_line(own_server, caplog):
     connections_of_server = own_server.server_state.connections
     with send(own_server, b""):
         wait_until(lambda: len(connections_of_server) == 1, "the server has accepted it")

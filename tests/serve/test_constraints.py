@@ -3,7 +3,6 @@
 import math
 import random
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +47,7 @@ from slipstream.tests.tables import each_case
 
 
 @pytest.fixture(scope="module")
-def requests(target: Path) -> list[Request]:
+def requests(target) -> list[Request]:
     """Returns requests with grammars that forbid their free answers."""
     free = sized_requests((5, 9, 33), max_tokens=40, ignore_eos=True, temperature=0.0)
     answers = plain_answers(target, free)
@@ -68,7 +67,7 @@ def requests(target: Path) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def expected(requests: list[Request], target: Path) -> Tokens:
+def expected(requests, target) -> Tokens:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     ends = list({*model.generation_config.to_dict().get("eos_token_id_list", []), 2})  # tests' end of text
     answers = {}
@@ -85,15 +84,13 @@ def expected(requests: list[Request], target: Path) -> Tokens:
 
 
 @pytest.fixture(scope="module")
-def build(target: Path, requests: list[Request], tmp_path_factory: pytest.TempPathFactory) -> Build:
+def build(target, requests, tmp_path_factory) -> Build:
     """(drafter, options) -> engine; drafts know the answers."""
     return drafted_engines(target, tmp_path_factory.mktemp("drafts"), texts_of(target, requests))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_tokens_are_those_of_transformers_generate(
-    drafter: str, build: Build, requests: list[Request], expected: Tokens
-) -> None:
+def test_tokens_are_those_of_transformers_generate(drafter, build, requests, expected):
     engine = build(drafter)
     answers = run(engine, requests)
     if drafter == "ngram":  # it knows what it has seen
@@ -104,9 +101,7 @@ def test_tokens_are_those_of_transformers_generate(
 
 
 @pytest.mark.parametrize("drafter", ["eagle3 tree", "ngram"])
-def test_also_beside_others_and_when_preempted(
-    drafter: str, build: Build, requests: list[Request], expected: Tokens
-) -> None:
+def test_also_beside_others_and_when_preempted(drafter, build, requests, expected):
     free = [make_request(f"free {i}", random_prompt(12, i), temperature=0.8, max_tokens=30) for i in range(3)]
     engine = build(drafter, kv_cache_tokens=150, page_size=1)
     answers = tokens_of(run(engine, [*free, *requests]))
@@ -116,13 +111,11 @@ def test_also_beside_others_and_when_preempted(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_captured_passes_say_the_same(
-    temperature: float, target: Path, draft: Path, requests: list[Request], build: Build
-) -> None:
+def test_captured_passes_say_the_same(temperature, target, draft, requests, build):
     """Where the host reads tokens a step later, as long as nothing is constrained."""
     seeded = [replace(request, params=replace(request.params, temperature=temperature, seed=3)) for request in requests]
     free = make_request("free", random_prompt(20, 1), temperature=0.0, max_tokens=50)
-    sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
+    sizes = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = play(EngineConfig(target=str(target), draft=str(draft), attention=ATTENTION, **sizes))
     assert tokens_of(run(engine, [free, *seeded])) == tokens_of(run(build("none"), [free, *seeded]))
 
@@ -131,9 +124,7 @@ WORDS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4).map(tuple)
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)), WORDS, st.sets(st.integers(0, 99)), st.integers(0, 9))
-def test_a_token_is_forbidden_by_the_path_before_it(
-    answer: list[int], path: list[int], words: list[tuple[int, ...]], ends: set[int], min_tokens: int
-) -> None:
+def test_a_token_is_forbidden_by_the_path_before_it(answer, path, words, ends, min_tokens):
     words = [(*(token % 3 for token in start), last) for *start, last in words]
     constrained = ConstrainedRequest(answer, 99, min_tokens, TokenSet.of(ends), BadWords.of(tuple(words)))
     mask = np.full(4, 2**32 - 1, np.uint32)
@@ -169,7 +160,7 @@ class SlowGrammars:
         return list(map(full_masks, sizes))
 
 
-def test_a_grammar_reads_a_text_once_though_its_request_is_preempted() -> None:
+def test_a_grammar_reads_a_text_once_though_its_request_is_preempted():
     read = []
     stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "x"))
@@ -189,7 +180,7 @@ def test_a_grammar_reads_a_text_once_though_its_request_is_preempted() -> None:
         assert stage._states[1].matcher is not matcher
 
 
-def test_a_request_has_no_grammar_of_an_earlier_one_of_its_name() -> None:
+def test_a_request_has_no_grammar_of_an_earlier_one_of_its_name():
     """`LLM` calls the requests of each call "0", "1" and so on, and one may be aborted before it resumes."""
     stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "x"))
@@ -204,7 +195,7 @@ def full_masks(count: int) -> Any:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_takes_long_ends_its_request_or_its_drafts_alone(late: bool) -> None:
+def test_what_takes_long_ends_its_request_or_its_drafts_alone(late):
     stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "x"))
     push, root, nodes, average, text, quick, crowded = range(7)
@@ -230,7 +221,7 @@ def test_what_takes_long_ends_its_request_or_its_drafts_alone(late: bool) -> Non
     assert stage.slots == {nodes, average, text, quick}
 
 
-def test_masks_are_those_of_each_node() -> None:
+def test_masks_are_those_of_each_node():
     stage = Constraints({2}, 70, SlowGrammars(), nodes=1)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=(69,), bad_words=((5, 6),))
     stage.admit(1, Request(id="", prompt=[4], params=params), [4])
@@ -246,7 +237,7 @@ def test_masks_are_those_of_each_node() -> None:
     assert not stage.slots
 
 
-def test_a_request_that_may_end_is_free_again(build: Build) -> None:
+def test_a_request_that_may_end_is_free_again(build):
     engine = build("eagle3", max_running=2)
     stage = engine.stages[-1]
     counts = []
@@ -255,7 +246,7 @@ def test_a_request_that_may_end_is_free_again(build: Build) -> None:
     assert counts[-1] == 0
 
 
-def test_constrained_requests_do_not_teach_what_others_accept(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constrained_requests_do_not_teach_what_others_accept(build, monkeypatch):
     engine = build("eagle3")
     counted = counted_bins(engine, monkeypatch)
     free = make_request("free", random_prompt(9, 1), max_tokens=10, ignore_eos=True)
@@ -270,12 +261,12 @@ def test_constrained_requests_do_not_teach_what_others_accept(build: Build, monk
 
 
 @each_case()
-def test_wrong_values_are_named(params: dict[str, Any], message: str) -> None:
+def test_wrong_values_are_named(params, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(max_tokens=9, **params)
 
 
-def test_bad_words_of_one_token_are_a_bias() -> None:
+def test_bad_words_of_one_token_are_a_bias():
     params = SamplingParams(max_tokens=9, logit_bias={3: 1.0}, bad_words=[[4], [5, 6], [4]])
     assert params.biases == {3: 1.0, 4: -math.inf}
     assert params.bad_words == ((4,), (5, 6))
@@ -283,7 +274,7 @@ def test_bad_words_of_one_token_are_a_bias() -> None:
     assert not SamplingParams(max_tokens=9, top_p=0.5).changes_logits
 
 
-def test_random_bad_words_never_appear(build: Build) -> None:
+def test_random_bad_words_never_appear(build):
     rng = random.Random(0)
     words = tuple(tuple(rng.randrange(VOCAB) for _ in range(2)) for _ in range(400))
     requests = sized_requests((3, 17), max_tokens=60, ignore_eos=True, temperature=1.5, bad_words=words)

@@ -34,7 +34,7 @@ class Subject(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+def subject(tmp_path_factory) -> Callable[[str], Subject]:
     @cache
     def find(kind: str) -> Subject:
         folder = tmp_path_factory.mktemp(kind)
@@ -52,9 +52,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject
         [("ngram", True, "mixture")],
     ),
 )
-def test_answers_do_not_depend_on_the_draft(
-    drafter: str, preempted: bool, kind: str, subject: Callable[[str], Subject]
-) -> None:
+def test_answers_do_not_depend_on_the_draft(drafter, preempted, kind, subject):
     """The second time prompts are cached, and n-grams know the answers."""
     target, expected, drafts = subject(kind)
     requests = requests_of(target, all_cases())
@@ -70,14 +68,14 @@ def test_answers_do_not_depend_on_the_draft(
 
 
 @pytest.mark.parametrize("kind", some_of(TARGETS, ["mixture"]))
-def test_the_reference_has_every_way_to_end(kind: str, subject: Callable[[str], Subject]) -> None:
+def test_the_reference_has_every_way_to_end(kind, subject):
     expected = subject(kind).expected
     reasons = [answer.finish_reason for answer in expected.values()]
     assert min(reasons.count("stop"), reasons.count("length")) > 3
     assert any(answer.logprobs for answer in expected.values())
 
 
-def test_the_page_has_every_feature_and_drafter() -> None:
+def test_the_page_has_every_feature_and_drafter():
     page = (ASSETS.parent / "docs" / "correctness.md").read_text().splitlines()
     assert {f"- {feature}" for feature in features()} <= set(page)
     assert [line.split(" | ")[0] for line in page if line.startswith("| ") and "." in line] == [

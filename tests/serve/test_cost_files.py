@@ -15,12 +15,12 @@ TABLES = {"target": {"plain": [[1, 4.0]]}}
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv(cost_files.FOLDER_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "step_costs"
 
 
-def test_what_was_saved_is_loaded(folder: Path) -> None:
+def test_what_was_saved_is_loaded(folder):
     assert load(KEY) is None
     save(KEY, TABLES)
     assert load(KEY) == TABLES
@@ -33,12 +33,12 @@ def test_what_was_saved_is_loaded(folder: Path) -> None:
     "other",
     [{"gpu": "H200"}, {"torch": "2.12"}, {"model": text_hash("{ }")}, {"options": {"page_size": 1, "widths": (1, 4)}}],
 )
-def test_every_field_counts(other: dict) -> None:
+def test_every_field_counts(other):
     save(KEY, TABLES)
     assert load(replace(KEY, **other)) is None
 
 
-def test_names_do_not_depend_on_the_order_of_options() -> None:
+def test_names_do_not_depend_on_the_order_of_options():
     assert replace(KEY, options={"widths": (1, 4), "page_size": 16}).name() == KEY.name()
 
 
@@ -54,7 +54,7 @@ def test_names_do_not_depend_on_the_order_of_options() -> None:
         b'{"format": 2, "tables": 3}',
     ],
 )
-def test_a_damaged_file_is_named_and_replaced(content: bytes, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_named_and_replaced(content, folder, caplog):
     folder.mkdir(parents=True)
     (folder / KEY.name()).write_bytes(content)
     with caplog.at_level(logging.WARNING):
@@ -64,7 +64,7 @@ def test_a_damaged_file_is_named_and_replaced(content: bytes, folder: Path, capl
     assert load(KEY) == TABLES
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_is_a_warning(folder, caplog):
     folder.parent.write_text("a file is in the way")
     with caplog.at_level(logging.WARNING):
         save(KEY, TABLES)
@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(folder: Path, caplog: pyte
     assert load(KEY) is None
 
 
-def test_a_folder_in_the_place_of_the_file_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_in_the_place_of_the_file_is_a_warning(folder, caplog):
     (folder / KEY.name()).mkdir(parents=True)
     with caplog.at_level(logging.WARNING):
         assert load(KEY) is None
@@ -80,7 +80,7 @@ def test_a_folder_in_the_place_of_the_file_is_a_warning(folder: Path, caplog: py
     assert caplog.text.count(KEY.name()) >= 2
 
 
-def test_the_cache_is_in_the_home_folder_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_in_the_home_folder_by_default(tmp_path, monkeypatch):
     monkeypatch.delenv(cost_files.FOLDER_VARIABLE)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "slipstream" / "step_costs"

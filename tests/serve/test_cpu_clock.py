@@ -24,13 +24,13 @@ class Clocks:
 
 
 @pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+def clocks(monkeypatch) -> Clocks:
     clocks = Clocks()
     monkeypatch.setattr(model_runner, "time", clocks)
     return clocks
 
 
-def test_a_step_includes_the_schedulers_work_but_no_idle_time(clocks: Clocks) -> None:
+def test_a_step_includes_the_schedulers_work_but_no_idle_time(clocks):
     clock = CpuClock()
     for idle in (0.0, 5.0):
         clocks.compute(0.001, waiting=idle)
@@ -39,7 +39,7 @@ def test_a_step_includes_the_schedulers_work_but_no_idle_time(clocks: Clocks) ->
         assert clock.stop() == pytest.approx(11.0)
 
 
-def test_other_programs_slow_all_steps_down_alike(clocks: Clocks) -> None:
+def test_other_programs_slow_all_steps_down_alike(clocks):
     """They take half of the time, in turns that are longer than steps."""
     clock = CpuClock()
     small = list[float]()

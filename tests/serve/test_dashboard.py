@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -32,7 +31,7 @@ scrape_configs: [{{job_name: slipstream, static_configs: [{{targets: ["{server}"
 """
 
 
-def test_queries_name_metrics_that_exist(make_target: Any) -> None:
+def test_queries_name_metrics_that_exist(make_target):
     gauges = build_engine(make_target("llama")).metrics()
     text, _ = Metrics().render(EngineView(gauges, EngineCounts(), num_open=0, is_up=True, is_ready=True))
     text += render(FleetCollector([], []), "")[0]
@@ -70,7 +69,7 @@ def is_ready(client: httpx.Client) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus (Debian: apt-get install prometheus)")
-def test_prometheus_finds_data_for_every_query(tmp_path: Path) -> None:
+def test_prometheus_finds_data_for_every_query(tmp_path):
     config = ServeConfig(target=str(TINY), draft="ngram", port=0, max_running=4, kv_cache_tokens=4096)
     with (
         serving(config, process.build_engine) as server,

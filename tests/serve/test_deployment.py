@@ -82,7 +82,7 @@ class Deployment:
         """Values of a metric by some of its labels, added up."""
         with self.client as client:
             text = client.get("/metrics").raise_for_status().text
-        total: dict[tuple[str, ...], float] = {}
+        total = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name == f"slipstream_{name}":
@@ -141,7 +141,7 @@ class Deployment:
             self.process.kill()
 
 
-def test_after_sigterm_open_requests_finish_and_new_ones_are_refused(tmp_path: Path) -> None:
+def test_after_sigterm_open_requests_finish_and_new_ones_are_refused(tmp_path):
     deployed = Deployment(tmp_path)
     try:
         answers = deployed.under_load(lambda: deployed.process.send_signal(signal.SIGTERM), seconds=4)
@@ -155,7 +155,7 @@ def test_after_sigterm_open_requests_finish_and_new_ones_are_refused(tmp_path: P
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def deployment(tmp_path_factory) -> Iterator[Deployment]:
     deployed = Deployment(tmp_path_factory.mktemp("deployment"))
     try:
         yield deployed
@@ -167,19 +167,19 @@ def errors_of(answers: list[Answer]) -> list[str]:
     return [answer.error for answer in answers if answer.error is not None]
 
 
-def test_the_cases_of_a_server_pass(deployment: Deployment) -> None:
+def test_the_cases_of_a_server_pass(deployment):
     cases = [case for name in FILES for case in cases_of(FOLDER / f"{name}.yaml") if "gate" not in case.tags]
     with deployment.client as client:
         faults = {str(case): faults for case in cases if (faults := faults_of(case, client, "target"))}
     assert faults == {}
 
 
-def test_a_wrong_key_is_refused(deployment: Deployment) -> None:
+def test_a_wrong_key_is_refused(deployment):
     for _ in range(4):
         assert httpx.get(f"{deployment.url}/v1/models", headers={"Authorization": "Bearer no"}).status_code == 401
 
 
-def test_a_draft_is_replaced_without_a_failed_or_changed_answer(deployment: Deployment) -> None:
+def test_a_draft_is_replaced_without_a_failed_or_changed_answer(deployment):
     answers = deployment.under_load(lambda: deployment.update(draft="none"), seconds=10)
     assert errors_of(answers) == []
     assert all(len(texts) == 1 for texts in deployment.texts.values())
@@ -188,7 +188,7 @@ def test_a_draft_is_replaced_without_a_failed_or_changed_answer(deployment: Depl
     assert by_draft["none",] > 20
 
 
-def test_an_update_that_cannot_start_leaves_what_runs(deployment: Deployment) -> None:
+def test_an_update_that_cannot_start_leaves_what_runs(deployment):
     command = deployment.command(draft="none", kv_cache_tokens=16)
     ended = subprocess.run(command, capture_output=True, text=True, env=deployment.environment, cwd=deployment.folder)
     assert ended.returncode == 1
@@ -198,7 +198,7 @@ def test_an_update_that_cannot_start_leaves_what_runs(deployment: Deployment) ->
 
 
 @pytest.mark.parametrize("part", ["actor", "engine"])
-def test_a_replica_that_is_killed_costs_no_answer(part: str, deployment: Deployment) -> None:
+def test_a_replica_that_is_killed_costs_no_answer(part, deployment):
     deployment.wait_for_replicas()
     replica = deployment.processes("ray::ServeReplica:slipstream:Replicas")[0]
     engines = [child for child in replica.children() if any("spawn_main" in word for word in child.cmdline())]
@@ -210,7 +210,7 @@ def test_a_replica_that_is_killed_costs_no_answer(part: str, deployment: Deploym
     deployment.wait_for_replicas()
 
 
-def test_an_ingress_that_is_killed_breaks_off_its_open_answers_alone(deployment: Deployment) -> None:
+def test_an_ingress_that_is_killed_breaks_off_its_open_answers_alone(deployment):
     [ingress] = deployment.processes("ray::ServeReplica:slipstream:Ingress")
     answers = deployment.under_load(ingress.kill, seconds=45)
     assert len(errors_of(answers)) <= NUM_CLIENTS
@@ -218,7 +218,7 @@ def test_an_ingress_that_is_killed_breaks_off_its_open_answers_alone(deployment:
     deployment.wait_for_replicas()
 
 
-def test_another_target_replaces_the_first_beside_it(deployment: Deployment) -> None:
+def test_another_target_replaces_the_first_beside_it(deployment):
     """A copy, whose answers are the same, under another name: no request meets a server without replicas."""
     copy = shutil.copytree(ROOT / "assets" / "tiny-target", deployment.folder / "second")
     answers = deployment.under_load(
@@ -229,7 +229,7 @@ def test_another_target_replaces_the_first_beside_it(deployment: Deployment) -> 
     deployment.wait_for_replicas()
 
 
-def test_a_second_draft_gets_its_share(deployment: Deployment) -> None:
+def test_a_second_draft_gets_its_share(deployment):
     target = deployment.folder / "second"
     deployment.update(
         target=target, served_model_name="target", draft="none", second_draft="ngram", second_share=0.3, replicas=1
@@ -245,7 +245,7 @@ def test_a_second_draft_gets_its_share(deployment: Deployment) -> None:
     assert by_end["none",] + by_end["ngram",] == 100
 
 
-def test_requests_go_on_without_rays_head_until_the_command_ends(deployment: Deployment) -> None:
+def test_requests_go_on_without_rays_head_until_the_command_ends(deployment):
     [head] = deployment.processes("gcs_server")
     processes = psutil.Process(deployment.process.pid).children(recursive=True)
     try:

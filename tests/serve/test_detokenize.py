@@ -84,7 +84,7 @@ def naive_stop(text: str, stop: list[str]) -> int | None:
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=120, deadline=None)
-def test_stop_strings_equal_a_naive_search(name: str, text: str, stop: list[str], seed: int) -> None:
+def test_stop_strings_equal_a_naive_search(name, text, stop, seed):
     tokenizer = TOKENIZERS[name]()
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     full = tokenizer.decode(tokens)
@@ -124,7 +124,7 @@ class CountingDecoder(Decoder):
 @each_tokenizer
 @given(data=st.data(), seed=st.integers(0, 1000))
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_any_ids_decode_alike_whole_and_in_pieces_after_any_prompt(name: str, data: st.DataObject, seed: int) -> None:
+def test_any_ids_decode_alike_whole_and_in_pieces_after_any_prompt(name, data, seed):
     """Characters that are cut anywhere, stray bytes, and bytes of other characters among them."""
     tokenizer = TOKENIZERS[name]()
     ids = st.integers(0, len(tokenizer) - 1)
@@ -147,7 +147,7 @@ def test_any_ids_decode_alike_whole_and_in_pieces_after_any_prompt(name: str, da
 @pytest.mark.parametrize(
     "spelling", [b" \xa1", b"  \xa1", b" \xf0\x9f", b"a \xa1", b" a\xa1 ", b"\xa1 b", b" \xa1\xa1\xa1\xa1 "]
 )
-def test_the_space_that_begins_a_text_is_dropped_before_stray_bytes_too(spelling: bytes) -> None:
+def test_the_space_that_begins_a_text_is_dropped_before_stray_bytes_too(spelling):
     ids = byte_fallback().convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in spelling])
     letters = {ord(letter): byte_fallback().convert_tokens_to_ids(letter) for letter in "ab"}
     spelled = [letters.get(byte, id) for byte, id in zip(spelling, ids, strict=True)]
@@ -169,7 +169,7 @@ def word_level() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback(), word_level()], ids=[*TOKENIZERS, "word_level"])
 @pytest.mark.parametrize("watched", [True, False])  # as over HTTP, in pieces, and as LLM.generate, at the end
-def test_an_answer_goes_on_from_its_prompt(tokenizer: PreTrainedTokenizerFast, watched: bool) -> None:
+def test_an_answer_goes_on_from_its_prompt(tokenizer, watched):
     tokens = tokenizer("the fox jumps.", add_special_tokens=False).input_ids
     for end in range(len(tokens)):
         before = tokenizer.decode(tokens[:end])
@@ -180,7 +180,7 @@ def test_an_answer_goes_on_from_its_prompt(tokenizer: PreTrainedTokenizerFast, w
 
 @each_tokenizer
 @pytest.mark.parametrize("bytes_of_tokens", [b"\xa1", b"\xf0\x9f", b"\xe6\x97\xa5\xe6", b""])
-def test_the_work_is_linear_for_any_tokens(name: str, bytes_of_tokens: bytes) -> None:
+def test_the_work_is_linear_for_any_tokens(name, bytes_of_tokens):
     """Bytes that complete no character, and ids that have no text at all; text is told as it comes."""
     tokenizer = TOKENIZERS[name]()
     count = 2000
@@ -198,7 +198,7 @@ def test_the_work_is_linear_for_any_tokens(name: str, bytes_of_tokens: bytes) ->
 
 
 @pytest.mark.parametrize("stop", [(), ("zz",)])
-def test_a_cut_answer_keeps_its_complete_characters(stop: tuple[str, ...]) -> None:
+def test_a_cut_answer_keeps_its_complete_characters(stop):
     tokens = byte_fallback()("日本😀語", add_special_tokens=False).input_ids[:-1]
     for watched in (True, False):
         stream = TextStream(Decoder(byte_fallback()), stop, watched=watched)
@@ -208,7 +208,7 @@ def test_a_cut_answer_keeps_its_complete_characters(stop: tuple[str, ...]) -> No
 A, B, SHARP, QUESTION, DOT = (byte_level().convert_tokens_to_ids(token) for token in "ab#?.")
 
 
-def test_text_that_may_begin_a_stop_string_waits() -> None:
+def test_text_that_may_begin_a_stop_string_waits():
     stream = TextStream(Decoder(byte_level()), ["###", "#?"])
     assert stream.push([A, SHARP]) == "a"
     assert stream.push([SHARP]) == ""
@@ -220,7 +220,7 @@ def test_text_that_may_begin_a_stop_string_waits() -> None:
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
-def test_a_text_is_compared_with_stop_strings_that_it_begins(text: str, strings: list[str]) -> None:
+def test_a_text_is_compared_with_stop_strings_that_it_begins(text, strings):
     """However long a token is: the event loop looks at each."""
     compared = []
 
@@ -236,7 +236,7 @@ def test_a_text_is_compared_with_stop_strings_that_it_begins(text: str, strings:
     assert len(compared) <= len(stop) * (length > 0)
 
 
-def test_half_characters_wait_and_the_end_shows_them() -> None:
+def test_half_characters_wait_and_the_end_shows_them():
     first, *rest = byte_level()("\U0001f9ff", add_special_tokens=False).input_ids
     stream = TextStream(Decoder(byte_level()))
     assert stream.push([first]) == ""
@@ -245,13 +245,13 @@ def test_half_characters_wait_and_the_end_shows_them() -> None:
 
 
 @pytest.mark.parametrize(("stop", "watched"), [((), True), ((), False), (("zz",), True)])
-def test_a_stop_id_is_counted_but_not_shown(stop: tuple[str, ...], watched: bool) -> None:
+def test_a_stop_id_is_counted_but_not_shown(stop, watched):
     stream = TextStream(Decoder(byte_level()), stop, watched=watched)
     assert stream.push([A]) + stream.push([A, B], "stop") == "aa"
     assert stream.num_tokens == 3
 
 
-def test_counts_without_what_came_after_the_stop_string() -> None:
+def test_counts_without_what_came_after_the_stop_string():
     stream = TextStream(Decoder(byte_level()), ["."])
     stream.push([A])  # prompt pass
     stream.push([A, A, A])  # two drafts accepted
@@ -270,7 +270,7 @@ def test_counts_without_what_came_after_the_stop_string() -> None:
     assert stream.cut(stats) is stats, "no stop string"
 
 
-def test_no_fewer_drafts_than_were_accepted() -> None:
+def test_no_fewer_drafts_than_were_accepted():
     """N-gram drafts differ in length: here all of them stand in the round that the stop string ends."""
     stream = TextStream(Decoder(byte_level()), ["."])
     for tokens in ([A], [A, A, A, DOT, A], [A]):  # the last: a round too late, without a draft
@@ -288,7 +288,7 @@ class Shouting(PreTrainedTokenizerFast):
 
 
 @each_tokenizer
-def test_the_backend_decodes_what_transformers_does(name: str) -> None:
+def test_the_backend_decodes_what_transformers_does(name):
     tokenizer = TOKENIZERS[name]()
     rng = random.Random(7)
     decoder = Decoder(tokenizer)
@@ -301,7 +301,7 @@ def test_the_backend_decodes_what_transformers_does(name: str) -> None:
     assert Decoder(shouting)(shouting("the fox", add_special_tokens=False)["input_ids"]) == "THE FOX"
 
 
-def test_the_first_tokens_are_not_searched_for_stop_strings() -> None:
+def test_the_first_tokens_are_not_searched_for_stop_strings():
     tokenizer = byte_level()
     alphabet = {tokenizer.decode([token]): token for token in range(len(tokenizer))}
     tokens = [alphabet[letter] for letter in "ababab"]

@@ -38,7 +38,7 @@ from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import load_float64, save_random_dflash
-from slipstream.tests.random_targets import RELATIVES, KnownStates, MakeTarget, shared_weights
+from slipstream.tests.random_targets import RELATIVES, KnownStates, shared_weights
 from slipstream.tests.serve.engine_runs import (
     Answer,
     Nodes,
@@ -102,7 +102,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def make_draft(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> MakeDraft:
+def make_draft(make_target, tmp_path_factory) -> MakeDraft:
     """(family, variant) -> folder of a draft that knows the first two answers to `requests_of`."""
 
     @cache
@@ -162,9 +162,7 @@ def partial_steps(answers: dict[str, Answer], depth: int) -> tuple[int, int, int
         ["qwen3", "llama"],
     ),
 )
-def test_proposals_of_a_batch_equal_the_oracle(
-    variant: str, options: dict[str, Any], family: str, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_proposals_of_a_batch_equal_the_oracle(variant, options, family, make_target, make_draft):
     target = make_target(family)
     draft = make_draft(family, variant)
     engine = build_engine(target, draft, **options)
@@ -189,14 +187,7 @@ def test_proposals_of_a_batch_equal_the_oracle(
         pytest.param("qwen3-5", "dspark", {"topk": 2, "nodes": 9}, 64, marks=[needs_hybrid, pytest.mark.slow]),
     ],
 )
-def test_trees_equal_the_oracle(
-    family: str,
-    variant: str,
-    options: dict[str, Any],
-    candidates: int | None,
-    make_target: MakeTarget,
-    make_draft: MakeDraft,
-) -> None:
+def test_trees_equal_the_oracle(family, variant, options, candidates, make_target, make_draft):
     target = make_target(family)
     draft = make_draft(family, variant)
     attention = OURS if options["topk"] == 3 else "auto"
@@ -212,14 +203,7 @@ def test_trees_equal_the_oracle(
 
 
 @each_case()
-def test_candidates_may_be_few_or_of_a_token_map(
-    variant: str,
-    options: dict[str, Any],
-    cut: bool,
-    tmp_path: Path,
-    make_target: MakeTarget,
-    make_draft: MakeDraft,
-) -> None:
+def test_candidates_may_be_few_or_of_a_token_map(variant, options, cut, tmp_path, make_target, make_draft):
     target = make_target("qwen3")
     draft = make_draft("qwen3", variant)
     options = options | ({"token_map": save_map(tmp_path)} if cut else {})
@@ -239,9 +223,7 @@ def test_candidates_may_be_few_or_of_a_token_map(
 
 
 @each_case()
-def test_nodes_may_be_admitted_by_candidates_or_position(
-    options: dict[str, Any], topk: int, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_nodes_may_be_admitted_by_candidates_or_position(options, topk, make_target, make_draft):
     """Whatever a confidence head says; and the nodes are the same. Nodes that are not used stay so."""
     target = make_target("qwen3")
     draft = make_draft("qwen3", "dspark")
@@ -255,15 +237,13 @@ def test_nodes_may_be_admitted_by_candidates_or_position(
         assert tokens_of(answers) == plain_answers(target, requests_of())
 
 
-def test_admission_by_a_confidence_that_is_not_there_is_refused(make_target: MakeTarget, make_draft: MakeDraft) -> None:
+def test_admission_by_a_confidence_that_is_not_there_is_refused(make_target, make_draft):
     with user_error("drafter.admit_by is confidence; this draft has no confidence head: leave it"):
         build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter={"admit_by": "confidence"})
 
 
 @pytest.mark.parametrize("attention", ["auto", OURS])
-def test_a_window_limits_the_context_and_not_the_block(
-    attention: str, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_a_window_limits_the_context_and_not_the_block(attention, make_target, make_draft):
     target = make_target("qwen3")
     draft = make_draft("qwen3", "plain")
     engine = build_engine(target, draft, drafter={"window": 2}, attention=attention, page_size=1)
@@ -279,9 +259,7 @@ def test_a_window_limits_the_context_and_not_the_block(
     ("draft", "options", "is_chosen"),
     [("plain", {}, True), ("plain", {"window": "all"}, False), ("windows", {}, False)],
 )
-def test_windows_are_chosen_for_drafts_that_would_read_all(
-    draft: str, options: dict[str, Any], is_chosen: bool, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_windows_are_chosen_for_drafts_that_would_read_all(draft, options, is_chosen, make_target, make_draft):
     engine = build_engine(make_target("qwen3"), make_draft("qwen3", draft), drafter=options)
     assert (engine.planner.windows is not None) == is_chosen
     assert (engine.runner.state.read_starts is not None) == is_chosen
@@ -290,9 +268,7 @@ def test_windows_are_chosen_for_drafts_that_would_read_all(
 @pytest.mark.parametrize(
     "heads", [{"selector_rank": 8, **CONVOLVED}, {"markov_rank": 8}, {"markov_rank": 8, "markov_head_type": "gated"}]
 )
-def test_heads_that_start_as_the_identity_change_no_proposal(
-    heads: dict[str, Any], tmp_path: Path, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_heads_that_start_as_the_identity_change_no_proposal(heads, tmp_path, make_target, make_draft):
     target = make_target("qwen3")
     draft = make_draft("qwen3", "plain")
     config = load_config(target)
@@ -316,9 +292,7 @@ def test_heads_that_start_as_the_identity_change_no_proposal(
         ({"width": 2, "drafter": {"full_block": True, "block": 3}}, 2, 3),
     ],
 )
-def test_blocks_are_as_long_as_asked(
-    options: dict[str, Any], width: int, slots: int, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_blocks_are_as_long_as_asked(options, width, slots, make_target, make_draft):
     target = make_target("qwen3")
     draft = make_draft("qwen3", "windows")
     engine = build_engine(target, draft, **options)
@@ -328,16 +302,14 @@ def test_blocks_are_as_long_as_asked(
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_proposals_after_a_prefix_hit_equal_the_oracle(
-    page_size: int, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_proposals_after_a_prefix_hit_equal_the_oracle(page_size, make_target, make_draft):
     """KV of a slot depends on nothing behind it, so a hit may end anywhere before the last token."""
     target = make_target("qwen3")
     draft = make_draft("qwen3", "plain")
     check_prefix_hits(build_engine(target, draft, page_size=page_size), Oracle(target, draft, 4), (39, 32, 50))
 
 
-def test_proposals_after_preemption_equal_the_oracle(make_target: MakeTarget, make_draft: MakeDraft) -> None:
+def test_proposals_after_preemption_equal_the_oracle(make_target, make_draft):
     target = make_target("llama")
     draft = make_draft("llama", "plain")
     engine = build_engine(target, draft, kv_cache_tokens=96)
@@ -345,7 +317,7 @@ def test_proposals_after_preemption_equal_the_oracle(make_target: MakeTarget, ma
     assert engine.scheduler.num_preemptions > 0
 
 
-def test_behind_trees_of_ngrams_the_network_proposes_the_same(make_target: MakeTarget, make_draft: MakeDraft) -> None:
+def test_behind_trees_of_ngrams_the_network_proposes_the_same(make_target, make_draft):
     target = make_target("qwen3")
     draft = make_draft("qwen3", "windows")
     requests = requests_of()
@@ -367,13 +339,11 @@ def test_behind_trees_of_ngrams_the_network_proposes_the_same(make_target: MakeT
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_captured_steps_give_the_cpus_tokens(
-    variant: str, page_size: int, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_captured_steps_give_the_cpus_tokens(variant, page_size, make_target, make_draft):
     target = make_target("qwen3")
     draft = make_draft("qwen3", variant)
     expected = run(build_engine(target, draft, device="cpu"), requests_of())
-    on_gpu: dict[str, Any] = {"device": "cuda", "dtype": "float32", "attention": OURS, "page_size": page_size}
+    on_gpu = {"device": "cuda", "dtype": "float32", "attention": OURS, "page_size": page_size}
     for options in ({}, {"overlap": False}, {"cuda_graph": False, "overlap": False}, {"drafter": {"full_block": True}}):
         answers = run(build_engine(target, draft, **on_gpu | options), requests_of())
         assert tokens_of(answers) == tokens_of(expected)
@@ -383,9 +353,9 @@ def test_captured_steps_give_the_cpus_tokens(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replay_equals_eager_bit_for_bit(dtype: str, make_target: MakeTarget, make_draft: MakeDraft) -> None:
+def test_replay_equals_eager_bit_for_bit(dtype, make_target, make_draft):
     """The results of every step and every number of the KV caches."""
-    values: dict[str, Any] = {"device": "cuda", "dtype": dtype, "attention": OURS, "kv_cache_tokens": 2048}
+    values = {"device": "cuda", "dtype": dtype, "attention": OURS, "kv_cache_tokens": 2048}
     config = EngineConfig(target=str(make_target("qwen3")), draft=str(make_draft("qwen3", "windows")), **values)
     engine = build_played(config, capture_all)
     eager = build_played(config)
@@ -424,7 +394,7 @@ class Stage:
 
 
 @pytest.fixture(params=["plain", "bias, three layers"])
-def stage(request: pytest.FixtureRequest, make_target: MakeTarget, make_draft: MakeDraft) -> Stage:
+def stage(request, make_target, make_draft) -> Stage:
     config = load_config(make_target("qwen3"))
     target = load_target(make_target("qwen3"), config, torch.float32, torch.device("cpu"))
     drafter = Drafter.load(source_of(str(make_draft("qwen3", request.param))), DFlashOptions(), target)
@@ -447,7 +417,7 @@ def rows_of(metadata: AttentionMetadata) -> PassRows:
     )
 
 
-def test_fused_context_equals_the_modules(stage: Stage) -> None:
+def test_fused_context_equals_the_modules(stage):
     """One product and one kernel for all layers store what the module stores layer by layer."""
     module = stage.drafter.module
     attention = stage.attach()
@@ -459,7 +429,7 @@ def test_fused_context_equals_the_modules(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("stage", ["bias, three layers", "laguna"], indirect=True)
-def test_fused_context_has_the_adapters_of_the_modules(stage: Stage) -> None:
+def test_fused_context_has_the_adapters_of_the_modules(stage):
     """Adapters change all layers but the first."""
     module = stage.drafter.module
     for layer in module.attentions[1:]:
@@ -474,7 +444,7 @@ def test_fused_context_has_the_adapters_of_the_modules(stage: Stage) -> None:
     torch.testing.assert_close(cache, attention.kv.caches[0].flat, atol=1e-4, rtol=1e-4)
 
 
-def test_options_are_checked(make_target: MakeTarget, make_draft: MakeDraft) -> None:
+def test_options_are_checked(make_target, make_draft):
     assert find_drafter(source_of(str(make_draft("qwen3", "plain")))) is Drafter
     for variant, widths in (("plain", [1, 2, 4]), ("from the anchor", [1, 2, 4, 5])):
         assert build_engine(make_target("qwen3"), make_draft("qwen3", variant)).planner.policy.widths == widths
@@ -500,9 +470,7 @@ def test_options_are_checked(make_target: MakeTarget, make_draft: MakeDraft) -> 
 
 
 @pytest.mark.parametrize("key", ["embed_tokens.weight", "lm_head.weight"])
-def test_copies_of_the_targets_weights_must_be_equal(
-    key: str, tmp_path: Path, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_copies_of_the_targets_weights_must_be_equal(key, tmp_path, make_target, make_draft):
     """Other trainers write them along. One that was trained further would draft other tokens than its own."""
     variant = "one window, few tokens, one aux hidden state"
     draft = make_draft("qwen3", variant)

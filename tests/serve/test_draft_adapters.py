@@ -32,7 +32,6 @@ from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, RequestStats
 from slipstream.tests.pairwise import gate_of, grouped, some_of
 from slipstream.tests.random_drafts import save_random_dflash
-from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
     Answer,
@@ -59,8 +58,8 @@ Drafts = Callable[[str], dict[str, Path]]
 
 def save_adapter(target: Path, draft: Path, folder: Path, rank: int, seed: int) -> Path:
     """An adapter of random factors."""
-    network: Any = find_drafter(source_of(str(draft)))
-    module: Any = load_draft(network.Network, draft, load_config(target), torch.float32, torch.device("cpu"))
+    network = find_drafter(source_of(str(draft)))
+    module = load_draft(network.Network, draft, load_config(target), torch.float32, torch.device("cpu"))
     adapt_layers(module, rank, seed)
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
@@ -73,7 +72,7 @@ def save_adapter(target: Path, draft: Path, folder: Path, rank: int, seed: int) 
 
 
 @pytest.fixture(scope="module")
-def drafts(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> Drafts:
+def drafts(make_target, tmp_path_factory) -> Drafts:
     """Name in DRAFTS -> a draft, and two adapters of other ranks by name."""
 
     @cache
@@ -120,15 +119,13 @@ def proposals_of(seed: int | None, proposals: Proposals) -> Proposals:
         [("eagle3", "greedy"), ("eagle tree", "processed"), ("ngram first", "full"), ("dflash", "plain")],
     ),
 )
-def test_rows_are_drafted_as_by_merged_drafts(
-    drafter: str, sampling: str, make_target: MakeTarget, drafts: Drafts
-) -> None:
+def test_rows_are_drafted_as_by_merged_drafts(drafter, sampling, make_target, drafts):
     """In one batch, with all of a proposal verified."""
     target = make_target("qwen3")
     folders = drafts(drafter)
     plain = uneven_requests(SAMPLINGS[sampling], 18)
     requests = in_turn(plain)
-    shape: dict[str, Any] = {"width": 4, "device": "cpu", "max_running": 8}
+    shape = {"width": 4, "device": "cpu", "max_running": 8}
     engine = build_engine(target, folders["none"], **options_of(drafter, folders), **shape)
     proposals = Proposals()
     record(engine, proposals)
@@ -153,10 +150,10 @@ def test_rows_are_drafted_as_by_merged_drafts(
 
 
 @pytest.mark.parametrize("drafter", some_of(["eagle3", "dflash"], ["dflash"]))
-def test_captured_passes_take_each_rows_adapter(drafter: str, make_target: MakeTarget, drafts: Drafts) -> None:
+def test_captured_passes_take_each_rows_adapter(drafter, make_target, drafts):
     folders = drafts(drafter)
     requests = in_turn(uneven_requests(SAMPLINGS["plain"], 18))
-    options: dict[str, Any] = {**options_of(drafter, folders), "width": 4}
+    options = {**options_of(drafter, folders), "width": 4}
     config = EngineConfig(
         target=str(make_target("qwen3")),
         draft=str(folders["none"]),
@@ -176,9 +173,9 @@ def test_captured_passes_take_each_rows_adapter(drafter: str, make_target: MakeT
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
-def test_ranks_take_the_same_adapters(drafter: str, make_target: MakeTarget, drafts: Drafts) -> None:
+def test_ranks_take_the_same_adapters(drafter, make_target, drafts):
     folders = drafts(drafter)
-    options: dict[str, Any] = {"draft": str(folders["none"]), "device": "cpu", "width": 4, "kv_cache_tokens": 2048}
+    options = {"draft": str(folders["none"]), "device": "cpu", "width": 4, "kv_cache_tokens": 2048}
     options |= {"max_running": 8, "grammar_drafts": False, **options_of(drafter, folders)}
     requests = in_turn(uneven_requests(SAMPLINGS["plain"], 18))
     team = Team(2, torch.device("cpu"))
@@ -193,7 +190,7 @@ def test_ranks_take_the_same_adapters(drafter: str, make_target: MakeTarget, dra
 
 
 @pytest.mark.parametrize("drafter", some_of(["eagle3", "dflash"], ["eagle3"]))
-def test_pages_of_another_adapter_are_not_read(drafter: str, make_target: MakeTarget, drafts: Drafts) -> None:
+def test_pages_of_another_adapter_are_not_read(drafter, make_target, drafts):
     folders = drafts(drafter)
     engine = build_engine(make_target("qwen3"), folders["none"], device="cpu", width=4, **options_of(drafter, folders))
     prompt = random_prompt(70, 70)
@@ -207,7 +204,7 @@ def test_pages_of_another_adapter_are_not_read(drafter: str, make_target: MakeTa
     assert figures[3:] == figures[:2]
 
 
-def test_shares_are_those_of_requests_that_name_none(make_target: MakeTarget, drafts: Drafts) -> None:
+def test_shares_are_those_of_requests_that_name_none(make_target, drafts):
     folders = drafts("eagle3")
     options = options_of("eagle3", folders, ab={"y": 0.25, "x": 0.5})
     engine = build_engine(make_target("qwen3"), folders["none"], device="cpu", **options)
@@ -228,7 +225,7 @@ def test_shares_are_those_of_requests_that_name_none(make_target: MakeTarget, dr
     assert with_adapter(request, plan.adapters, plan.shares).adapter == 0
 
 
-def test_counts_of_several_choices_name_all_adapters() -> None:
+def test_counts_of_several_choices_name_all_adapters():
     total = RequestStats()
     for name, expected in (("x", "x"), ("x", "x"), ("none", "none+x"), ("x", "none+x"), ("", "none+x")):
         total.add(RequestStats(draft_adapter=name))
@@ -239,12 +236,12 @@ def test_counts_of_several_choices_name_all_adapters() -> None:
 
 
 @pytest.fixture
-def engine(make_target: MakeTarget, drafts: Drafts) -> Engine:
+def engine(make_target, drafts) -> Engine:
     folders = drafts("eagle3")
     return build_engine(make_target("qwen3"), folders["none"], device="cpu", **options_of("eagle3", folders))
 
 
-def test_unknown_names_and_other_weights_are_refused(engine: Engine, make_target: MakeTarget, drafts: Drafts) -> None:
+def test_unknown_names_and_other_weights_are_refused(engine, make_target, drafts):
     with user_error(re.escape("draft_adapter is 'z'; give x, y, none, or leave it out")):
         engine.add(make_request("a", [5, 9], draft_adapter="z"))
     with user_error(r"drafter\.adapters change the weights that serve"):
@@ -267,9 +264,7 @@ def test_unknown_names_and_other_weights_are_refused(engine: Engine, make_target
             )
 
 
-def test_an_adapter_of_another_draft_is_served_with_a_warning(
-    make_target: MakeTarget, drafts: Drafts, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_adapter_of_another_draft_is_served_with_a_warning(make_target, drafts, tmp_path, caplog):
     folders = drafts("eagle3")
     target = make_target("qwen3")
     draft = tmp_path / "draft"
@@ -289,13 +284,11 @@ def test_an_adapter_of_another_draft_is_served_with_a_warning(
     ]
 
 
-def test_a_chain_of_adapters_is_merged_unless_it_has_no_end(
-    make_target: MakeTarget, drafts: Drafts, tmp_path: Path
-) -> None:
+def test_a_chain_of_adapters_is_merged_unless_it_has_no_end(make_target, drafts, tmp_path):
     folders = drafts("eagle3")
     target = make_target("qwen3")
     second = save_adapter(target, folders["x"], tmp_path / "second", 3, 5)
-    network: Any = find_drafter(source_of(str(second)))
+    network = find_drafter(source_of(str(second)))
     once, twice = (
         load_draft(network.Network, folder, load_config(target), torch.float32, torch.device("cpu"))
         for folder in (folders["x"], second)
@@ -308,7 +301,7 @@ def test_a_chain_of_adapters_is_merged_unless_it_has_no_end(
         build_engine(target, second, device="cpu")
 
 
-def test_a_swap_merges_an_adapter(make_target: MakeTarget, drafts: Drafts) -> None:
+def test_a_swap_merges_an_adapter(make_target, drafts):
     folders = drafts("eagle3")
     engine = build_engine(make_target("qwen3"), folders["none"], device="cpu", width=4)
     requests = uneven_requests(SAMPLINGS["greedy"], 18)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -33,7 +32,6 @@ from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.pairwise import gate_of, grouped, some_of
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve.acceptance_traffic import MIXED, Traffic
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
@@ -72,7 +70,7 @@ def save_changed(folder: Path, changed: Path, scale: float) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drafts(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> Drafts:
+def drafts(make_target, tmp_path_factory) -> Drafts:
     """Name in CHECKPOINTS -> two drafts of one network."""
 
     @cache
@@ -106,9 +104,7 @@ def swap_at_random(engine: Engine, drafts: tuple[Path, Path], seed: int) -> Call
         ],
     ),
 )
-def test_swaps_at_random_steps_change_no_token(
-    drafter: str, sampling: str, page_size: int, make_target: MakeTarget, drafts: Drafts
-) -> None:
+def test_swaps_at_random_steps_change_no_token(drafter, sampling, page_size, make_target, drafts):
     """Twice the same requests, so that prompts hit pages of several versions; two at once, so that some wait."""
     target = make_target("qwen3")
     requests = uneven_requests(SAMPLINGS[sampling], 24)
@@ -137,13 +133,11 @@ def counts_of(answers: dict[str, Answer]) -> dict[str, tuple[int, list[int], str
     "drafter",
     some_of([name for name in NETWORKS if name != "ngram first"], ["eagle3 deep", "dspark"]),
 )
-def test_a_swapped_draft_is_accepted_as_in_an_engine_built_with_it(
-    drafter: str, make_target: MakeTarget, drafts: Drafts
-) -> None:
+def test_a_swapped_draft_is_accepted_as_in_an_engine_built_with_it(drafter, make_target, drafts):
     """All that was derived of the weights before is theirs, and no prompt finds KV of the others: its pages are there
     for requests of both."""
     first, second = drafts(drafter)
-    options: dict[str, Any] = {"drafter": OPTIONS.get(drafter, {}), "width": 4, "device": "cpu"}
+    options = {"drafter": OPTIONS.get(drafter, {}), "width": 4, "device": "cpu"}
     requests = uneven_requests(SAMPLINGS["plain"], 18)
     alone = counts_of(run(build_engine(make_target("qwen3"), second, **options), requests))
     engine = build_engine(make_target("qwen3"), first, **options)
@@ -158,11 +152,11 @@ def test_a_swapped_draft_is_accepted_as_in_an_engine_built_with_it(
     assert {weights for _, _, weights in before.values()} == {engine.draft.version} != {version}
 
 
-def test_rows_of_a_token_map_follow(make_target: MakeTarget, drafts: Drafts, tmp_path: Path) -> None:
+def test_rows_of_a_token_map_follow(make_target, drafts, tmp_path):
     """The head of a block draft keeps the rows of its tokens alone."""
     target = make_target("qwen3")
     first, second = drafts("dspark")
-    options: dict[str, Any] = {"token_map": save_map(tmp_path), "markov_candidates": 8}
+    options = {"token_map": save_map(tmp_path), "markov_candidates": 8}
     requests = uneven_requests(SAMPLINGS["greedy"], 18)
     alone = run(build_engine(target, second, drafter=options, width=4, device="cpu"), requests)
     engine = build_engine(target, first, drafter=options, width=4, device="cpu")
@@ -170,7 +164,7 @@ def test_rows_of_a_token_map_follow(make_target: MakeTarget, drafts: Drafts, tmp
     assert counts_of(run(engine, requests)) == counts_of(alone)
 
 
-def test_a_vocabulary_and_calibration_follow(make_target: MakeTarget, drafts: Drafts, tmp_path: Path) -> None:
+def test_a_vocabulary_and_calibration_follow(make_target, drafts, tmp_path):
     """The ids of a reduced vocabulary, the target's rows that they name, and numbers that read a head's outputs."""
     target = make_target("qwen3")
     requests = uneven_requests(SAMPLINGS["greedy"], 18)
@@ -188,7 +182,7 @@ def test_a_vocabulary_and_calibration_follow(make_target: MakeTarget, drafts: Dr
             tensors["t2d"] = torch.zeros_like(tensors["t2d"]).index_fill_(0, shifted, True)
         (other / "config.json").write_text(json.dumps(values))
         save_file(tensors, other / "model.safetensors")
-        options: dict[str, Any] = {"drafter": OPTIONS.get(drafter, {}), "width": 4, "device": "cpu"}
+        options = {"drafter": OPTIONS.get(drafter, {}), "width": 4, "device": "cpu"}
         alone = counts_of(run(build_engine(target, other, **options), requests))
         engine = build_engine(target, first, **options)
         engine.swap_draft(engine.stage_draft(str(other)))
@@ -197,7 +191,7 @@ def test_a_vocabulary_and_calibration_follow(make_target: MakeTarget, drafts: Dr
 
 @grouped()
 @pytest.mark.parametrize("drafter", some_of(["eagle3", "dflash tree", "dspark"], ["eagle3", "dspark"]))
-def test_captured_passes_read_the_new_weights(drafter: str, make_target: MakeTarget, drafts: Drafts) -> None:
+def test_captured_passes_read_the_new_weights(drafter, make_target, drafts):
     """Their buffers and weights stay where they are."""
     first, second = drafts(drafter)
     requests = uneven_requests(SAMPLINGS["plain"], 18)
@@ -223,7 +217,7 @@ def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in tensors_of(engine.runner.drafter.module).items()}  # type: ignore[attr-defined]
 
 
-def test_a_draft_that_does_not_fit_is_refused_by_name(make_target: MakeTarget, drafts: Drafts, tmp_path: Path) -> None:
+def test_a_draft_that_does_not_fit_is_refused_by_name(make_target, drafts, tmp_path):
     """Before anything changes."""
     first, _ = drafts("eagle3")
     engine = build_engine(make_target("qwen3"), first, device="cpu")
@@ -255,16 +249,14 @@ def test_a_draft_that_does_not_fit_is_refused_by_name(make_target: MakeTarget, d
         build_engine(make_target("qwen3"), "ngram", device="cpu").stage_draft(str(first))
 
 
-def test_an_interrupted_swap_changes_nothing(
-    make_target: MakeTarget, drafts: Drafts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_swap_changes_nothing(make_target, drafts, monkeypatch):
     first, second = drafts("eagle3")
     engine = build_engine(make_target("qwen3"), first, width=4, device="cpu")
     requests = uneven_requests(SAMPLINGS["greedy"], 18)
     before = counts_of(run(engine, requests))
     staged = engine.stage_draft(str(second))
     with monkeypatch.context() as patch:
-        calls: list[object] = []
+        calls = []
 
         def interrupted(module: torch.nn.Module) -> None:
             calls.append(module)
@@ -284,13 +276,13 @@ def questions(start: int, count: int) -> list[Request]:
     return [make_request(f"{start}+{index}", prompt, max_tokens=40) for index, prompt in enumerate(prompts)]
 
 
-def test_noise_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_taken_back(tmp_path, monkeypatch):
     """Weights as good pass. Those that served are copied to the host once, before the first swap."""
     monkeypatch.setattr(base, "PIECE", 1000)
     draft = TRAINED / "eagle3"
     engine = build_engine(TINY, draft, device="cpu", width=4)
     drafter = engine.runner.drafter
-    saved: list[str] = []
+    saved = []
     save = drafter.save_weights
     monkeypatch.setattr(drafter, "save_weights", lambda fingerprint: saved.append(fingerprint) or save(fingerprint))
     first = engine.draft.fingerprint
@@ -317,7 +309,7 @@ def test_noise_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 100), marks=pytest.mark.slow)])
-def test_a_trial_knows_noise_from_weights_as_good(seeds: range) -> None:
+def test_a_trial_knows_noise_from_weights_as_good(seeds):
     """Mixed traffic in simulated time: noise is taken back in each try, weights as good in none. The drafts of requests
     that run when noise is taken back read its KV; no alarm is raised for that."""
     for seed in seeds:
@@ -339,7 +331,7 @@ def test_a_trial_knows_noise_from_weights_as_good(seeds: range) -> None:
 
 
 @pytest.mark.parametrize(("drafted", "seconds"), [(1.0, 60), (0.3, 90), (0.01, 240), (0.0, 240)])
-def test_a_trial_ends_though_drafts_seldom_pay(drafted: float, seconds: int) -> None:
+def test_a_trial_ends_though_drafts_seldom_pay(drafted, seconds):
     """Else its caller would wait for ever. 16 requests, 10 rounds a second each."""
     traffic = Traffic(MIXED, 1)
     alarm = AcceptanceAlarm(traffic.num_slots, None, lambda: traffic.now)
@@ -350,7 +342,7 @@ def test_a_trial_ends_though_drafts_seldom_pay(drafted: float, seconds: int) -> 
     assert traffic.run(alarm, seconds, lambda: trial.verdict == "passed")
 
 
-def test_llm_swaps_and_says_the_version() -> None:
+def test_llm_swaps_and_says_the_version():
     with LLM(str(TINY), str(TRAINED / "eagle3"), device="cpu", kv_cache_tokens=512) as llm:
         params = SamplingParams(max_tokens=8, temperature=0.0)
         [answer] = llm.generate(["Tom has"], params)
@@ -364,7 +356,7 @@ def test_llm_swaps_and_says_the_version() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(byte_target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, httpx.Client]]:
+def server(byte_target, tmp_path_factory) -> Iterator[tuple[Server, httpx.Client]]:
     """Around the fake engine, which takes a draft called other."""
     folder = tmp_path_factory.mktemp("served")
     (folder / "drafts" / "other").mkdir(parents=True)
@@ -376,7 +368,7 @@ def server(byte_target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield server, client
 
 
-def test_a_draft_is_changed_over_http(server: tuple[Server, httpx.Client]) -> None:
+def test_a_draft_is_changed_over_http(server):
     client = server[1]
     answer = client.post("/v1/drafts", json={"draft": "other"})
     version = answer.json()["weight_version"]
@@ -385,15 +377,13 @@ def test_a_draft_is_changed_over_http(server: tuple[Server, httpx.Client]) -> No
 
 
 @each_case(({"draft": "x" * 5000}, "draft names no folder"), ({"draft": "a\0"}, "draft names no folder"))
-def test_refused_drafts(server: tuple[Server, httpx.Client], body: dict[str, Any], words: str) -> None:
+def test_refused_drafts(server, body, words):
     answer = server[1].post("/v1/drafts", json=body)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
 
 
-def test_drafts_are_changed_with_a_key_and_where_an_option_says_so(
-    server: tuple[Server, httpx.Client], byte_target: str, tmp_path: Path
-) -> None:
+def test_drafts_are_changed_with_a_key_and_where_an_option_says_so(server, byte_target, tmp_path):
     assert httpx.post(f"{server[0].url}/v1/drafts", json={"draft": "other"}).status_code == 401
     with serving(ServeConfig(target=byte_target, port=0)) as other:
         assert httpx.post(f"{other.url}/v1/drafts", json={"draft": "other"}).status_code == 404
@@ -404,11 +394,11 @@ def test_drafts_are_changed_with_a_key_and_where_an_option_says_so(
 
 
 @pytest.mark.slow
-def test_a_server_swaps_while_it_answers(tmp_path: Path) -> None:
+def test_a_server_swaps_while_it_answers(tmp_path):
     """A real engine: streams go on, the version is in their ends and in the metrics."""
     shutil.copytree(TRAINED / "eagle3", tmp_path / "good")
     save_changed(TRAINED / "eagle3", tmp_path / "other", 0.01)
-    options: dict[str, Any] = {"draft": str(TRAINED / "eagle3"), "device": "cpu", "kv_cache_tokens": 4096}
+    options = {"draft": str(TRAINED / "eagle3"), "device": "cpu", "kv_cache_tokens": 4096}
     config = ServeConfig(target=str(TINY), port=0, draft_folder=str(tmp_path), **options)
     with serving(config, build_engine_of_process) as server, client_of(server) as client:
         body = {"prompt": "Tom has 3 apples.", "max_tokens": 80, "temperature": 0, "ignore_eos": True}

@@ -54,7 +54,7 @@ def save_map(folder: Path, size: int = 60, special_ids: tuple[int, ...] = (EOS,)
 
 
 @pytest.fixture(scope="module")
-def drafts(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def drafts(target, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("drafts")
     texts = [text for temperature in (0.0, 0.8) for text in texts_of(target, sized_requests(temperature=temperature))]
     save_random_eagle(target, folder / "eagle", texts)
@@ -66,16 +66,14 @@ def drafts(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def drafted_tokens(engine: Engine) -> set[int]:
     """Runs a request; every token that was ever proposed for it."""
-    tokens: set[int] = set()
+    tokens = set()
     request = make_request("seen", random_prompt(9, 4), temperature=0.8, max_tokens=24)
     run(engine, [request], lambda *_: tokens.update(engine.runner.state.stored.tokens[:, 1:].flatten().tolist()))
     return tokens - {-1}
 
 
 @pytest.mark.parametrize(("drafter", "temperature", "dynamic"), pairwise(DRAFTERS, [0.0, 0.8], [0, 16]))
-def test_a_map_changes_no_token(
-    drafter: str, temperature: float, dynamic: int, target: Path, drafts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_map_changes_no_token(drafter, temperature, dynamic, target, drafts, tmp_path):
     options = {"token_map": save_map(tmp_path), "token_map_dynamic": dynamic}
     engine = build_engine(target, drafts[drafter], drafter=DRAFTERS[drafter] | options)
     requests = sized_requests(temperature=temperature)
@@ -85,10 +83,8 @@ def test_a_map_changes_no_token(
 
 
 @pytest.mark.parametrize(("drafter", "size"), rotating(DRAFTERS, [20, None]))
-def test_only_the_maps_tokens_are_drafted(
-    drafter: str, size: int | None, target: Path, drafts: dict[str, Path], tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"token_map": save_map(tmp_path)} | ({"token_map_size": size} if size else {})
+def test_only_the_maps_tokens_are_drafted(drafter, size, target, drafts, tmp_path):
+    options = {"token_map": save_map(tmp_path)} | ({"token_map_size": size} if size else {})
     engine = build_engine(target, drafts[drafter], drafter=DRAFTERS[drafter] | options)
     ids = TokenMap.read(tmp_path / "map.safetensors").ids_by_frequency(size, [EOS])
     assert len(ids) == (size or 60)
@@ -99,9 +95,7 @@ def test_only_the_maps_tokens_are_drafted(
     assert not everything <= set(ids.tolist())
 
 
-def test_proposals_are_those_of_a_head_with_the_maps_rows(
-    target: Path, drafts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_proposals_are_those_of_a_head_with_the_maps_rows(target, drafts, tmp_path):
     path = save_map(tmp_path)
     options = {"depth": 3, "topk": 3, "nodes": 9}
     oracle = Oracle(target, drafts["eagle"], TreeOptions(**options))
@@ -111,7 +105,7 @@ def test_proposals_are_those_of_a_head_with_the_maps_rows(
     run_checked(engine, oracle, sized_requests(temperature=0.8))
 
 
-def test_recent_tokens_are_those_that_occurred_most_of_late() -> None:
+def test_recent_tokens_are_those_that_occurred_most_of_late():
     """Against a dict: an occurrence counts 2 ** (-age / half-life), and the map's own tokens never enter."""
     generator = torch.Generator().manual_seed(0)
     static = 10
@@ -141,7 +135,7 @@ def test_recent_tokens_are_those_that_occurred_most_of_late() -> None:
     assert [recent for recent in ids[static:].tolist() if recent >= 0] == [token], "nothing of what was is left"
 
 
-def test_prompts_and_answers_count_but_not_rows_that_fill_up() -> None:
+def test_prompts_and_answers_count_but_not_rows_that_fill_up():
     """A map of tokens 0..9 and 4 recent ones."""
     ids = torch.cat((torch.arange(10), torch.full((4,), -1)))
     head = DraftHead(torch.zeros(40, 8), ids, gathered=True)
@@ -162,7 +156,7 @@ def test_prompts_and_answers_count_but_not_rows_that_fill_up() -> None:
     assert ids[:10].tolist() == list(range(10))
 
 
-def test_recent_tokens_can_be_drafted(target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
+def test_recent_tokens_can_be_drafted(target, drafts, tmp_path):
     """With a map of nearly nothing, what is drafted right comes from the prompt and the answer so far."""
     options = {"token_map": save_map(tmp_path, size=4)}
     accepted = []
@@ -175,9 +169,7 @@ def test_recent_tokens_can_be_drafted(target: Path, drafts: dict[str, Path], tmp
 
 
 @pytest.mark.parametrize(("drafter", "mixed"), [("eagle", {"ngram_first": 5}), ("dflash", {})])
-def test_recent_tokens_of_all_do_not_go_with_a_salt(
-    drafter: str, mixed: dict[str, int], target: Path, drafts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_recent_tokens_of_all_do_not_go_with_a_salt(drafter, mixed, target, drafts, tmp_path):
     """Another tenant's words would show in the accept length. A static map shows nothing."""
     salted = replace(make_request("salted", [5, 6], max_tokens=2), namespace="tenant")
     options = mixed | {"token_map": save_map(tmp_path)}
@@ -189,7 +181,7 @@ def test_recent_tokens_of_all_do_not_go_with_a_salt(
 
 
 @pytest.mark.parametrize("dynamic", [0, 16])
-def test_a_trace_names_no_recent_tokens(dynamic: int, target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
+def test_a_trace_names_no_recent_tokens(dynamic, target, drafts, tmp_path):
     """They may be another request's. Those of the map are named, beside recent ones, too."""
     path = save_map(tmp_path)
     options = DRAFTERS["eagle tree"] | {"token_map": path, "token_map_dynamic": dynamic}
@@ -207,19 +199,17 @@ def test_a_trace_names_no_recent_tokens(dynamic: int, target: Path, drafts: dict
 
 
 @pytest.mark.parametrize("drafter", ["eagle tree", "dflash"])
-def test_steps_of_fixed_buffers(drafter: str, target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
+def test_steps_of_fixed_buffers(drafter, target, drafts, tmp_path):
     """As captured ones: passes filled up with padding."""
     options = DRAFTERS[drafter] | {"token_map": save_map(tmp_path), "token_map_dynamic": 16}
-    config: dict[str, Any] = {"draft": str(drafts[drafter]), "drafter": options, "kv_cache_tokens": 2048}
+    config = {"draft": str(drafts[drafter]), "drafter": options, "kv_cache_tokens": 2048}
     engine = play(EngineConfig(target=str(target), max_running=5, **config))
     requests = sized_requests(temperature=0.8)
     assert tokens_of(run(engine, requests)) == plain_answers(target, requests)
 
 
 @each_case()
-def test_maps_that_do_not_fit_are_refused(
-    size: int | None, options: dict[str, Any], message: str, target: Path, drafts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_maps_that_do_not_fit_are_refused(size, options, message, target, drafts, tmp_path):
     if size is not None:
         save_map(tmp_path, size, special_ids=(0, 1, EOS))
     options |= {"token_map": str(tmp_path / "map.safetensors")}
@@ -229,9 +219,7 @@ def test_maps_that_do_not_fit_are_refused(
         DryRun(ServeConfig(target=str(target), draft=str(drafts["dflash"]), drafter=options))
 
 
-def test_as_many_children_as_the_map_has_tokens_while_nothing_has_been_read(
-    target: Path, drafts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_as_many_children_as_the_map_has_tokens_while_nothing_has_been_read(target, drafts, tmp_path):
     """Places for recent tokens are empty at first: they give no child."""
     options = {"token_map": save_map(tmp_path, size=3), "token_map_dynamic": 20, "depth": 2}
     with user_error(r"drafter\.topk is 4; the draft has 3 tokens to choose from"):
@@ -241,7 +229,7 @@ def test_as_many_children_as_the_map_has_tokens_while_nothing_has_been_read(
     assert tokens_of(answers) == plain_answers(target, [request])
 
 
-def test_a_map_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_map_of_another_tokenizer_is_refused(tmp_path):
     counts = torch.ones(4096, dtype=torch.int64)
     TokenMap.build(counts, 1024, [], {"tokenizer_hash": "0" * 64}).write(tmp_path / "map.safetensors")
     save_random_eagle(TINY, tmp_path / "draft", intermediate_size=16)
@@ -249,9 +237,7 @@ def test_a_map_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         build_engine(TINY, tmp_path / "draft", drafter={"token_map": str(tmp_path / "map.safetensors")})
 
 
-def test_drafts_with_a_vocabulary_of_their_own_take_no_map(
-    target: Path, drafts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_drafts_with_a_vocabulary_of_their_own_take_no_map(target, drafts, tmp_path):
     options = {"token_map": save_map(tmp_path)}
     with user_error(r"has a vocabulary of its own of 50 tokens \(d2t\)"):
         build_engine(target, drafts["reduced"], drafter=options)
@@ -260,7 +246,7 @@ def test_drafts_with_a_vocabulary_of_their_own_take_no_map(
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "dflash"])
-def test_options_are_checked(drafter: str) -> None:
+def test_options_are_checked(drafter):
     for options in ({"token_map_size": 9}, {"token_map_dynamic": 9}):
         with user_error(r"need drafter\.token_map, a file"):
             build_options(options_of(drafter), options)

@@ -57,7 +57,7 @@ class Simulation:
 
 @each_case()
 @pytest.mark.parametrize("batch", some_of([1, 8], [8]))
-def test_it_comes_to_the_better_choice(batch: int, length: int, chances: Chances, share: float) -> None:
+def test_it_comes_to_the_better_choice(batch, length, chances, share):
     simulation = Simulation([length] * batch, chances)
     assert simulation.run(1000) > 0.97 * simulation.best()
     assert simulation.run(2000) > 0.98 * simulation.best()
@@ -65,7 +65,7 @@ def test_it_comes_to_the_better_choice(batch: int, length: int, chances: Chances
 
 
 @pytest.mark.parametrize("chances", [(0.7, 0.4), (0.4, 0.7)])
-def test_it_follows_a_change(chances: Chances) -> None:
+def test_it_follows_a_change(chances):
     simulation = Simulation([32_000] * 8, chances)
     simulation.run(1000)
     simulation.chances = chances[::-1]
@@ -73,7 +73,7 @@ def test_it_follows_a_change(chances: Chances) -> None:
     assert simulation.run(500) > 0.98 * simulation.best()
 
 
-def test_each_length_has_a_choice_of_its_own() -> None:
+def test_each_length_has_a_choice_of_its_own():
     good = np.array([0.7] * 4 + [0.4] * 4)
     simulation = Simulation([6_000] * 4 + [100_000] * 4, (good, good[::-1]))
     simulation.run(500)
@@ -82,7 +82,7 @@ def test_each_length_has_a_choice_of_its_own() -> None:
     assert simulation.run(1000) > 0.98 * best
 
 
-def test_starts_leave_a_window_and_changes_are_named() -> None:
+def test_starts_leave_a_window_and_changes_are_named():
     windows = DraftWindows(4)
     starts = np.zeros(4, np.int64)
     lengths = np.array([10, SHORTEST - 1, SHORTEST, 50_000])

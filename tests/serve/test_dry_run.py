@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,16 +30,16 @@ from slipstream.tests.quantized_targets import (
     save_gpt_oss,
     save_quantized,
 )
-from slipstream.tests.random_targets import MakeTarget, change_json, save_random_target
+from slipstream.tests.random_targets import change_json, save_random_target
 from slipstream.tests.serve.engine_runs import bytes_of
 from slipstream.tests.sources import HYBRID, TINY
 from slipstream.tests.tables import each_case
 
 
-def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> None:
+def test_weights_and_kv_are_those_of_the_engine(target, draft):
     run = DryRun(ServeConfig(target=str(target), draft=str(draft), dtype="bfloat16", device="cpu"))
     loaded = load_target(target, load_config(target), torch.bfloat16, torch.device("cpu"))
-    drafter: Any = load_drafter(source_of(str(draft)), {}, loaded)[0]
+    drafter = load_drafter(source_of(str(draft)), {}, loaded)[0]
     assert run.networks[0].size == bytes_of(loaded)
     weights = bytes_of(drafter.module)
     assert weights <= run.networks[1].size <= weights + loaded.embed_tokens.weight.nbytes, "it may share the embedding"
@@ -57,7 +56,7 @@ def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> No
 @pytest.mark.parametrize(
     ("family", "ep"), [("qwen3", False), ("qwen3-moe", False), ("qwen3-5", False), ("mixtral", True)]
 )
-def test_ranks_have_the_bytes_that_are_told(family: str, ep: bool, make_target: MakeTarget) -> None:
+def test_ranks_have_the_bytes_that_are_told(family, ep, make_target):
     """4 ranks share 2 KV heads; what all of them have is in the sum of their bytes as often as there are ranks."""
     target = make_target(family)
     config = ServeConfig(target=str(target), dtype="bfloat16", device="cpu", tp=4, ep=ep)
@@ -76,9 +75,7 @@ def test_ranks_have_the_bytes_that_are_told(family: str, ep: bool, make_target: 
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", None])
-def test_a_quantised_draft_is_refused_as_the_server_would(
-    weights: str | None, target: Path, draft: Path, tmp_path: Path
-) -> None:
+def test_a_quantised_draft_is_refused_as_the_server_would(weights, target, draft, tmp_path):
     folder = tmp_path / "quantised"
     shutil.copytree(draft, folder)
     change_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
@@ -87,7 +84,7 @@ def test_a_quantised_draft_is_refused_as_the_server_would(
     reason = "its config.json has quantization_config"
     (folder / "model.safetensors").unlink()
     if weights is not None:
-        save: Any = save_file if weights.endswith("safetensors") else torch.save
+        save = save_file if weights.endswith("safetensors") else torch.save
         save(tensors, folder / weights)
         assert DryRun(config).networks[1].name == str(folder), "the tensors decide"
         name = next(name for name in tensors if name.endswith("down_proj.weight"))
@@ -97,7 +94,7 @@ def test_a_quantised_draft_is_refused_as_the_server_would(
         DryRun(config)
 
 
-def test_a_draft_of_other_sizes_is_refused_as_the_server_would(target: Path, draft: Path, tmp_path: Path) -> None:
+def test_a_draft_of_other_sizes_is_refused_as_the_server_would(target, draft, tmp_path):
     """Before memory is taken for them."""
     folder = tmp_path / "draft"
     shutil.copytree(draft, folder)
@@ -108,7 +105,7 @@ def test_a_draft_of_other_sizes_is_refused_as_the_server_would(target: Path, dra
             DryRun(config)
 
 
-def test_quantised_experts_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+def test_quantised_experts_are_counted_as_they_are_kept(tmp_path):
     save_gpt_oss(tmp_path / "mxfp4")
     save_random_target(copy.deepcopy(MOE_CONFIG), tmp_path / "plain")
     save_quantized(LAYOUTS["packed"], tmp_path / "plain", tmp_path / "packed")
@@ -120,12 +117,12 @@ def test_quantised_experts_are_counted_as_they_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(make_target: MakeTarget) -> Path:
+def plain(make_target) -> Path:
     return make_target("wide")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_quantised_weights_are_counted_as_they_are_kept(name: str, plain: Path, tmp_path: Path) -> None:
+def test_quantised_weights_are_counted_as_they_are_kept(name, plain, tmp_path):
     """From the config files alone."""
     folder = tmp_path / name
     quantization = "fp8" if name == "on-the-fly" else None
@@ -145,9 +142,7 @@ def test_quantised_weights_are_counted_as_they_are_kept(name: str, plain: Path, 
 
 
 @each_case()
-def test_layers_that_a_config_excludes_keep_16_bits(
-    config: dict[str, Any], plain_names: str, plain: Path, tmp_path: Path
-) -> None:
+def test_layers_that_a_config_excludes_keep_16_bits(config, plain_names, plain, tmp_path):
     path = tmp_path / "config.json"
     path.write_text((plain / "config.json").read_text())
     change_json(path, quantization_config=config)
@@ -161,7 +156,7 @@ def test_layers_that_a_config_excludes_keep_16_bits(
     assert plain_ones == plain_names.split()
 
 
-def test_a_larger_gpu_holds_more_and_a_small_one_nothing(target: Path) -> None:
+def test_a_larger_gpu_holds_more_and_a_small_one_nothing(target):
     run = DryRun(ServeConfig(target=str(target), max_running=4))
     sizes = [run.cache_tokens(total) for total in (1e6, 24e9, 80e9)]
     assert sizes[0] < 0 < sizes[1] < sizes[2]
@@ -169,7 +164,7 @@ def test_a_larger_gpu_holds_more_and_a_small_one_nothing(target: Path) -> None:
 
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])
-def test_it_prints_and_exits(has_tokenizer: bool, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_and_exits(has_tokenizer, target, capsys):
     path = TINY if has_tokenizer else target
     with pytest.raises(SystemExit) as exit:
         cli.main(["--target", str(path), "--dry-run"])
@@ -181,7 +176,7 @@ def test_it_prints_and_exits(has_tokenizer: bool, target: Path, capsys: pytest.C
         assert part in text
 
 
-def test_recurrent_layers_are_layers_of_a_target() -> None:
+def test_recurrent_layers_are_layers_of_a_target():
     lines = report(ServeConfig(target=str(HYBRID), dry_run=True)).splitlines()
     num_layers = read_json(HYBRID / "config.json")["num_hidden_layers"]
     assert f"Qwen3_5ForCausalLM, {num_layers} layers" in lines[0]
@@ -189,7 +184,7 @@ def test_recurrent_layers_are_layers_of_a_target() -> None:
 
 
 @pytest.mark.parametrize("free", [2**28, 2**30, 2**34])
-def test_memory_is_left_for_states_of_texts_that_have_ended(free: int) -> None:
+def test_memory_is_left_for_states_of_texts_that_have_ended(free):
     """A hit needs the KV of a text and a state."""
     config = EngineConfig(target=str(HYBRID), device="cpu", draft="none", page_size=16)
     plan = read_plan(config)
@@ -205,6 +200,6 @@ def test_memory_is_left_for_states_of_texts_that_have_ended(free: int) -> None:
     )
 
 
-def test_wrong_options_are_refused_as_by_the_server(target: Path, exits: Any) -> None:
+def test_wrong_options_are_refused_as_by_the_server(target, exits):
     with exits("max_model_len is 1000000", 1):
         cli.main(["--target", str(target), "--max-model-len", "1000000", "--dry-run"])

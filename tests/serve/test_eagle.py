@@ -21,13 +21,12 @@ from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter
 from slipstream.serve.drafters.options import TreeOptions
 from slipstream.serve.engine import draft_windows
 from slipstream.serve.engine.budget import Choice
-from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import gate_of, rotating, some_of
 from slipstream.tests.random_drafts import load_float64, save_random_draft, save_random_eagle
-from slipstream.tests.random_targets import KnownStates, MakeTarget, shared_weights
+from slipstream.tests.random_targets import KnownStates, shared_weights
 from slipstream.tests.serve.engine_runs import (
     Nodes,
     build_engine,
@@ -88,11 +87,11 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def make_draft(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> MakeDraft:
+def make_draft(make_target, tmp_path_factory) -> MakeDraft:
     """(family, drafter) -> a checkpoint that knows the answers to some requests."""
 
     @cache
-    def make(family: str, drafter: str) -> Path:
+    def make(family, drafter):
         target = make_target(family)
         folder = tmp_path_factory.mktemp("drafts") / drafter
         if drafter in WINDOWS:
@@ -121,9 +120,7 @@ GATE = (
 @pytest.mark.parametrize(
     ("name", "case"), rotating(GATE, CASES) + gate_of(product([name for name in DRAFTS if name not in GATE], CASES), [])
 )
-def test_proposals_of_a_batch_equal_the_oracle(
-    name: str, case: tuple[str, float], make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_proposals_of_a_batch_equal_the_oracle(name, case, make_target, make_draft):
     drafter, options, engine_options = DRAFTS[name]
     family, temperature = case
     target = make_target(family)
@@ -140,9 +137,7 @@ def test_proposals_of_a_batch_equal_the_oracle(
         [(1, "eagle3 window"), (16, "eagle3.1 deep")],
     ),
 )
-def test_proposals_after_a_prefix_hit_equal_the_oracle(
-    page_size: int, drafter: str, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_proposals_after_a_prefix_hit_equal_the_oracle(page_size, drafter, make_target, make_draft):
     """Shared KV must fit the token that follows it too: the second request parts from the first behind 32 tokens."""
     target = make_target("qwen3")
     draft = make_draft("qwen3", drafter)
@@ -153,9 +148,7 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
 
 
 @pytest.mark.parametrize("options", [{"depth": 4}, {"depth": 3, "topk": 3, "nodes": 9}], ids=["chain", "tree"])
-def test_a_draft_reads_from_the_start_that_was_chosen(
-    options: dict[str, Any], make_target: MakeTarget, make_draft: MakeDraft, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_reads_from_the_start_that_was_chosen(options, make_target, make_draft, monkeypatch):
     for name, value in {"WINDOW": 8, "GRAIN": 4, "SHORTEST": 16}.items():
         monkeypatch.setattr(draft_windows, name, value)
     target = make_target("qwen3")
@@ -168,16 +161,16 @@ def test_a_draft_reads_from_the_start_that_was_chosen(
     read_from = dict[tuple[str, int], int]()  # by request and length of its text
     rounds = np.zeros((2, 2))  # by choice: rounds and accepted nodes
 
-    def note(event: str, _: StepPlan) -> None:
+    def note(event, _):
         for sequence in decoding(engine) if event == "committed" else ():
             start = int(windows.starts[sequence.slot])
             starts[sequence.slot] = read_from[sequence.request.id, len(sequence.tokens)] = start
 
-    def proposal(tokens: list[int], request: Request) -> Nodes:
+    def proposal(tokens, request):
         oracle.naive.start = read_from[request.id, len(tokens)]
         return oracle(tokens, request)
 
-    def count(plan: StepPlan, output: StepOutput) -> None:
+    def count(plan, output):
         for place, slot in enumerate(plan.slots):
             if output.bins[place, 1] >= 0:
                 rounds[int(starts[slot] > 0)] += 1, output.num_emitted[place] - 1
@@ -190,9 +183,7 @@ def test_a_draft_reads_from_the_start_that_was_chosen(
 
 
 @pytest.mark.parametrize("drafter", some_of(["eagle", "eagle3", "eagle3 window", "eagle3.1 deep"], ["eagle3.1 deep"]))
-def test_a_draft_that_is_seldom_asked_knows_the_steps_between(
-    drafter: str, make_target: MakeTarget, make_draft: MakeDraft, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_that_is_seldom_asked_knows_the_steps_between(drafter, make_target, make_draft, monkeypatch):
     """Meanwhile requests end and others get their slots and pages, since there are two slots."""
     target = make_target("qwen3")
     draft = make_draft("qwen3", drafter)
@@ -201,11 +192,11 @@ def test_a_draft_that_is_seldom_asked_knows_the_steps_between(
     step = itertools.count()
     num_checked = 0
 
-    def choose(num_decoding: int, *_: object, **__: object) -> Choice:
+    def choose(num_decoding, *_, **__):
         number = next(step)
         return Choice(num_decoding, 4 if number in (3, 4, 9) or number % 20 == 0 else 1)
 
-    def check(*_: object) -> None:
+    def check(*_):
         nonlocal num_checked
         for sequence in decoding(engine):
             tokens, parents = engine.runner.state.proposals[:2, sequence.slot].tolist()
@@ -223,9 +214,7 @@ def test_a_draft_that_is_seldom_asked_knows_the_steps_between(
 
 
 @pytest.mark.parametrize(("page_size", "drafter"), [(16, "eagle3"), (1, "eagle3 window")])
-def test_proposals_after_preemption_equal_the_oracle(
-    page_size: int, drafter: str, make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_proposals_after_preemption_equal_the_oracle(page_size, drafter, make_target, make_draft):
     target = make_target("llama")
     draft = make_draft("llama", drafter)
     engine = build_engine(target, draft, kv_cache_tokens=96, page_size=page_size, prefill_budget=16)
@@ -234,7 +223,7 @@ def test_proposals_after_preemption_equal_the_oracle(
     assert engine.scheduler.num_preemptions > 0
 
 
-def test_trees_on_the_kernels_backend(make_target: MakeTarget, make_draft: MakeDraft) -> None:
+def test_trees_on_the_kernels_backend(make_target, make_draft):
     """On the CPU its references run."""
     target = make_target("llama")
     draft = make_draft("llama", "eagle")
@@ -246,16 +235,14 @@ def test_trees_on_the_kernels_backend(make_target: MakeTarget, make_draft: MakeD
 @pytest.mark.parametrize(
     ("width", "drafted"), [(4, {"depth": 3}), (5, {"depth": 4}), (8, {"depth": 4, "topk": 3, "nodes": 8})]
 )
-def test_narrow_proposals_of_a_tree_are_chains(
-    width: int, drafted: dict[str, Any], make_target: MakeTarget, make_draft: MakeDraft
-) -> None:
+def test_narrow_proposals_of_a_tree_are_chains(width, drafted, make_target, make_draft):
     target = make_target("llama")
     draft = make_draft("llama", "eagle")
     engine = build_engine(target, draft, drafter={"depth": 4, "topk": 3, "nodes": 9}, width=width)
     check_proposals(engine, Oracle(target, draft, TreeOptions(**drafted)), target, sized_requests(temperature=0.8))
 
 
-def test_the_widths_and_scratch_of_a_tree() -> None:
+def test_the_widths_and_scratch_of_a_tree():
     shape = TreeOptions(depth=3, topk=4).shape
     assert (shape.candidates, shape.expanded) == (36, 8)
     assert [shape.within(width) for width in (2, 3, 16)] == [TreeShape(1, 1), TreeShape(2, 2), shape]
@@ -270,7 +257,7 @@ def test_the_widths_and_scratch_of_a_tree() -> None:
     assert TreeOptions(depth=4).chain_nodes == 5
 
 
-def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: MakeTarget, make_draft: MakeDraft) -> None:
+def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target, make_draft):
     """Its proposal after such a tree is the oracle's, whose aux hidden states are those of the accepted nodes."""
     target = make_target("qwen3")
     draft = make_draft("qwen3", "eagle3")
@@ -280,12 +267,12 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: MakeTarget, ma
     num_checked = 0
     proposed = record_proposals(engine.runner.drafter)
 
-    def look(plan: StepPlan, output: StepOutput) -> None:
+    def look(plan, output):
         assert output.accepted is not None
         emissions = zip(plan.slots, output.accepted.tolist(), output.num_emitted.tolist(), strict=False)
         branched.update(slot for slot, nodes, length in emissions if nodes[:length] != list(range(length)))
 
-    def check(*_: object) -> None:
+    def check(*_):
         nonlocal num_checked
         for sequence in engine.scheduler._running:
             if sequence.slot in branched:
@@ -303,13 +290,7 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: MakeTarget, ma
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
-def test_an_embedding_of_its_own_is_drafted_with(
-    drafter: str,
-    make_target: MakeTarget,
-    make_draft: MakeDraft,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_embedding_of_its_own_is_drafted_with(drafter, make_target, make_draft, tmp_path, caplog):
     """And a rounded copy of the target's is shared with it."""
     caplog.set_level(logging.INFO)
     target = make_target("qwen3")

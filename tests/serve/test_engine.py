@@ -47,24 +47,24 @@ MakeTarget = Callable[[str], Path]
 
 
 @pytest.fixture
-def target(make_target: MakeTarget) -> Path:
+def target(make_target) -> Path:
     return make_target("llama")
 
 
 @pytest.fixture
-def draft(target: Path, tmp_path: Path) -> Path:
+def draft(target, tmp_path) -> Path:
     save_random_draft(target, tmp_path / "draft")
     return tmp_path / "draft"
 
 
-def test_info_tells_what_front_ends_need(target: Path, draft: Path) -> None:
+def test_info_tells_what_front_ends_need(target, draft):
     info = build_engine(target, draft, drafter={"depth": 5}, max_model_len=100, kv_cache_tokens=500).info
     assert (info.max_model_len, info.vocab_size) == (100, 120)
     assert info.kv_cache_tokens == 512, "whole pages of 16"
 
 
 @pytest.mark.parametrize("name", ["llama31-8b", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b"])
-def test_each_expert_gets_many_tokens_of_a_prompt(name: str) -> None:
+def test_each_expert_gets_many_tokens_of_a_prompt(name):
     spec = published_spec(name)
     config = EngineConfig(target=name)
     values = CONFIGS[name]
@@ -86,7 +86,7 @@ def test_each_expert_gets_many_tokens_of_a_prompt(name: str) -> None:
         assert pick_prompt_tokens(limited, spec, "cuda") == enough_prompt_tokens(limited, 300) == 300
 
 
-def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_for_other_weights_is_a_warning(draft, target, caplog):
     caplog.set_level(logging.WARNING)
     tokenizer = load_tokenizer(TINY)
     change_json(draft / "config.json", target_fingerprint=weights_fingerprint(target))
@@ -98,18 +98,18 @@ def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplo
 
 
 @each_case()
-def test_wrong_options_are_refused(options: dict[str, Any], message: str, target: Path, draft: Path) -> None:
+def test_wrong_options_are_refused(options, message, target, draft):
     with user_error(message):
         build_engine(**{"target": target, "draft": draft} | options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
-def test_a_missing_gpu_is_a_sentence(target: Path) -> None:
+def test_a_missing_gpu_is_a_sentence(target):
     with user_error("device is 'cuda', but torch finds no GPU; choose cpu"):
         build_engine(target, device="cuda")
 
 
-def test_a_draft_for_another_target_is_refused(target: Path, draft: Path) -> None:
+def test_a_draft_for_another_target_is_refused(target, draft):
     change_json(draft / "config.json", vocab_size=119, draft_vocab_size=119)
     with user_error("vocab_size is 119 in the draft and 120 in the target"):
         build_engine(target, draft)
@@ -121,9 +121,7 @@ def test_a_draft_for_another_target_is_refused(target: Path, draft: Path) -> Non
         ([5] * 200, 57, "prompt has 200 tokens and max_tokens is 57, together 257: more than max_model_len 90"),
     ],
 )
-def test_requests_that_can_never_run_are_refused(
-    prompt: list[int], max_tokens: int, message: str, target: Path, draft: Path
-) -> None:
+def test_requests_that_can_never_run_are_refused(prompt, max_tokens, message, target, draft):
     engine = build_engine(target, draft, kv_cache_tokens=96)
     with user_error(message):
         engine.add(make_request("0", prompt, max_tokens=max_tokens))
@@ -131,7 +129,7 @@ def test_requests_that_can_never_run_are_refused(
     check_scheduler(engine.scheduler)
 
 
-def test_yarn_extends_the_context(make_target: MakeTarget, tmp_path: Path) -> None:
+def test_yarn_extends_the_context(make_target, tmp_path):
     """Recipes add it to a config whose max_position_embeddings stay what they were; transformers limits nothing."""
     folder = tmp_path / "target"
     shutil.copytree(make_target("qwen2-yarn"), folder)
@@ -147,7 +145,7 @@ def test_yarn_extends_the_context(make_target: MakeTarget, tmp_path: Path) -> No
     assert run(engine, [request])["0"].tokens == generated(model, request, min_new_tokens=50)
 
 
-def test_an_id_is_taken_while_its_grammar_is_compiled() -> None:
+def test_an_id_is_taken_while_its_grammar_is_compiled():
     engine = build_engine(TINY)
     request = make_request("a", [5], grammar=Grammar("regex", "a+"))
     engine.add(request)
@@ -167,7 +165,7 @@ IDS: dict[str, Callable[[int], dict[str, Any]]] = {  # by field: a request that 
 
 
 @pytest.mark.parametrize("field", IDS)
-def test_token_ids_are_those_of_the_vocabulary(field: str, target: Path) -> None:
+def test_token_ids_are_those_of_the_vocabulary(field, target):
     engine = build_engine(target)
     fields = {"prompt": [5], "min_tokens": 2}
     for token in (0, VOCAB - 1):
@@ -178,7 +176,7 @@ def test_token_ids_are_those_of_the_vocabulary(field: str, target: Path) -> None
     assert not engine.has_work
 
 
-def test_the_cache_holds_what_memory_allows(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_holds_what_memory_allows(target, monkeypatch):
     """A token of this target takes 2 x 4 layers x 2 heads x 8 x 4 bytes = 512 bytes."""
     monkeypatch.setattr(memory, "free_bytes", lambda *_: 1000 * 512)
     assert build_engine(target, kv_cache_tokens=None).info.kv_cache_tokens == 1000 // 16 * 16
@@ -187,13 +185,7 @@ def test_the_cache_holds_what_memory_allows(target: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("options", [{"kv_cache_tokens": 192}, {"kv_cache_tokens": None}])
-def test_a_small_cache_limits_the_context(
-    options: dict[str, Any],
-    target: Path,
-    draft: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_small_cache_limits_the_context(options, target, draft, monkeypatch, caplog):
     """A request as long as the limit runs; a limit that was asked for is kept or refused."""
     monkeypatch.setattr(memory, "free_bytes", lambda *_: 200 * 640)
     engine = build_engine(target, draft, **options)
@@ -207,14 +199,12 @@ def test_a_small_cache_limits_the_context(
         build_engine(target, draft, drafter={"depth": 60}, **options | {"kv_cache_tokens": 100})
 
 
-def test_a_drafts_own_cache_counts(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafts_own_cache_counts(target, draft, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda *_: 1000 * 512)
     assert build_engine(target, draft, kv_cache_tokens=None).info.kv_cache_tokens == 1000 * 4 // 5 // 16 * 16
 
 
-def test_layers_with_a_window_keep_the_window(
-    make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_with_a_window_keep_the_window(make_target, monkeypatch, caplog):
     """Two layers of four see 9 tokens: a request needs a page of 16 for these, one to fill and one to draft in."""
     caplog.set_level(logging.INFO, "slipstream")
     monkeypatch.setattr(memory, "free_bytes", lambda *_: 10**9)
@@ -225,7 +215,7 @@ def test_layers_with_a_window_keep_the_window(
     run(engine, [make_request(str(seed), random_prompt(200, seed), max_tokens=50) for seed in range(8)])
 
 
-def test_a_drafts_window_binds_none_but_its_own_layer(target: Path, draft: Path) -> None:
+def test_a_drafts_window_binds_none_but_its_own_layer(target, draft):
     change_json(draft / "config.json", sliding_window=256, layer_types=["sliding_attention"])
     assert len(caches_of(build_engine(target, draft))) == 2
     change_json(draft / "config.json", sliding_window=32)
@@ -236,7 +226,7 @@ def test_a_drafts_window_binds_none_but_its_own_layer(target: Path, draft: Path)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_runs(dtype: str, target: Path, draft: Path) -> None:
+def test_half_precision_runs(dtype, target, draft):
     """Rounding may pick other tokens than fp32, but without a draft and with it the counts are right."""
     requests = [make_request(str(seed), random_prompt(9, seed), temperature=1.0, seed=seed) for seed in range(3)]
     for name in ("none", draft):
@@ -246,7 +236,7 @@ def test_half_precision_runs(dtype: str, target: Path, draft: Path) -> None:
         assert all(0 <= token < 120 for tokens in tokens_of(answers).values() for token in tokens)
 
 
-def test_metrics_count_requests(target: Path) -> None:
+def test_metrics_count_requests(target):
     engine = build_engine(target, max_running=2)
 
     def requests() -> dict[str, float]:
@@ -267,7 +257,7 @@ def test_metrics_count_requests(target: Path) -> None:
     assert engine.step() == []
 
 
-def test_prompts_are_computed_however_many_nodes_others_have(target: Path, draft: Path) -> None:
+def test_prompts_are_computed_however_many_nodes_others_have(target, draft):
     """Also where these would fill the largest pass for as long as they decode."""
     engine = build_engine(target, draft)
     engine.planner.policy.costs.most_rows = 4 * engine.planner.limits.most_nodes
@@ -280,7 +270,7 @@ def test_prompts_are_computed_however_many_nodes_others_have(target: Path, draft
 
 
 @pytest.mark.parametrize("decoding", [False, True])
-def test_a_step_computes_no_more_of_prompts_than_its_budget(decoding: bool, target: Path, draft: Path) -> None:
+def test_a_step_computes_no_more_of_prompts_than_its_budget(decoding, target, draft):
     engine = build_engine(target, draft, prefill_budget=7)
     sizes = list[int]()
     requests = [make_request(str(seed), random_prompt(50, seed), max_tokens=40, ignore_eos=True) for seed in range(3)]
@@ -294,7 +284,7 @@ def test_a_step_computes_no_more_of_prompts_than_its_budget(decoding: bool, targ
     assert max(sizes) == 7
 
 
-def test_every_token_is_counted(target: Path, draft: Path) -> None:
+def test_every_token_is_counted(target, draft):
     """A step emits its accepted tokens and one of the target's own; the prompt's pass emits the first."""
     requests = [make_request(str(seed), random_prompt(9, seed), max_tokens=50, seed=seed) for seed in range(4)]
     for answer in run(build_engine(target, draft), requests).values():
@@ -308,10 +298,8 @@ def test_every_token_is_counted(target: Path, draft: Path) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_context_shorter_than_a_proposal_is_measured_by_prompts_of_one_token(
-    make_target: Callable[[str], Path], page_size: int, overlap: bool
-) -> None:
-    options: dict[str, Any] = {"max_model_len": 2, "width": 16, "page_size": page_size, "overlap": overlap}
+def test_a_context_shorter_than_a_proposal_is_measured_by_prompts_of_one_token(make_target, page_size, overlap):
+    options = {"max_model_len": 2, "width": 16, "page_size": page_size, "overlap": overlap}
     runner = build_engine(make_target("qwen3"), "ngram", **options).runner.passes
     memory._prefill_padding(runner, 40, "prefill")
     chunks = padding_prompts(runner.state, [0] * 40)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +21,6 @@ import pytest
 
 from slipstream.serve.detokenize import TextStream
 from slipstream.serve.http import connections
-from slipstream.serve.http.launch import Server
 from slipstream.serve.logs import LogHandler
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import COMPLETIONS, SCRIPT, client_of, gauge, read_banner, serving, wait_until
@@ -36,9 +34,7 @@ class PanicException(BaseException):
 
 
 @pytest.mark.parametrize("error", [ValueError("no such token"), RuntimeError("broken"), PanicException("index")])
-def test_a_tokenizer_that_breaks_down_ends_one_request(
-    client: httpx.Client, server: Server, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_breaks_down_ends_one_request(client, server, error, monkeypatch):
     """While the prompt is encoded, and while the answer's tokens become text."""
     encode = server.api.frontend.encode
     push = TextStream.push
@@ -62,9 +58,7 @@ def test_a_tokenizer_that_breaks_down_ends_one_request(
     assert gauge(client, "open_requests") == 0
 
 
-def test_a_client_that_never_reads_is_disconnected(
-    byte_target: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_never_reads_is_disconnected(byte_target, monkeypatch, caplog):
     """Its request ends, and others are answered meanwhile."""
     monkeypatch.setattr(connections, "STALL_SECONDS", 1.0)
     config = ServeConfig(target=byte_target, port=0, max_model_len=1_000_000)
@@ -85,7 +79,7 @@ def test_a_client_that_never_reads_is_disconnected(
     assert "has read nothing of its answer for 1 s" in line
 
 
-def test_a_clock_that_jumps_ends_nothing(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_ends_nothing(client, monkeypatch):
     now = time.time()
     with client.stream("POST", COMPLETIONS, json=SLOW | {"stream": True}) as stream:
         lines = stream.iter_lines()
@@ -98,7 +92,7 @@ def test_a_clock_that_jumps_ends_nothing(client: httpx.Client, monkeypatch: pyte
         assert list(lines)[-2] == "data: [DONE]"
 
 
-def test_no_time_is_measured_by_the_wall_clock() -> None:
+def test_no_time_is_measured_by_the_wall_clock():
     """It says when an answer or the server was created, and nothing else."""
     files = []
     for file in (ROOT / "serve").rglob("*.py"):
@@ -109,7 +103,7 @@ def test_no_time_is_measured_by_the_wall_clock() -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_under_load_loses_nothing(byte_target: str) -> None:
+def test_sigterm_under_load_loses_nothing(byte_target):
     """A request that was taken is answered to its end; one that comes later is told, or finds nobody."""
     with running(script(byte_target, "max_model_len=4096")) as process, ThreadPoolExecutor(48) as pool:
         client = httpx.Client(base_url=read_banner(process)[2], timeout=120)
@@ -157,7 +151,7 @@ def script(target: str, options: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_lines_of_the_log_and_no_request(byte_target: str) -> None:
+def test_a_full_disk_costs_lines_of_the_log_and_no_request(byte_target):
     """/dev/full fails every write, as a full disk does."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -178,7 +172,7 @@ def test_a_full_disk_costs_lines_of_the_log_and_no_request(byte_target: str) -> 
 
 
 @pytest.mark.slow
-def test_answers_are_logged_whole_before_a_signal_ends_the_server(byte_target: str, tmp_path: Path) -> None:
+def test_answers_are_logged_whole_before_a_signal_ends_the_server(byte_target, tmp_path):
     """The disk is slow, and the drain is over before the line is written."""
     log = tmp_path / "answers.jsonl"
     slow = """
@@ -201,7 +195,7 @@ def answers(client: httpx.Client) -> bool:
         return False
 
 
-def test_lost_lines_are_told_once_there_is_room_again(tmp_path: Path) -> None:
+def test_lost_lines_are_told_once_there_is_room_again(tmp_path):
     handler = LogHandler()
     log = logging.Logger("test")
     log.addHandler(handler)

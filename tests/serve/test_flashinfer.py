@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from slipstream.tests.serve.attention_passes import GROUP, LAYER, PASSES, Scene
 
 
 @pytest.fixture
-def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Backend]]:
+def backend(tmp_path, monkeypatch) -> Iterator[type[Backend]]:
     monkeypatch.setattr(torch.cuda, "Event", fake_flashinfer.Event)
     monkeypatch.setattr(fake_flashinfer.Wrapper, "instances", [])
     with fake_flashinfer.installed(tmp_path):
@@ -31,9 +30,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Ba
 @grouped()
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_plans_and_merges_give_what_sdpa_gives(
-    backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_plans_and_merges_give_what_sdpa_gives(backend, name, dtype, tolerance):
     expected, kv = Scene(PASSES[name], 16, torch.float32, "cpu").attend(SDPABackend)
     out, stored = Scene(PASSES[name], 16, dtype, "cpu").attend(backend)
     assert out.dtype == dtype
@@ -41,7 +38,7 @@ def test_plans_and_merges_give_what_sdpa_gives(
     torch.testing.assert_close(stored.float(), kv, atol=tolerance, rtol=tolerance)
 
 
-def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[Backend]) -> None:
+def test_a_pass_is_planned_once_and_only_if_it_attends(backend):
     scene = Scene(PASSES["chain"], 16, torch.float32, "cpu")
     attention = backend(scene.kv, scene.ropes)
     q, k, v = scene.qkv
@@ -56,7 +53,7 @@ def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[Backend]) -
         assert wrapper.num_plans == num_plans
 
 
-def test_prompts_do_not_wait_for_the_device(backend: type[Backend], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_do_not_wait_for_the_device(backend, monkeypatch):
     """Their lengths follow from the host's bounds; those of nodes are read from the device, once per pass."""
     for name, expected in (("prompts with prefix", 0), ("chain", 1), ("tree", 1), ("decode", 1)):
         scene = Scene(PASSES[name], 16, torch.float32, "cpu")
@@ -75,14 +72,14 @@ def test_prompts_do_not_wait_for_the_device(backend: type[Backend], monkeypatch:
     ("option", "prompt", "chain"), [("flashinfer", "auto", "fa2"), ("flashinfer:fa2", "fa2", "fa2")]
 )
 @pytest.mark.usefixtures("backend")
-def test_prompts_and_nodes_take_their_kernels(option: str, prompt: str, chain: str) -> None:
+def test_prompts_and_nodes_take_their_kernels(option, prompt, chain):
     for name, kernels in (("prompts", prompt), ("chain", chain), ("tree", chain)):
         Scene(PASSES[name], 16, torch.float32, "cpu").attend(find_backends(option)["verify"])
         assert fake_flashinfer.Wrapper.instances.pop().backend == kernels
 
 
 @pytest.mark.parametrize(("name", "tensor_cores"), [("decode", True), ("decode, two heads share", False)])
-def test_decoding_takes_tensor_cores_for_large_groups(backend: type[Backend], name: str, tensor_cores: bool) -> None:
+def test_decoding_takes_tensor_cores_for_large_groups(backend, name, tensor_cores):
     Scene(PASSES[name], 16, torch.float32, "cpu").attend(backend)
     assert fake_flashinfer.Wrapper.instances.pop().use_tensor_cores is tensor_cores
 
@@ -93,7 +90,7 @@ def test_decoding_takes_tensor_cores_for_large_groups(backend: type[Backend], na
 @pytest.mark.parametrize("option", ["flashinfer", "flashinfer:fa2", "flashinfer:fa3"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @torch.inference_mode()
-def test_the_package_gives_what_sdpa_gives_in_fp32(option: str, name: str, head_dim: int) -> None:
+def test_the_package_gives_what_sdpa_gives_in_fp32(option, name, head_dim):
     expected, kv = Scene(PASSES[name], head_dim, torch.float32, "cuda").attend(SDPABackend)
     out, stored = Scene(PASSES[name], head_dim, torch.bfloat16, "cuda").attend(find_backends(option)["verify"])
     torch.testing.assert_close(stored.float(), kv, atol=3e-2, rtol=1e-2)
@@ -102,7 +99,7 @@ def test_the_package_gives_what_sdpa_gives_in_fp32(option: str, name: str, head_
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_passes_may_follow_each_other_without_waiting() -> None:
+def test_passes_may_follow_each_other_without_waiting():
     """Plans reach the device through one buffer, which the next plan must not change too early."""
     case = PASSES["prompts with prefix"]
     expected = Scene(case, 128, torch.float32, "cuda").attend(SDPABackend, with_norms=False)[0].split(case.query_lens)
@@ -110,7 +107,7 @@ def test_passes_may_follow_each_other_without_waiting() -> None:
     attention = find_backends("flashinfer")["prefill"](scene.kv, scene.ropes)
     passes = [one_request(scene.metadata(), index) for index in range(len(case.lengths))]
     tokens = list(zip(*(x.split(case.query_lens) for x in scene.qkv), strict=True))
-    outputs: list[torch.Tensor] = []
+    outputs = []
     for warm_up in (True, False):
         outputs.clear()
         if not warm_up:
@@ -122,9 +119,7 @@ def test_passes_may_follow_each_other_without_waiting() -> None:
         torch.testing.assert_close(out.float(), reference, atol=3e-2, rtol=1e-2)
 
 
-def test_kernels_for_prompts_are_compiled_in_the_background(
-    backend: type[Backend], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernels_for_prompts_are_compiled_in_the_background(backend, monkeypatch, caplog):
     module = sys.modules[backend.__module__]
     dtype = torch.bfloat16
     for window, softcap in ((None, None), (9, None), (None, 30.0)):  # each has kernels of its own

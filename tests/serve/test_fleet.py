@@ -6,7 +6,6 @@ import math
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +19,7 @@ from slipstream.serve.fleet.replica import Abort, Failure, ReplicaState, Reply
 from slipstream.serve.http.engine_client import EngineError
 from slipstream.serve.options import LearnOptions, ServeConfig
 from slipstream.serve.request import EngineInfo, Output, Request, RequestStats, SamplingParams, TokenTrace
-from slipstream.tests.serve.check_server import FOLDER, Case, cases_of, faults_of
+from slipstream.tests.serve.check_server import FOLDER, cases_of, faults_of
 from slipstream.tests.serve.fake_engine import logprobs_of
 from slipstream.tests.serve.fake_server import COMPLETIONS, MODEL, write_target
 from slipstream.tests.serve.fleets import FleetServer, ScriptedFleet, fleet_serving
@@ -62,7 +61,7 @@ def request_of(name: str = "call-0") -> Request:
 def outputs_of(tokens: list[int], cuts: list[int], *, is_whole: bool, rich: bool = False) -> list[Reply]:
     """Replies with `tokens`, cut at `cuts`, with log-probabilities and traces if `rich`."""
     places = [0, *sorted(cuts), len(tokens)]
-    replies: list[Reply] = []
+    replies = []
     for start, end in zip(places, places[1:], strict=False):
         part = tokens[start:end]
         is_last = is_whole and end == len(tokens)
@@ -107,7 +106,7 @@ CUTS = st.lists(st.integers(0, len(TEXT)), max_size=4)
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, len(TEXT)), CUTS, CUTS)
-def test_a_request_goes_on_where_its_lost_replica_stopped(place: int, cuts: list[int], cuts_again: list[int]) -> None:
+def test_a_request_goes_on_where_its_lost_replica_stopped(place, cuts, cuts_again):
     """With every token once, whatever the replies in which both replicas sent them."""
     first = outputs_of(TEXT[:place], [cut for cut in cuts if cut < place], is_whole=False, rich=True)
     fleet = ScriptedFleet([[*first, LOST], outputs_of(TEXT, cuts_again, is_whole=True, rich=True)])
@@ -134,7 +133,7 @@ def test_a_request_goes_on_where_its_lost_replica_stopped(place: int, cuts: list
         ([[Failure("failed", "no memory")]], EngineError, "no memory"),
     ],
 )  # fmt: skip
-def test_other_ends_are_errors(scripts: list[list[Reply]], kind: type[Exception], words: str) -> None:
+def test_other_ends_are_errors(scripts, kind, words):
     fleet = ScriptedFleet(scripts)
     waiter = carried(fleet)
     assert type(waiter.error) is kind or isinstance(waiter.error, kind)
@@ -143,7 +142,7 @@ def test_other_ends_are_errors(scripts: list[list[Reply]], kind: type[Exception]
     assert fleet.aborts == ([Abort("call-0", "replica 1")] if "answers otherwise" in words else [])
 
 
-def test_an_abort_reaches_the_replica_that_has_the_request() -> None:
+def test_an_abort_reaches_the_replica_that_has_the_request():
     fleet = ScriptedFleet([outputs_of(TEXT, [2, 5], is_whole=True)], has_gate=True)
 
     async def act(client: FleetClient) -> None:
@@ -158,11 +157,11 @@ def test_an_abort_reaches_the_replica_that_has_the_request() -> None:
     assert fleet.aborts == [Abort("call-0", "replica 0")]
 
 
-def test_an_abort_of_a_lost_request_waits_until_its_tokens_came_again() -> None:
+def test_an_abort_of_a_lost_request_waits_until_its_tokens_came_again():
     """A stop string ended the text: the end, with the counts, comes from the second replica."""
     first = [*outputs_of(TEXT[:6], [], is_whole=False), LOST]
     fleet = ScriptedFleet([first, outputs_of(TEXT, [3, 6, 9], is_whole=True)], has_gate=True)
-    when: list[int] = []
+    when = []
 
     async def act(client: FleetClient) -> None:
         for step in range(6):
@@ -177,7 +176,7 @@ def test_an_abort_of_a_lost_request_waits_until_its_tokens_came_again() -> None:
     assert when == [0, 1, 1, 2, 2, 2]
 
 
-def test_a_receiver_that_raises_ends_its_request_alone() -> None:
+def test_a_receiver_that_raises_ends_its_request_alone():
     class Broken(Waiter):
         def receive(self, output: Output) -> None:
             raise LookupError("a bug")
@@ -199,7 +198,7 @@ def test_a_receiver_that_raises_ends_its_request_alone() -> None:
     assert healthy.tokens == TEXT
 
 
-def test_a_request_that_ends_before_the_state_of_its_replica_is_known_counts_for_its_draft() -> None:
+def test_a_request_that_ends_before_the_state_of_its_replica_is_known_counts_for_its_draft():
     fleet = ScriptedFleet([outputs_of(TEXT, [], is_whole=True)])
 
     async def run() -> ReplicaCounts:
@@ -215,7 +214,7 @@ def test_a_request_that_ends_before_the_state_of_its_replica_is_known_counts_for
     assert (counts.draft, counts.finished) == ("other", {"length": 1})
 
 
-def test_a_share_of_calls_gets_the_second_draft() -> None:
+def test_a_share_of_calls_gets_the_second_draft():
     async def run() -> list[int]:
         fleets = [ScriptedFleet([outputs_of(TEXT, [], is_whole=True)] * 1200) for _ in range(2)]
         client = FleetClient(fleets, share=0.25)
@@ -233,30 +232,30 @@ def test_a_share_of_calls_gets_the_second_draft() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetServer]:
+def server(tmp_path_factory) -> Iterator[FleetServer]:
     target = write_target(tmp_path_factory.mktemp("fleet") / "target")
     with fleet_serving(ServeConfig(target=str(target), served_model_name=MODEL), keys=["sesame"]) as deployment:
         yield deployment
 
 
 @pytest.fixture
-def client(server: FleetServer) -> Iterator[httpx.Client]:
+def client(server) -> Iterator[httpx.Client]:
     headers = {"Authorization": "Bearer sesame"}
     with httpx.Client(base_url=server.url, timeout=120, headers=headers) as session:
         yield session
 
 
 @pytest.mark.parametrize("case", SHORT, ids=str)
-def test_case(case: Case, client: httpx.Client) -> None:
+def test_case(case, client):
     assert faults_of(case, client) == []
 
 
 @pytest.mark.slow
-def test_all_cases(client: httpx.Client) -> None:
+def test_all_cases(client):
     assert {str(case): faults for case in CASES if (faults := faults_of(case, client))} == {}
 
 
-def test_a_key_is_refused_whichever_replica_would_answer(server: FleetServer) -> None:
+def test_a_key_is_refused_whichever_replica_would_answer(server):
     num_calls = len(server.fleet.calls)
     for _ in range(8):
         answer = httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "x"}, headers={"Authorization": "Bearer no"})
@@ -264,7 +263,7 @@ def test_a_key_is_refused_whichever_replica_would_answer(server: FleetServer) ->
     assert len(server.fleet.calls) == num_calls
 
 
-def test_metrics_have_a_label_for_each_replica(client: httpx.Client) -> None:
+def test_metrics_have_a_label_for_each_replica(client):
     for number in range(6):
         client.post(COMPLETIONS, json={"prompt": f"{number}" * 40, "max_tokens": 5}).raise_for_status()
     text = client.get("/metrics").text
@@ -278,7 +277,7 @@ def test_metrics_have_a_label_for_each_replica(client: httpx.Client) -> None:
     assert len(heads) == len(set(heads))  # one family of each name
 
 
-def test_an_engine_that_is_killed_costs_no_answer(tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_costs_no_answer(tmp_path):
     """Streams are in the middle of their text when one of two engines is killed."""
     config = ServeConfig(target=str(write_target(tmp_path / "target")), served_model_name=MODEL)
     prompts = [letter * 20 + "end" for letter in "abcdefgh"]
@@ -332,12 +331,12 @@ def test_an_engine_that_is_killed_costs_no_answer(tmp_path: Path) -> None:
         ({"learn": LearnOptions(device="cpu")}, "learn.device changes the draft of one server"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
+def test_wrong_options_are_refused(options, words):
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         DeployConfig(target="x", **options)
 
 
-def test_versions_change_with_what_they_name() -> None:
+def test_versions_change_with_what_they_name():
     """A draft restarts replicas alone; a key, ingresses alone; a target, all, under another name."""
     config = DeployConfig(target="x", draft="ngram", api_key="secret")
     assert "secret" not in json.dumps(config.values())
@@ -358,7 +357,7 @@ def test_versions_change_with_what_they_name() -> None:
     assert not {*versions(target="y")} & {target, replica, ingress}
 
 
-def test_the_second_draft_differs_in_its_draft_alone() -> None:
+def test_the_second_draft_differs_in_its_draft_alone():
     config = DeployConfig(target="x", draft="ngram", second_draft="none", replicas=3, max_replicas=4)
     first, second = config.drafts()
     assert first == config

@@ -19,11 +19,9 @@ def prompt_of(pages: list[int]) -> list[int]:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(LETTERS, st.sampled_from("abc")), max_size=12), LETTERS, st.sampled_from(["", "salt"]))
-def test_the_table_knows_the_longest_beginning_that_each_replica_had(
-    computed: list[tuple[list[int], str]], pages: list[int], salt: str
-) -> None:
+def test_the_table_knows_the_longest_beginning_that_each_replica_had(computed, pages, salt):
     table = PrefixTable()
-    expected: dict[str, int] = {}
+    expected = {}
     for earlier, name in computed:
         table.add(page_keys(prompt_of(earlier), ""), name)
         depth = next((k for k in range(min(len(earlier), len(pages)), 0, -1) if earlier[:k] == pages[:k]), 0)
@@ -32,14 +30,14 @@ def test_the_table_knows_the_longest_beginning_that_each_replica_had(
     assert table.matches(page_keys([*prompt_of(pages), 7], salt)) == expected
 
 
-def test_pages_are_whole_and_keys_depend_on_all_tokens_before() -> None:
+def test_pages_are_whole_and_keys_depend_on_all_tokens_before():
     assert page_keys(range(PAGE_TOKENS - 1), "") == []
     first = page_keys(range(3 * PAGE_TOKENS), "")
     other = page_keys([99, *range(1, 3 * PAGE_TOKENS)], "")
     assert len({*first, *other}) == 6
 
 
-def test_ingresses_tell_one_another_once() -> None:
+def test_ingresses_tell_one_another_once():
     tables = [PrefixTable(), PrefixTable()]
     keys = page_keys(prompt_of([0, 1]), "")
     tables[0].add(keys, "a")
@@ -49,7 +47,7 @@ def test_ingresses_tell_one_another_once() -> None:
     assert (tables[0].take_news(), tables[1].take_news()) == ([], [])  # what was learnt is not told again
 
 
-def test_the_table_forgets_ends_before_beginnings_and_replicas_that_ended() -> None:
+def test_the_table_forgets_ends_before_beginnings_and_replicas_that_ended():
     table = PrefixTable(limit=3)
     long = page_keys(prompt_of([0, 1, 2]), "")
     short = page_keys(prompt_of([5]), "")
@@ -61,7 +59,7 @@ def test_the_table_forgets_ends_before_beginnings_and_replicas_that_ended() -> N
     assert (table.matches(long), table.matches(short)) == ({}, {"b": 1})
 
 
-def test_the_table_holds_as_much_as_it_may() -> None:
+def test_the_table_holds_as_much_as_it_may():
     table = PrefixTable(limit=10)
     for number in range(30):
         table.add(page_keys(prompt_of([number]), ""), "a")
@@ -71,16 +69,14 @@ def test_the_table_holds_as_much_as_it_may() -> None:
 
 
 @each_case()
-def test_a_holder_is_preferred_unless_its_queue_is_long(
-    matches: dict[str, int], loads: dict[str, int], first: str
-) -> None:
+def test_a_holder_is_preferred_unless_its_queue_is_long(matches, loads, first):
     num_pages = 50 if matches == {"a": 1} else 8
     names = rank_replicas(matches, num_pages, loads, random.Random(1))
     assert names[0] == first
     assert sorted(names) == sorted(loads)
 
 
-def test_without_a_holder_load_is_balanced() -> None:
+def test_without_a_holder_load_is_balanced():
     """Each request stays open: the fullest replica has hardly more than the emptiest."""
     draw = random.Random(3)
     loads = dict.fromkeys("abcdef", 0)
@@ -89,13 +85,13 @@ def test_without_a_holder_load_is_balanced() -> None:
     assert max(loads.values()) - min(loads.values()) <= 6
 
 
-def test_conversations_stay_where_they_began_and_share_a_preamble() -> None:
+def test_conversations_stay_where_they_began_and_share_a_preamble():
     """40 conversations of 5 turns with one system prompt, 40 turns open at once: nine of ten later turns hit, and no
     replica has most of them."""
     draw = random.Random(0)
     table = PrefixTable()
     preamble = prompt_of([1, 2, 3])
-    homes: dict[int, str] = {}
+    homes = {}
     loads = dict.fromkeys("abcd", 0)
     misses = 0
     for turn in range(5):
@@ -122,14 +118,12 @@ def test_conversations_stay_where_they_began_and_share_a_preamble() -> None:
         (0, 10, 0, 20, 10 / 32),
     ],
 )
-def test_scaling_follows_requests_and_the_times_of_steps(
-    running: int, requests: float, step_ms: float, most_ms: float | None, expected: float
-) -> None:
+def test_scaling_follows_requests_and_the_times_of_steps(running, requests, step_ms, most_ms, expected):
     number = wanted_replicas(running=running, open_requests=requests, aim=32, step_ms=step_ms, most_ms=most_ms)
     assert number == pytest.approx(expected)
 
 
-def test_the_policy_reads_rays_context() -> None:
+def test_the_policy_reads_rays_context():
     class Context:
         aggregated_metrics = {"step_ms": {"a": 40.0, "b": 80.0, "c": 0.0}}  # c made no step
         current_num_replicas = 3

@@ -44,7 +44,7 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer: Any) -> Iterator[Grammars]:
+def grammars(tokenizer) -> Iterator[Grammars]:
     engine_grammars = Grammars(lambda: tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     yield engine_grammars
     engine_grammars.close()
@@ -55,7 +55,7 @@ def choice(*texts: str) -> Grammar:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_forced_tokens_are_the_tokenizers_own(text: str, tokenizer: Any, grammars: Grammars) -> None:
+def test_forced_tokens_are_the_tokenizers_own(text, tokenizer, grammars):
     """At every place of the only text; after it the end."""
     end = tokenizer.eos_token_id
     tokens = tokenizer(text).input_ids
@@ -74,7 +74,7 @@ def test_forced_tokens_are_the_tokenizers_own(text: str, tokenizer: Any, grammar
         assert place == len(tokens) or matcher.push([tokens[place]])
 
 
-def test_after_an_unusual_spelling_the_rest_is_spelled_as_usual(tokenizer: Any, grammars: Grammars) -> None:
+def test_after_an_unusual_spelling_the_rest_is_spelled_as_usual(tokenizer, grammars):
     text = TEXTS[0]
     end = tokenizer.eos_token_id
     rng = random.Random(0)
@@ -90,7 +90,7 @@ def test_after_an_unusual_spelling_the_rest_is_spelled_as_usual(tokenizer: Any, 
             text_before += tokenizer.decode([last])
 
 
-def test_a_token_that_may_run_on_is_left_out(tokenizer: Any, grammars: Grammars) -> None:
+def test_a_token_that_may_run_on_is_left_out(tokenizer, grammars):
     """Where texts part, each of them begins with the forced tokens."""
     end = tokenizer.eos_token_id
     for texts in (
@@ -107,7 +107,7 @@ def test_a_token_that_may_run_on_is_left_out(tokenizer: Any, grammars: Grammars)
         assert len(forced) >= together - 2, texts
 
 
-def test_control_tokens_are_forced_and_text_that_spells_them_is_text(tokenizer: Any, grammars: Grammars) -> None:
+def test_control_tokens_are_forced_and_text_that_spells_them_is_text(tokenizer, grammars):
     end = tokenizer.eos_token_id
     start = next(token for token in tokenizer.added_tokens_decoder if token != end)
     name = tokenizer.decode([start])
@@ -124,9 +124,7 @@ def test_control_tokens_are_forced_and_text_that_spells_them_is_text(tokenizer: 
     assert start not in spelled
 
 
-def test_no_text_is_forced_whose_masks_take_threads(
-    tokenizer: Any, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_text_is_forced_whose_masks_take_threads(tokenizer, grammars, monkeypatch):
     """A thread would fill the mask before it, for which the step, and then the next tokens, would wait."""
     matcher = grammars.matcher(grammars.compile(choice(TEXTS[0])).result(), [tokenizer.eos_token_id])
     assert matcher.forced(0, 8)[0]
@@ -136,7 +134,7 @@ def test_no_text_is_forced_whose_masks_take_threads(
     assert matcher.mask is None
 
 
-def test_a_text_without_end_is_cut(tokenizer: Any, grammars: Grammars) -> None:
+def test_a_text_without_end_is_cut(tokenizer, grammars):
     matcher = grammars.matcher(
         grammars.compile(Grammar("ebnf", 'root ::= "ab " root')).result(), [tokenizer.eos_token_id]
     )
@@ -145,12 +143,12 @@ def test_a_text_without_end_is_cut(tokenizer: Any, grammars: Grammars) -> None:
     assert matcher.push(forced)
 
 
-def test_what_is_free_is_not_forced(tokenizer: Any, grammars: Grammars) -> None:
+def test_what_is_free_is_not_forced(tokenizer, grammars):
     for grammar in (Grammar("regex", "[a-z]+"), Grammar("json_schema", '{"type": "integer"}'), choice("a", "b")):
         assert grammars.matcher(grammars.compile(grammar).result(), [tokenizer.eos_token_id]).forced(0, 15)[0] == []
 
 
-def test_a_proposal_that_knows_more_is_kept() -> None:
+def test_a_proposal_that_knows_more_is_kept():
     nodes = np.array([[9, 5, 6, 7, 8, -1], [-1, 0, 0, 2, 3, -1]], np.int32)
     assert goes_beyond(nodes, [6, 7])
     assert not goes_beyond(nodes, [6, 7, 8]), "and nothing after it"
@@ -161,7 +159,7 @@ def test_a_proposal_that_knows_more_is_kept() -> None:
     assert allowed_depth(nodes, NodeMasks(0, [0, 1, 2, 3, 4], masks)) == 2
 
 
-def test_forced_tokens_have_bins_of_their_own() -> None:
+def test_forced_tokens_have_bins_of_their_own():
     bins = [host_bins(9, kind) for kind in range(1, KINDS)]
     assert [bool(is_forced(nodes[1:]).all()) for nodes in bins] == [kind == FORCED for kind in range(1, KINDS)]
     assert not is_forced(np.concatenate(([-1, 0, 255], *bins[:-1]))).any()
@@ -182,16 +180,14 @@ NAMES = ("forced text", "choice")
 
 
 @pytest.fixture(scope="module")
-def expected(tokenizer: Any) -> dict[float, Tokens]:
+def expected(tokenizer) -> dict[float, Tokens]:
     return {heat: plain_answers(TARGET, requests(tokenizer, NAMES, heat), device="cpu") for heat in (0.0, 1.0)}
 
 
 @pytest.mark.parametrize(
     ("temperature", "options"), rotating([0.0, 1.0], [{}, {"draft": "ngram", "drafter": {"nodes": 9}}])
 )
-def test_answers_are_those_without(
-    temperature: float, options: dict[str, Any], tokenizer: Any, expected: dict[float, Tokens]
-) -> None:
+def test_answers_are_those_without(temperature, options, tokenizer, expected):
     """Beside a request without a grammar; each engine answers twice, the second time after cached prompts."""
     free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=16, temperature=0.0)
     engine = build_engine(TARGET, device="cpu", grammar_drafts=True, **options)
@@ -203,9 +199,9 @@ def test_answers_are_those_without(
 
 
 @pytest.mark.parametrize("temperature", some_of([0.0, 1.0], [1.0]))
-def test_captured_passes_have_room_for_them(temperature: float, tokenizer: Any, expected: dict[float, Tokens]) -> None:
+def test_captured_passes_have_room_for_them(temperature, tokenizer, expected):
     """Without a draft, where a pass over roots alone was enough."""
-    sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
+    sizes = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = play(EngineConfig(target=str(TARGET), attention=ATTENTION, **sizes))
     widest = 0
 
@@ -224,7 +220,7 @@ def test_captured_passes_have_room_for_them(temperature: float, tokenizer: Any, 
     assert engine.runner.steps.sizes[-1] == 64
 
 
-def test_they_teach_what_forced_tokens_accept(tokenizer: Any) -> None:
+def test_they_teach_what_forced_tokens_accept(tokenizer):
     """Also beside requests without a grammar, whose drafts' bins stay theirs."""
     engine = build_engine(TARGET, device="cpu", grammar_drafts=True)
     free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=30, ignore_eos=True)
@@ -235,14 +231,14 @@ def test_they_teach_what_forced_tokens_accept(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"grammar_drafts": True, "width": 1}])
-def test_there_are_none_where_nobody_wants_them(options: dict[str, Any], tokenizer: Any) -> None:
+def test_there_are_none_where_nobody_wants_them(options, tokenizer):
     engine = build_engine(TARGET, device="cpu", **options)
     answers = run(engine, requests(tokenizer, ("choice",), 0.0))
     assert engine.planner.limits.most_nodes == 1
     assert all(answer.counts.drafted_tokens == 0 for answer in answers.values())
 
 
-def test_the_last_tokens_of_an_answer_are_not_drafted_in_vain(tokenizer: Any) -> None:
+def test_the_last_tokens_of_an_answer_are_not_drafted_in_vain(tokenizer):
     prompt = tokenizer("Say: ").input_ids
     request = make_request("0", prompt, max_tokens=4, grammar=choice(TEXTS[0]))
     engine = build_engine(TARGET, device="cpu", grammar_drafts=True)

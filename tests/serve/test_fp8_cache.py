@@ -51,13 +51,13 @@ def scales_of(engine: Engine) -> list[list[list[float]]]:
 
 
 @pytest.fixture(autouse=True)
-def short_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_calibration(monkeypatch) -> None:
     """Two chunks of text, the second one shorter."""
     monkeypatch.setattr(calibration, "MOST_TOKENS", calibration.CHUNK + 90)
 
 
 @pytest.fixture(scope="module")
-def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scaled(tmp_path_factory) -> Path:
     """A random target with windows whose file has scales, as compressed-tensors writes them."""
     folder = tmp_path_factory.mktemp("scaled") / "target"
     windows = {
@@ -83,11 +83,11 @@ def add(folder: Path, tensors: dict[str, Tensor], **config: Any) -> None:
 
 
 @pytest.mark.parametrize("draft", ["eagle3 tree", "dflash", "ngram"])
-def test_text_does_not_depend_on_the_draft_the_batch_or_chunks(draft: str, scaled: Path, tmp_path: Path) -> None:
+def test_text_does_not_depend_on_the_draft_the_batch_or_chunks(draft, scaled, tmp_path):
     requests = sized_requests((1, 9, 33, 50), temperature=0.7)
     expected = tokens_of(run(build_engine(scaled, max_running=1, **FP8), requests))
     assert expected != plain_answers(scaled, requests), "the cache is rounded"
-    options: dict[str, Any] = {"prefill_budget": 7, "page_size": 1}
+    options = {"prefill_budget": 7, "page_size": 1}
     if draft == "eagle3 tree":
         save_random_draft(scaled, tmp_path / draft)
         options = {"drafter": {"topk": 3, "depth": 3}}
@@ -119,7 +119,7 @@ class RoundingCache(DynamicCache):
         ["gemma3", "gemma4-shared", "llama", "mistral-window", "phi4-longrope", "qwen3", "qwen3-moe"],
     ),
 )
-def test_answers_are_those_of_transformers_with_a_rounded_cache(family: str, make_target: Any, tmp_path: Path) -> None:
+def test_answers_are_those_of_transformers_with_a_rounded_cache(family, make_target, tmp_path):
     """For each family, beyond its windows: no token is worse by the logits of transformers than the best one."""
     shutil.copytree(make_target(family), tmp_path / "target")
     add(tmp_path / "target", scale_tensors(3 if family == "gemma4-shared" else LAYERS))
@@ -139,7 +139,7 @@ def test_answers_are_those_of_transformers_with_a_rounded_cache(family: str, mak
         assert (logits - plain).abs().max() > 1e-2, "the cache is rounded"
 
 
-def test_a_draft_may_have_an_fp8_cache_and_others_scales_do_not_change(tmp_path: Path) -> None:
+def test_a_draft_may_have_an_fp8_cache_and_others_scales_do_not_change(tmp_path):
     save_random_draft(TINY, tmp_path / "draft")
     requests = [make_request("0", random_prompt(40, 0), max_tokens=12)]
     plain = build_engine(TINY, **FP8)
@@ -153,7 +153,7 @@ def test_a_draft_may_have_an_fp8_cache_and_others_scales_do_not_change(tmp_path:
     assert answers[0] == answers[1]
 
 
-def test_scales_leave_room_above_what_the_text_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_scales_leave_room_above_what_the_text_holds(tmp_path, caplog):
     text = "How many apples does Mark have? He has 17 apples, and 3 more."
     (tmp_path / "text.txt").write_text(text)
     with caplog.at_level(logging.INFO):
@@ -172,9 +172,7 @@ def test_scales_leave_room_above_what_the_text_holds(tmp_path: Path, caplog: pyt
     ("content", "message"),
     [(b" \n", "a file without text"), (None, "which cannot be read"), (b"\x1f\x8b\xff", "which cannot be read")],
 )
-def test_a_file_that_holds_no_text_is_refused_before_weights_are_read(
-    content: bytes | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_holds_no_text_is_refused_before_weights_are_read(content, message, tmp_path, monkeypatch):
     file = tmp_path / "file.txt"
     if content is not None:
         file.write_bytes(content)
@@ -194,7 +192,7 @@ def test_a_file_that_holds_no_text_is_refused_before_weights_are_read(
         (("kv_scale",), torch.tensor([0.5])),
     ],
 )
-def test_scales_of_a_checkpoint(names: tuple[str, ...], value: Tensor, make_target: Any, tmp_path: Path) -> None:
+def test_scales_of_a_checkpoint(names, value, make_target, tmp_path):
     target = tmp_path / "target"
     shutil.copytree(make_target("qwen3"), target)
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
@@ -219,7 +217,7 @@ def test_scales_of_a_checkpoint(names: tuple[str, ...], value: Tensor, make_targ
         (torch.ones(3), r"is \[3\]; an FP8 KV cache has one scale, or one for"),
     ],
 )
-def test_wrong_scales_are_named(value: Tensor, message: str, scaled: Path, tmp_path: Path) -> None:
+def test_wrong_scales_are_named(value, message, scaled, tmp_path):
     shutil.copytree(scaled, tmp_path, dirs_exist_ok=True)
     add(tmp_path, {"model.layers.1.self_attn.v_scale": value})
     with user_error(f"layers.1.self_attn.v_scale {message}|layers.1.self_attn.v_scale is .*{message}"):
@@ -227,7 +225,7 @@ def test_wrong_scales_are_named(value: Tensor, message: str, scaled: Path, tmp_p
 
 
 @pytest.mark.parametrize(("family", "lack"), [("gpt-oss", "attention sinks"), ("gemma2", "soft caps of scores")])
-def test_what_was_not_tried_is_refused_by_name(family: str, lack: str, make_target: Any) -> None:
+def test_what_was_not_tried_is_refused_by_name(family, lack, make_target):
     assert family in CAPPED
     for refused in (build_engine, lambda target, **options: DryRun(ServeConfig(target=str(target), **options))):
         with user_error(f"kv_cache_dtype is 'fp8', which was not tried with {lack}"):
@@ -237,7 +235,7 @@ def test_what_was_not_tried_is_refused_by_name(family: str, lack: str, make_targ
             EngineConfig(kv_cache_dtype=dtype)
 
 
-def test_a_page_takes_half_of_16_bits_and_the_dry_run_says_so(scaled: Path, tmp_path: Path) -> None:
+def test_a_page_takes_half_of_16_bits_and_the_dry_run_says_so(scaled, tmp_path):
     plans = [DryRun(ServeConfig(target=str(scaled), dtype="bfloat16", **options)).plan for options in ({}, FP8)]
     assert plans[0].page_bytes == [2 * size for size in plans[1].page_bytes]
     save_random_draft(scaled, tmp_path / "draft")
@@ -247,12 +245,12 @@ def test_a_page_takes_half_of_16_bits_and_the_dry_run_says_so(scaled: Path, tmp_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft", ["eagle3 tree", "dflash", "ngram"])
-def test_exact_text_does_not_depend_on_the_draft(draft: str, tmp_path: Path) -> None:
+def test_exact_text_does_not_depend_on_the_draft(draft, tmp_path):
     """In bf16, captured: bit for bit, in any batch and any chunks."""
     requests = sized_requests((1, 9, 33, 150, 400), temperature=0.7)
-    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "exact": True, "kv_cache_tokens": 4096, **FP8}
+    options = {"device": "cuda", "dtype": "bfloat16", "exact": True, "kv_cache_tokens": 4096, **FP8}
     expected = tokens_of(run(build_engine(TINY, max_running=1, **options), requests))
-    draft_options: dict[str, Any] = {"prefill_budget": 64, "cuda_graph": False}
+    draft_options = {"prefill_budget": 64, "cuda_graph": False}
     if draft != "ngram":
         save_random_draft(TINY, tmp_path / "eagle3 tree")
         save_random_dflash(TINY, tmp_path / "dflash", texts_of(TINY, requests[:2]))
@@ -263,7 +261,7 @@ def test_exact_text_does_not_depend_on_the_draft(draft: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("mask", ["causal", "tree"])
-def test_sdpa_attends_to_what_it_has_stored(mask: Any) -> None:
+def test_sdpa_attends_to_what_it_has_stored(mask):
     """Its own tokens, too, as codes: the same as attention over a cache of what the codes stand for."""
     case = Pass(mask=mask, lengths=(16, 5, 130), query_lens=(4, 4, 4))
     scene, plain = (Scene(case, 16, torch.float32, "cpu") for _ in range(2))

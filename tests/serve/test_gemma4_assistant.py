@@ -25,7 +25,7 @@ from slipstream.serve.request import Request
 from slipstream.tests.naive_eagle3 import grown_tree
 from slipstream.tests.pairwise import gate_of, rotating
 from slipstream.tests.random_drafts import fit, load_float64
-from slipstream.tests.random_targets import RELATIVES, MakeTarget, change_json, roughen
+from slipstream.tests.random_targets import RELATIVES, change_json, roughen
 from slipstream.tests.serve.engine_runs import (
     Nodes,
     build_engine,
@@ -151,8 +151,8 @@ def save_assistant(target: Path, folder: Path, **options: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def make_assistant(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> MakeAssistant:
-    folders: dict[str, Path] = {}
+def make_assistant(make_target, tmp_path_factory) -> MakeAssistant:
+    folders = {}
 
     def make(family: str) -> Path:
         if family not in folders:
@@ -165,9 +165,7 @@ def make_assistant(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize(("family", "page_size"), rotating(FAMILIES, [1, 16]))
-def test_proposals_equal_transformers(
-    family: str, page_size: int, make_target: MakeTarget, make_assistant: MakeAssistant
-) -> None:
+def test_proposals_equal_transformers(family, page_size, make_target, make_assistant):
     """Pages of one token are given back as soon as they are behind the window."""
     target = make_target(family.split()[0])
     draft = make_assistant(family)
@@ -178,9 +176,7 @@ def test_proposals_equal_transformers(
 @pytest.mark.parametrize(
     ("family", "topk", "nodes"), [("gemma4", 3, 9), pytest.param("gemma4 in clusters", 2, 8, marks=pytest.mark.slow)]
 )
-def test_trees_equal_transformers(
-    family: str, topk: int, nodes: int, make_target: MakeTarget, make_assistant: MakeAssistant
-) -> None:
+def test_trees_equal_transformers(family, topk, nodes, make_target, make_assistant):
     target = make_target(family.split()[0])
     draft = make_assistant(family)
     engine = build_engine(target, draft, drafter={"depth": DEPTH, "topk": topk, "nodes": nodes})
@@ -190,26 +186,18 @@ def test_trees_equal_transformers(
 
 
 @each_case()
-def test_answers_are_those_without_a_draft(
-    options: dict[str, Any], make_target: MakeTarget, make_assistant: MakeAssistant
-) -> None:
+def test_answers_are_those_without_a_draft(options, make_target, make_assistant):
     target = make_target("gemma4")
     answers = run(build_engine(target, make_assistant("gemma4"), **options), requests_of())
     assert tokens_of(answers) == plain_answers(target, requests_of())
 
 
 @pytest.mark.parametrize(("kv_cache_dtype", "drafter"), gate_of([("auto", {"topk": 3}), ("fp8", {})], [("fp8", {})]))
-def test_captured_passes_answer_alike(
-    kv_cache_dtype: str,
-    drafter: dict[str, Any],
-    make_target: MakeTarget,
-    make_assistant: MakeAssistant,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_captured_passes_answer_alike(kv_cache_dtype, drafter, make_target, make_assistant, monkeypatch):
     """Trees, and over the target's codes, too."""
     monkeypatch.setattr(engine_build, "tokens_of", lambda *_: list(range(120)))  # the target has no tokenizer
     target = str(make_target("gemma4"))
-    sizes: dict[str, Any] = {"target": target, "max_running": 5, "kv_cache_tokens": 400, "grammar_drafts": False}
+    sizes = {"target": target, "max_running": 5, "kv_cache_tokens": 400, "grammar_drafts": False}
     config = EngineConfig(**sizes, kv_cache_dtype=kv_cache_dtype)
     answers = [
         run(build_played(replace(config, draft=draft, drafter=options)), requests_of())
@@ -219,12 +207,12 @@ def test_captured_passes_answer_alike(
     assert sum(answer.counts.accepted_tokens for answer in answers[1].values())
 
 
-def test_a_dry_run_shows_its_weights(make_target: MakeTarget, make_assistant: MakeAssistant) -> None:
+def test_a_dry_run_shows_its_weights(make_target, make_assistant):
     config = ServeConfig(target=str(make_target("gemma4")), draft=str(make_assistant("gemma4")), device="cpu")
     assert f"draft: {config.draft}" in dry_run.report(config)
 
 
-def test_it_takes_no_memory_for_kv(make_target: MakeTarget, make_assistant: MakeAssistant) -> None:
+def test_it_takes_no_memory_for_kv(make_target, make_assistant):
     target = make_target("gemma4")
     plans = [build_engine(target, draft).engine_plan for draft in ("none", make_assistant("gemma4"))]
     assert plans[0].page_bytes == plans[1].page_bytes
@@ -232,14 +220,7 @@ def test_it_takes_no_memory_for_kv(make_target: MakeTarget, make_assistant: Make
 
 
 @each_case()
-def test_what_does_not_fit_is_refused(
-    values: dict[str, Any],
-    text: dict[str, Any],
-    message: str,
-    make_target: MakeTarget,
-    make_assistant: MakeAssistant,
-    tmp_path: Path,
-) -> None:
+def test_what_does_not_fit_is_refused(values, text, message, make_target, make_assistant, tmp_path):
     target = make_target("gemma4")
     draft = make_assistant("gemma4")
     config = json.loads((draft / "config.json").read_text())

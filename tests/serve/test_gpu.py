@@ -62,12 +62,12 @@ def requests_of(sampling: dict[str, Any], count: int = 8, **params: Any) -> list
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["none", "draft", "deep draft"])
-def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, draft: Path, tmp_path: Path) -> None:
+def test_replay_equals_eager_bit_for_bit(dtype, name, target, draft, tmp_path):
     """The results of every step, the state of all slots and every number of the KV cache, whatever a step computes."""
     drafts = {"none": "none", "draft": str(draft), "deep draft": str(tmp_path / "deep")}
     if name == "deep draft":  # whose upper layers attend while it is extended
         save_random_draft(target, tmp_path / "deep", draft_vocab_size=80, num_layers=2, norm_output=True)
-    values: dict[str, Any] = {"draft": drafts[name], "max_running": 5, "dtype": dtype}
+    values = {"draft": drafts[name], "max_running": 5, "dtype": dtype}
     values |= {"kv_cache_tokens": 2048, "prefill_budget": 40, "device": "cuda", "attention": OURS}
     config = EngineConfig(target=str(target), **values)
     engine = build_played(config, capture_all)
@@ -81,7 +81,7 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, dr
         assert torch.equal(cache[:, :, 16:], expected[:, :, 16:]), "the dump page may differ"
 
 
-def test_any_numbers_of_nodes_beside_any_prompts(target: Path, draft: Path) -> None:
+def test_any_numbers_of_nodes_beside_any_prompts(target, draft):
     rng = random.Random(2)
     kinds = {
         name: request for name, request in kinds_of_requests(rng, 24, longest=60).items() if len(request.prompt) < 50
@@ -95,9 +95,9 @@ def test_any_numbers_of_nodes_beside_any_prompts(target: Path, draft: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["none", "draft", "ngram"])
-def test_processors_and_constraints_under_graphs(name: str, target: Path, draft: Path) -> None:
+def test_processors_and_constraints_under_graphs(name, target, draft):
     """Beside requests that have none."""
-    variants: list[dict[str, Any]] = [
+    variants = [
         {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3},
         {"logit_bias": {7: 5.0, 9: -100.0, 11: 4.0}},
         {"bad_words": ((7,), (9, 11), (12, 12, 5)), "min_tokens": 30, "logit_bias": {9: 6.0, 11: 6.0, 12: 6.0}},
@@ -127,9 +127,7 @@ def test_processors_and_constraints_under_graphs(name: str, target: Path, draft:
     ],
     ids=["chain", "tree", "mixed", "n-grams", "trees of n-grams"],
 )
-def test_exact_answers_are_equal_in_bf16(
-    name: str, drafter: dict[str, Any], options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_exact_answers_are_equal_in_bf16(name, drafter, options, tmp_path):
     """Without a draft and alone; and with one, among others, in chunks, preempted, from cached prefixes."""
     target = tmp_path / "target"
     draft = tmp_path / "draft"
@@ -152,7 +150,7 @@ def test_exact_answers_are_equal_in_bf16(
 
 
 @pytest.mark.parametrize("layout", ["fp8-blocks", "fp8-static", "compressed-channel", "packed", "on-the-fly"])
-def test_exact_answers_of_quantised_experts_are_equal_in_bf16(layout: str, tmp_path: Path) -> None:
+def test_exact_answers_of_quantised_experts_are_equal_in_bf16(layout, tmp_path):
     """As above, with a chain: in passes of few rows and of many, captured."""
     config = copy.deepcopy(MOE_CONFIG)
     config.max_position_embeddings = 1024
@@ -171,7 +169,7 @@ def test_exact_answers_of_quantised_experts_are_equal_in_bf16(layout: str, tmp_p
 
 @pytest.mark.parametrize("layout", ["", "fp8-blocks"])
 @pytest.mark.parametrize("family", ["gemma4", "gemma4-experts", "muse-glimmer", "laguna", "hyperclovax"])
-def test_answers_of_layers_with_more_norms_and_gates(family: str, layout: str, tmp_path: Path) -> None:
+def test_answers_of_layers_with_more_norms_and_gates(family, layout, tmp_path):
     """In fp32 those of the CPU, where weights have 16 bits; in bf16 the same alone and among others with n-grams, in
     chunks."""
     if family not in ADAPTED:
@@ -191,7 +189,7 @@ def test_answers_of_layers_with_more_norms_and_gates(family: str, layout: str, t
     assert tokens_of(run(engine, requests)) == expected
 
 
-def test_gpt_oss_in_mxfp4_answers_as_on_the_cpu(tmp_path: Path) -> None:
+def test_gpt_oss_in_mxfp4_answers_as_on_the_cpu(tmp_path):
     save_gpt_oss(tmp_path)
     requests = requests_of({"temperature": 0.0}, max_tokens=20, ignore_eos=True)
     engine = build_engine(tmp_path, device="cuda", dtype="float32", kv_cache_tokens=8192)
@@ -200,9 +198,9 @@ def test_gpt_oss_in_mxfp4_answers_as_on_the_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 @pytest.mark.parametrize("name", ["none", "draft", "ngram"])
-def test_logprobs_under_graphs(name: str, mode: str, target: Path, draft: Path) -> None:
+def test_logprobs_under_graphs(name, mode, target, draft):
     """For answers and prompts, beside requests without log-probabilities."""
-    fields_of_requests: list[dict[str, Any]] = [{"logprobs": 5}, {"logprobs": 0, "prompt_logprobs": 20}, {}]
+    fields_of_requests = [{"logprobs": 5}, {"logprobs": 0, "prompt_logprobs": 20}, {}]
     requests = [
         make_request(f"{index} {kind}", random_prompt(9 + 5 * index, index), seed=index, **fields, **SAMPLINGS[kind])
         for index, fields in enumerate(fields_of_requests)
@@ -227,7 +225,7 @@ def test_logprobs_under_graphs(name: str, mode: str, target: Path, draft: Path) 
 
 @pytest.mark.parametrize("captured", [0, 128])
 @pytest.mark.parametrize("name", ["none", "draft"])
-def test_prompts_of_every_length(name: str, captured: int, target: Path, draft: Path) -> None:
+def test_prompts_of_every_length(name, captured, target, draft):
     """Also those whose last block of queries has one: 65, 129 (serve/attention/sdpa.py), and longer than a capture."""
     lengths = [*range(1, 20), 33, *range(63, 67), *range(95, 99), *range(127, 131)]
     requests = sized_requests(lengths, max_tokens=2)
@@ -236,13 +234,13 @@ def test_prompts_of_every_length(name: str, captured: int, target: Path, draft: 
     assert tokens_of(run(engine, requests)) == on_cpu(target, requests)
 
 
-def test_a_backend_that_plans_on_the_host_runs_without_graphs(target: Path) -> None:
+def test_a_backend_that_plans_on_the_host_runs_without_graphs(target):
     assert not on_gpu(target, attention="sdpa").engine_plan.captures
 
 
-def test_memory_does_not_grow_over_2000_steps(target: Path, draft: Path) -> None:
+def test_memory_does_not_grow_over_2000_steps(target, draft):
     engine = on_gpu(target, draft, width=4, kv_cache_tokens=4096)
-    allocated: list[int] = []
+    allocated = []
     while len(allocated) < 2000:
         start = len(allocated)
         requests = [
@@ -257,9 +255,7 @@ def test_memory_does_not_grow_over_2000_steps(target: Path, draft: Path) -> None
 @pytest.mark.parametrize(
     "starved", [{"prompts"}, {"prompts", "nodes", "drafts"}, {"all"}], ids=["prompts", "all", "filters"]
 )
-def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(
-    starved: set[str], target: Path, draft: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(starved, target, draft, caplog, monkeypatch):
     """A capture that runs out of memory costs one warning, and no answer."""
 
     def starve(owner: type, kind_of: Callable[..., str]) -> None:
@@ -290,9 +286,7 @@ def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(
     assert tokens_of(run(engine, requests)) == on_cpu(target, requests)
 
 
-def test_a_capture_that_lacks_memory_once_is_tried_again(
-    target: Path, draft: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_that_lacks_memory_once_is_tried_again(target, draft, caplog, monkeypatch):
     """The allocator gives back what warm-ups held first."""
     end = torch.cuda.CUDAGraph.capture_end
     count = 0
@@ -312,9 +306,9 @@ def test_a_capture_that_lacks_memory_once_is_tried_again(
     assert tokens_of(run(engine, requests)) == on_cpu(target, requests)
 
 
-def test_nothing_is_captured_while_serving(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_captured_while_serving(target, draft, monkeypatch):
     engine = on_gpu(target, draft)
-    captures: list[torch.cuda.CUDAGraph] = []
+    captures = []
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", captures.append)
     for sampling in SAMPLINGS.values():
         run(engine, requests_of(sampling, count=12))
@@ -322,7 +316,7 @@ def test_nothing_is_captured_while_serving(target: Path, draft: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_soak(tmp_path: Path) -> None:
+def test_soak(tmp_path):
     """Five minutes at concurrency 64, prompts of 1 to 8,000 tokens, every kind of sampling, random aborts, too few
     pages; answers as on the CPU."""
     target = tmp_path / "target"

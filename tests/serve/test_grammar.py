@@ -33,7 +33,7 @@ from slipstream.serve.grammar.spelling import Spelling
 from slipstream.serve.grammar.strings import FORMATS
 from slipstream.serve.grammar.work import Unsupported
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import Grammar, GrammarKind, Request, SamplingParams
+from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.pairwise import gate_of, some_of
 from slipstream.tests.random_drafts import save_random_draft
@@ -117,7 +117,7 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value == int(value) else value
 
 
-def test_official_schemas_are_served_as_they_are_meant_or_refused_by_name() -> None:
+def test_official_schemas_are_served_as_they_are_meant_or_refused_by_name():
     """A served schema admits every valid value and no invalid one."""
     served = Counter[str]()
     refused = Counter[str]()
@@ -139,7 +139,7 @@ def test_official_schemas_are_served_as_they_are_meant_or_refused_by_name() -> N
 
 
 @pytest.mark.parametrize("seeds", [range(120), pytest.param(range(120, 600), marks=pytest.mark.slow)])
-def test_schemas_that_users_send_are_served_and_every_text_under_the_mask_is_valid(seeds: range) -> None:
+def test_schemas_that_users_send_are_served_and_every_text_under_the_mask_is_valid(seeds):
     compiler = Bytes()
     ended = 0
     formats = jsonschema.FormatChecker(["email", "date", "ipv4", "ipv6", "uuid"])
@@ -164,7 +164,7 @@ def nested(depth: int) -> Any:
 
 def user_schema(rng: random.Random) -> dict[str, Any]:
     """An object of the kind that functions and pydantic classes have."""
-    definitions: dict[str, Any] = {}
+    definitions = {}
     if rng.random() < 0.4:
         following = {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}
         node = {"type": "object", "properties": {"value": scalar(rng), "next": following}, "required": ["value"]}
@@ -183,7 +183,7 @@ def user_schema(rng: random.Random) -> dict[str, Any]:
 def object_schema(rng: random.Random, depth: int, definitions: dict[str, Any]) -> dict[str, Any]:
     names = rng.sample(NAMES, 4)
     names = names[: rng.randrange(1, 5)]
-    schema: dict[str, Any] = {"type": "object", "title": "O"}
+    schema = {"type": "object", "title": "O"}
     schema["properties"] = {name: any_schema(rng, depth - 1, definitions) for name in names}
     schema["required"] = [name for name in names if rng.random() < 0.7]
     return schema | ({"additionalProperties": False} if rng.random() < 0.7 else {})
@@ -196,7 +196,7 @@ def any_schema(rng: random.Random, depth: int, definitions: dict[str, Any]) -> d
     if kind < 0.6:
         return object_schema(rng, depth, definitions)
     if kind < 0.8:
-        bounds: dict[str, Any] = rng.choice([{}, {"minItems": 1}, {"maxItems": 3}, {"minItems": 1, "maxItems": 2}])
+        bounds = rng.choice([{}, {"minItems": 1}, {"maxItems": 3}, {"minItems": 1, "maxItems": 2}])
         return {"type": "array", "items": any_schema(rng, depth - 1, definitions), **bounds}
     if kind < 0.88:
         return {"anyOf": [any_schema(rng, depth - 1, definitions), {"type": "null"}]}
@@ -211,7 +211,7 @@ def any_schema(rng: random.Random, depth: int, definitions: dict[str, Any]) -> d
 
 def scalar(rng: random.Random) -> dict[str, Any]:
     formats = ["email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"]
-    kinds: list[dict[str, Any]] = [
+    kinds = [
         {"type": "string", "description": "text"},
         {"type": "string", "minLength": 1, "maxLength": rng.choice([5, 40])},
         {"type": "string", "enum": ["red", "green", "x y", "é"]},
@@ -232,7 +232,7 @@ def scalar(rng: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_texts_of_a_format_are_those_of_its_pattern(name: str) -> None:
+def test_texts_of_a_format_are_those_of_its_pattern(name):
     """Also texts near the bounds of its parts and of their number, and after one change anywhere."""
     rights, wrongs = (texts.split() for texts in table_of(__file__, "formats")[name])
     compiler = Bytes()
@@ -257,7 +257,7 @@ def test_texts_of_a_format_are_those_of_its_pattern(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ['a"b\\c', "\n\t\x01\x7f", "é👍", "</script>"])
-def test_strings_may_hold_any_character(text: str) -> None:
+def test_strings_may_hold_any_character(text):
     compiler = Bytes()
     for schema in ({"type": "string"}, {"type": "string", "maxLength": len(text)}, {"const": text}):
         compiled = compiler.compile(schema)
@@ -268,7 +268,7 @@ def test_strings_may_hold_any_character(text: str) -> None:
 
 
 @pytest.mark.parametrize("bounds", [(0, 0), (1, None), (0, 129)])
-def test_lengths_of_strings_count_characters(bounds: tuple[int, int | None]) -> None:
+def test_lengths_of_strings_count_characters(bounds):
     min_length, max_length = bounds
     schema = {"type": "string", "minLength": min_length} | ({} if max_length is None else {"maxLength": max_length})
     compiler = Bytes()
@@ -298,7 +298,7 @@ def test_lengths_of_strings_count_characters(bounds: tuple[int, int | None]) -> 
     ({"a\ud800": 1}, '"a\\ud800" at the root is not supported'),
     (reduce(lambda inner, _: {"items": inner}, range(100), {}), "nests deeper than 64 levels"),
 )
-def test_what_is_refused_is_named(schema: Any, message: str) -> None:
+def test_what_is_refused_is_named(schema, message):
     with pytest.raises(Unsupported, match=re.escape(message)):
         rewrite(schema)
 
@@ -312,7 +312,7 @@ BOUNDED += [("string", "maxLength"), ("array", "minItems"), ("object", "maxPrope
 @pytest.mark.parametrize(("kind", "name"), BOUNDED)
 @settings(max_examples=60, deadline=None)
 @given(value=st.sampled_from(EDGES) | st.integers(-(2**70), 2**70))
-def test_what_a_refusal_of_a_number_proposes_is_accepted(kind: str, name: str, value: int) -> None:
+def test_what_a_refusal_of_a_number_proposes_is_accepted(kind, name, value):
     try:
         rewrite({"type": kind, name: value})
     except Unsupported as error:
@@ -321,7 +321,7 @@ def test_what_a_refusal_of_a_number_proposes_is_accepted(kind: str, name: str, v
             rewrite({"type": kind, name: int(proposal)})
 
 
-def test_two_schemas_that_contain_themselves_are_not_intersected_without_end() -> None:
+def test_two_schemas_that_contain_themselves_are_not_intersected_without_end():
     nodes = {
         name: {
             "type": "object",
@@ -336,7 +336,7 @@ def test_two_schemas_that_contain_themselves_are_not_intersected_without_end() -
     assert set(same) == {"$ref", "$defs"}
 
 
-def test_members_come_in_the_order_of_the_schema() -> None:
+def test_members_come_in_the_order_of_the_schema():
     """Where several schemas apply, the first one's order counts; members of a constant keep theirs, and are equal in
     any order."""
     compiler = Bytes()
@@ -357,7 +357,7 @@ def test_members_come_in_the_order_of_the_schema() -> None:
     assert rewrite({"enum": values, "anyOf": [{"const": {"a": 1, "b": 1}}]}) == {"enum": values[:1]}
 
 
-def test_names_of_properties_are_no_keywords() -> None:
+def test_names_of_properties_are_no_keywords():
     """And texts of values are nothing but that."""
     names = ("enum", "required", "properties", "type", "pattern", "$ref", "items")
     kinds = {name: {"type": "string", "maxLength": 2} for name in names}
@@ -392,13 +392,13 @@ JSON = st.recursive(
 
 @settings(max_examples=500, deadline=None)
 @given(schema=JSON)
-def test_any_json_is_served_or_refused_with_a_sentence(schema: Any) -> None:
+def test_any_json_is_served_or_refused_with_a_sentence(schema):
     with contextlib.suppress(ValueError):
         translate(Grammar("json_schema", json.dumps(schema)))
 
 
 @each_case()
-def test_patterns_match_anywhere_but_where_they_are_anchored(pattern: str) -> None:
+def test_patterns_match_anywhere_but_where_they_are_anchored(pattern):
     rng = random.Random(pattern)
     oracle = re.sub(r"(?<!\\)\$$", r"\\Z", pattern)  # Python's $ also matches before a last line break
     for _ in range(300):
@@ -418,16 +418,16 @@ def check_taken(pattern: str, oracle: str, characters: str, longest: int) -> Non
 
 
 @each_case()
-def test_patterns_take_whole_strings_as_re_does(pattern: str) -> None:
+def test_patterns_take_whole_strings_as_re_does(pattern):
     check_taken(pattern, pattern, "abx", longest=4)
 
 
 @each_case()
-def test_patterns_that_name_what_json_escapes_take_it_as_re_does(pattern: str) -> None:
+def test_patterns_that_name_what_json_escapes_take_it_as_re_does(pattern):
     check_taken(pattern, whole(pattern), 'a"\\\n', longest=3)
 
 
-def test_anchors_at_the_edges_of_a_regex_and_classes_with_a_null_are_taken() -> None:
+def test_anchors_at_the_edges_of_a_regex_and_classes_with_a_null_are_taken():
     compiler = Bytes()
     for regex in ("^a$", "^(?:^a|b$)$", "(^|,)a|(b$)", r"\$[$^]", "a$|^b", r"[\x00-\x1f]", r"\\0", "[^\\0]", ""):
         compiled = compile_with(compiler.compiler, Grammar("regex", regex))
@@ -438,14 +438,14 @@ def test_anchors_at_the_edges_of_a_regex_and_classes_with_a_null_are_taken() -> 
 
 
 @pytest.mark.parametrize("word", ["größe", "Entrée", "👍a", "漢b", "\x01f", "\x7fa", "\xa00"])
-def test_a_character_ends_before_letters_that_may_be_digits(word: str) -> None:
+def test_a_character_ends_before_letters_that_may_be_digits(word):
     units = word.encode("utf-16-be")
     codes = [int.from_bytes(units[place : place + 2]) for place in range(0, len(units), 2)]
     escapes = "".join(f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in codes)
-    kinds: dict[GrammarKind, str] = {"choice": json.dumps([word]), "regex": escapes, "ebnf": f'root ::= "{escapes}"'}
+    kinds = {"choice": json.dumps([word]), "regex": escapes, "ebnf": f'root ::= "{escapes}"'}
     texts = {Grammar(*kind): word for kind in kinds.items()}
     if word.isprintable():
-        schemas: list[dict[str, Any]] = [{"enum": [word]}, {"pattern": f"^{escapes}$"}, {"pattern": f"^{word}$"}]
+        schemas = [{"enum": [word]}, {"pattern": f"^{escapes}$"}, {"pattern": f"^{word}$"}]
         texts |= {Grammar("json_schema", json.dumps(schema)): f'"{word}"' for schema in schemas}
         members = {"properties": {word: schemas[0]}, "required": [word], "type": "object"}
         texts[Grammar("json_schema", json.dumps(members))] = f'{{"{word}":"{word}"}}'
@@ -460,13 +460,13 @@ def test_a_character_ends_before_letters_that_may_be_digits(word: str) -> None:
     ["json_schema", f'{{"enum": [{"1" * 5000}]}}', "cannot be used: Exceeds the limit"],
     ["regex", "a" * 70_000, "has 70000 characters; the limit is 65536"],
 )
-def test_wrong_grammars_are_refused_with_a_sentence(kind: GrammarKind, text: str, message: str) -> None:
+def test_wrong_grammars_are_refused_with_a_sentence(kind, text, message):
     with pytest.raises(ValueError, match=message) as caught:
         translate(Grammar(kind, text))
     assert "/project/" not in str(caught.value)
 
 
-def test_a_refusal_without_a_reason_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_without_a_reason_is_a_sentence(monkeypatch):
     def fail(_text: str) -> None:
         raise RuntimeError("[12:00:00] /project/cpp/grammar.cc:7: ")
 
@@ -500,9 +500,7 @@ XML = "<parameter=x>", "</parameter>"
     ],
 )
 @pytest.mark.parametrize("max_spaces", [0, 1, 3])
-def test_json_has_no_more_white_space_than_is_allowed(
-    grammar: Grammar, before: str, after: str, min_spaces: int, max_spaces: int
-) -> None:
+def test_json_has_no_more_white_space_than_is_allowed(grammar, before, after, min_spaces, max_spaces):
     vocabulary = Bytes()
     compiled = compile_with(vocabulary.compiler, translate(grammar, max_spaces))
 
@@ -528,7 +526,7 @@ def grammars() -> Iterator[Grammars]:
     engine_grammars.close()
 
 
-def test_masks_of_a_tree_are_those_of_its_paths(grammars: Grammars) -> None:
+def test_masks_of_a_tree_are_those_of_its_paths(grammars):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     rng = random.Random(0)
     grammar = Grammar("regex", "[ab]{2,6}c*")
@@ -569,14 +567,7 @@ def stub_times(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
 
 
 @each_case()
-def test_nodes_are_given_up_where_masks_take_too_long(
-    mask_times: list[float],
-    num_masks: int,
-    is_slow: bool,
-    is_cheap: bool,
-    grammars: Grammars,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nodes_are_given_up_where_masks_take_too_long(mask_times, num_masks, is_slow, is_cheap, grammars, monkeypatch):
     """Only the mask after the answer ends it. The last of `mask_times` lasts for all further masks."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     compiled = grammars.compile(Grammar("regex", "[a-z ]*")).result()
@@ -596,7 +587,7 @@ def test_nodes_are_given_up_where_masks_take_too_long(
     assert matcher.is_cheap, "drafts come again"
 
 
-def test_a_slow_token_ends_an_answer(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_token_ends_an_answer(grammars, monkeypatch):
     """However many come at a time."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     compiled = grammars.compile(Grammar("regex", "[a-z ]*")).result()
@@ -620,7 +611,7 @@ def test_a_slow_token_ends_an_answer(grammars: Grammars, monkeypatch: pytest.Mon
         (structural_tag({"type": "any_text"}), True),
     ],
 )
-def test_names_of_control_tokens_are_no_text(grammar: Grammar, may_end: bool, grammars: Grammars) -> None:
+def test_names_of_control_tokens_are_no_text(grammar, may_end, grammars):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     end = tokenizer.eos_token_id
     mask = grammars.matcher(grammars.compile(grammar).result(), [end]).allowed([0], [-1])
@@ -628,7 +619,7 @@ def test_names_of_control_tokens_are_no_text(grammar: Grammar, may_end: bool, gr
     assert allowed.intersection(tokenizer.all_special_ids) == ({end} if may_end else set())
 
 
-def test_ids_without_text_are_forbidden_and_may_be_drafted(grammars: Grammars) -> None:
+def test_ids_without_text_are_forbidden_and_may_be_drafted(grammars):
     """Heads are often larger than vocabularies; by 93 ids here."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     size = len(tokenizer)
@@ -651,9 +642,7 @@ def test_ids_without_text_are_forbidden_and_may_be_drafted(grammars: Grammars) -
     larger.close()
 
 
-def test_masks_of_many_requests_on_threads_are_those_of_each(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_of_many_requests_on_threads_are_those_of_each(grammars, monkeypatch):
     monkeypatch.setattr("slipstream.serve.grammar.grammars.WORTH_SHARING_S", -1.0)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     rng = random.Random(1)
@@ -682,19 +671,19 @@ Expected = Callable[..., Tokens]
 
 
 @pytest.fixture(scope="module")
-def target(shallow: Path) -> Path:
+def target(shallow) -> Path:
     return shallow
 
 
 @pytest.fixture(scope="module")
-def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def draft(target, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("drafts") / "eagle3"
     save_random_draft(target, folder, 1500)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
-def build(target: Path, draft: str) -> Build:
+def build(target, draft) -> Build:
     return engines_of(target, Path(draft).parent, grammar_drafts=True)
 
 
@@ -713,7 +702,7 @@ def requests_of(names: list[str], temperature: float) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def expected(build: Build) -> Expected:
+def expected(build) -> Expected:
     """(temperature, names in GRAMMARS) -> tokens by request id: no draft."""
     engine = build("none", grammar_drafts=False)
 
@@ -728,9 +717,7 @@ def expected(build: Build) -> Expected:
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["eagle3 tree"]))
-def test_answers_are_texts_of_their_grammar_and_the_same_with_every_drafter(
-    drafter: str, build: Build, expected: Expected, grammars: Grammars
-) -> None:
+def test_answers_are_texts_of_their_grammar_and_the_same_with_every_drafter(drafter, build, expected, grammars):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=40, temperature=0.0)
     engine = build(drafter, kv_cache_tokens=95, page_size=1)
@@ -754,10 +741,10 @@ def test_answers_are_texts_of_their_grammar_and_the_same_with_every_drafter(
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["eagle3 tree"]))
-def test_stop_ids_change_no_token_before_them(drafter: str, build: Build, expected: Expected) -> None:
+def test_stop_ids_change_no_token_before_them(drafter, build, expected):
     """Ids of ordinary tokens, which a grammar may need for its text."""
     rng = random.Random(0)
-    cut: Tokens = {}
+    cut = {}
     requests = []
     for request in requests_of([*GRAMMARS], 1.0):
         tokens = expected(1.0, *GRAMMARS)[request.id]
@@ -786,12 +773,10 @@ def check_text(name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("drafter", "temperature"), gate_of(product(["none", "eagle3"], [0.0, 1.0]), [("eagle3", 1.0)])
 )
-def test_passes_begin_before_their_masks_are_there(
-    drafter: str, temperature: float, target: Path, draft: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_begin_before_their_masks_are_there(drafter, temperature, target, draft, monkeypatch):
     """Once the grammar has forced nothing for a time; until then, and after forced text, a pass waits for proposals."""
     draft = "none" if drafter == "none" else draft
-    sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
+    sizes = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = play(EngineConfig(target=str(target), draft=draft, attention=ATTENTION, **sizes))
     started = set[int]()
     masked = list[int]()
@@ -824,9 +809,7 @@ def test_passes_begin_before_their_masks_are_there(
 
 
 @pytest.mark.parametrize("drafter", some_of(["none", "eagle3", "ngram"], ["eagle3"]))
-def test_slow_masks_change_no_answer(
-    drafter: str, build: Build, expected: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_masks_change_no_answer(drafter, build, expected, monkeypatch):
     """Requests get drafts at some times, and none at others."""
     rng = random.Random(0)
     stub_times(monkeypatch, lambda _: rng.choice([0.0, 0.0, 0.0, 0.0, 0.001, 0.04, 0.2]))
@@ -838,11 +821,9 @@ def test_slow_masks_change_no_answer(
         assert passes >= len(answer.tokens) - answer.counts.accepted_tokens
 
 
-def test_requests_restart_where_a_pass_has_begun_with_slow_nodes(
-    target: Path, draft: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_restart_where_a_pass_has_begun_with_slow_nodes(target, draft, monkeypatch):
     rng = random.Random(0)
-    sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
+    sizes = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = play(EngineConfig(target=str(target), draft=draft, attention=ATTENTION, **sizes))
     requests = [
         make_request(regex, [5, 6, 7], max_tokens=40, temperature=1.0, grammar=Grammar("regex", regex))
@@ -858,11 +839,9 @@ def test_requests_restart_where_a_pass_has_begun_with_slow_nodes(
 
 
 @pytest.mark.parametrize("is_captured", some_of([False, True], [True]))
-def test_no_request_waits_for_slow_masks_of_others(
-    is_captured: bool, target: Path, draft: str, build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_request_waits_for_slow_masks_of_others(is_captured, target, draft, build, monkeypatch):
     """While none of them ends, a request without a grammar gets its whole answer."""
-    sizes: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
+    sizes = {"max_running": 8, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = build("none", max_running=8)
     if is_captured:
         engine = play(EngineConfig(target=str(target), draft=draft, attention=ATTENTION, **sizes))
@@ -895,9 +874,7 @@ def test_no_request_waits_for_slow_masks_of_others(
     assert engine.scheduler.num_preemptions > 0
 
 
-def test_a_request_with_slow_masks_gets_no_drafts_and_others_do(
-    build: Build, expected: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_with_slow_masks_gets_no_drafts_and_others_do(build, expected, monkeypatch):
     engine = build("eagle3")
     free = make_request("free", [5, 6, 7], max_tokens=50, temperature=0.0, ignore_eos=True)
     stub_times(monkeypatch, lambda _: 0.03)
@@ -912,14 +889,14 @@ def test_a_request_with_slow_masks_gets_no_drafts_and_others_do(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_captured_on_a_gpu(drafter: str, build: Build) -> None:
+def test_captured_on_a_gpu(drafter, build):
     free = make_request("free", [5, 6, 7], max_tokens=50, temperature=0.0, ignore_eos=True)
     requests = [free, *requests_of([*GRAMMARS], 1.0)]
     engine = build(drafter, device="cuda", dtype="float32", attention="prefill=sdpa,verify=triton,draft=triton")
     assert tokens_of(run(engine, requests)) == tokens_of(run(build("none", device="cpu"), requests))
 
 
-def test_a_request_that_waits_for_its_grammar_can_be_aborted(build: Build) -> None:
+def test_a_request_that_waits_for_its_grammar_can_be_aborted(build):
     engine = build("none")
     request = make_request("0", [5, 6], max_tokens=9, grammar=GRAMMARS["schema"])
     engine.add(request)
@@ -932,16 +909,16 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted(build: Build) -> No
     assert engine.abort("0") is None
 
 
-def test_a_server_has_loaded_what_its_first_grammar_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_has_loaded_what_its_first_grammar_needs(monkeypatch):
     """Others would wait while Python reads it."""
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    engine: Any = process.build_engine(EngineConfig(target=str(TINY), device="cpu", kv_cache_tokens=512))
+    engine = process.build_engine(EngineConfig(target=str(TINY), device="cpu", kv_cache_tokens=512))
     monkeypatch.setattr(engine._grammars, "_load_tokenizer", None)
     request = make_request("a", [5, 6], max_tokens=9, temperature=0.0, grammar=Grammar("choice", '["yes"]'))
     assert run(engine, [request])["a"].finish_reason == "stop"
 
 
-def test_a_grammar_is_compiled_once_for_its_request(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_compiled_once_for_its_request(build, monkeypatch):
     """Though the store forgets it before the request has a slot, and again while the request is preempted."""
     monkeypatch.setattr("slipstream.serve.grammar.grammars.MOST_COMPILED", 1)
     counts = Counter[Grammar]()
@@ -959,7 +936,7 @@ def test_a_grammar_is_compiled_once_for_its_request(build: Build, monkeypatch: p
     assert [counts[pattern] for pattern in patterns] == [1] * len(patterns)
 
 
-def test_a_grammar_that_waits_is_cancelled_with_its_last_request(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_waits_is_cancelled_with_its_last_request(build, monkeypatch):
     monkeypatch.setattr("slipstream.serve.grammar.grammars.NUM_THREADS", 1)
     may_go = threading.Event()
     compiled = list[str]()
@@ -983,7 +960,7 @@ def test_a_grammar_that_waits_is_cancelled_with_its_last_request(build: Build, m
     assert compiled == ["a", "c"]
 
 
-def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(build: Build) -> None:
+def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(build):
     engine = build("none")
     wrong = make_request("wrong", [5, 6], max_tokens=9, grammar=Grammar("regex", "(a"))
     free = make_request("free", [5, 6], max_tokens=9, ignore_eos=True)
@@ -997,7 +974,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(build: Build)
     assert ended["free"].finish_reason == "length"
 
 
-def test_a_grammar_that_allows_nothing_says_so(build: Build) -> None:
+def test_a_grammar_that_allows_nothing_says_so(build):
     endless = Grammar("ebnf", 'root ::= root "a"')
     for drafter in ("none", "eagle3"):
         engine = build(drafter)
@@ -1010,6 +987,6 @@ def test_a_grammar_that_allows_nothing_says_so(build: Build) -> None:
 
 
 @pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 2}, {"bad_words": [[5]]}])
-def test_what_a_grammar_excludes(other: dict[str, Any]) -> None:
+def test_what_a_grammar_excludes(other):
     with pytest.raises(ValueError, match=f"{next(iter(other))} does not go with a grammar"):
         SamplingParams(max_tokens=9, grammar=Grammar("json_object"), **other)

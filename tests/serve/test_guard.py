@@ -3,8 +3,6 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -30,16 +28,16 @@ KEYS = ["sk-first", "sk-second"]
 
 
 @pytest.fixture(scope="module")
-def guarded(byte_target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def guarded(byte_target, tmp_path_factory) -> Iterator[Server]:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"# for tests\n{KEYS[0]}\n\n {KEYS[1]} \n")
-    options: dict[str, Any] = {"api_key_file": str(file), "cors_origins": ["https://pages.example"]}
+    options = {"api_key_file": str(file), "cors_origins": ["https://pages.example"]}
     with serving(ServeConfig(target=byte_target, port=0, max_body_mb=0.001, **options)) as server:
         yield server
 
 
 @pytest.fixture
-def client(guarded: Server) -> Iterator[httpx.Client]:
+def client(guarded) -> Iterator[httpx.Client]:
     with client_of(guarded) as client:
         yield client
 
@@ -53,7 +51,7 @@ HEADERS = [None, "Bearer", "Bearer sk-first!", "Basic sk-first", "sk-first", "Be
     "path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/metrics", "/v1/models", "/v1/nothing", "/playground"]
 )
 @pytest.mark.parametrize("header", HEADERS)
-def test_without_a_key_nothing_is_told(client: httpx.Client, path: str, header: str | None) -> None:
+def test_without_a_key_nothing_is_told(client, path, header):
     headers = {} if header is None else {"Authorization": header}
     for response in (client.get(path, headers=headers), client.post(path, headers=headers, json={"prompt": 1})):
         assert response.status_code in (401, 405), "405: the method is wrong for everyone"
@@ -66,7 +64,7 @@ def test_without_a_key_nothing_is_told(client: httpx.Client, path: str, header: 
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_of_the_file_opens(client: httpx.Client, key: str) -> None:
+def test_each_key_of_the_file_opens(client, key):
     for scheme in ("Bearer", "bearer"):
         headers = {"Authorization": f"{scheme} {key}"}
         assert client.post(CHAT, json={"messages": HELLO, "max_tokens": 2}, headers=headers).status_code == 200
@@ -74,12 +72,12 @@ def test_each_key_of_the_file_opens(client: httpx.Client, key: str) -> None:
     assert client.get("/v1/nothing", headers=headers).status_code == 404
 
 
-def test_health_needs_no_key(client: httpx.Client) -> None:
+def test_health_needs_no_key(client):
     assert client.get("/health").status_code == client.get("/ready").status_code == 200
 
 
-def test_openai_clients_see_an_authentication_error(guarded: Server) -> None:
-    ask: dict[str, Any] = {"model": guarded.api.frontend.model_name, "messages": HELLO, "max_tokens": 3}
+def test_openai_clients_see_an_authentication_error(guarded):
+    ask = {"model": guarded.api.frontend.model_name, "messages": HELLO, "max_tokens": 3}
     with (
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong") as stranger,
         pytest.raises(openai.AuthenticationError, match="not one of this server's"),
@@ -89,7 +87,7 @@ def test_openai_clients_see_an_authentication_error(guarded: Server) -> None:
         assert authorised.chat.completions.create(**ask).choices[0].finish_reason == "length"
 
 
-def test_browsers_of_other_origins_get_no_permission(client: httpx.Client) -> None:
+def test_browsers_of_other_origins_get_no_permission(client):
     preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     allowed = client.options(CHAT, headers={"Origin": "https://pages.example", **preflight})
     assert allowed.status_code == 200
@@ -98,14 +96,14 @@ def test_browsers_of_other_origins_get_no_permission(client: httpx.Client) -> No
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_the_longest_body_can_be_set(client: httpx.Client) -> None:
+def test_the_longest_body_can_be_set(client):
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
     response = client.post(COMPLETIONS, json={"prompt": "x" * 1100}, headers=headers)
     assert response.status_code == 413
     assert "1048 bytes" in response.text
 
 
-def test_where_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_keys_come_from(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, "from-environment")
     assert read_keys(ServeConfig(target="t")) == ["from-environment"]
     assert read_keys(ServeConfig(target="t", api_key="k")) == ["k"]
@@ -123,9 +121,9 @@ def test_where_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "secret" not in repr(ServeConfig(target="t", api_key="secret"))
 
 
-def test_each_key_is_a_client_of_its_own(client: httpx.Client) -> None:
+def test_each_key_is_a_client_of_its_own(client):
     """The engine is told, whatever is asked, and learns no key."""
-    bodies: dict[str, Any] = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "a"}, RESPONSES: {"input": "a"}}
+    bodies = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "a"}, RESPONSES: {"input": "a"}}
     for path, body in bodies.items():
         for key in KEYS:
             assert client.post(path, json=body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
@@ -134,7 +132,7 @@ def test_each_key_is_a_client_of_its_own(client: httpx.Client) -> None:
     assert gauge(client, "engine_tenants") == len(KEYS)
 
 
-def test_an_address_stands_for_a_client_without_a_key(server: Server) -> None:
+def test_an_address_stands_for_a_client_without_a_key(server):
     """A client can choose salts, so they must not earn it more turns."""
     with client_of(server) as client:
         for salt in ("", "a", "b", "a", ""):
@@ -143,11 +141,11 @@ def test_an_address_stands_for_a_client_without_a_key(server: Server) -> None:
         assert gauge(client, "engine_tenants") == gauge(client, "engine_clients") == 1
 
 
-def test_no_key_takes_all_places(byte_target: str, tmp_path: Path) -> None:
+def test_no_key_takes_all_places(byte_target, tmp_path):
     """Three of four at most, and as many again once its requests have ended or were left."""
     file = tmp_path / "keys"
     file.write_text("\n".join(KEYS))
-    options: dict[str, Any] = {"max_running": 4, "max_waiting": 4, "api_key_file": str(file), "max_model_len": 20_000}
+    options = {"max_running": 4, "max_waiting": 4, "api_key_file": str(file), "max_model_len": 20_000}
     config = ServeConfig(target=byte_target, port=0, **options)
     body = {"prompt": "a", "max_tokens": 15_000, "ignore_eos": True, "cache_salt": "slow", "n": 3, "stream": True}
     headers = [{"Authorization": f"Bearer {key}"} for key in KEYS]
@@ -167,7 +165,7 @@ def test_no_key_takes_all_places(byte_target: str, tmp_path: Path) -> None:
             wait_until(lambda: gauge(client, "open_requests") == 0, "they are left")
 
 
-def test_clients_without_two_keys_are_one() -> None:
+def test_clients_without_two_keys_are_one():
     names = {Guard(KEYS).check(CHAT, f"Bearer {key}") for key in KEYS}
     assert len(names) == 2
     assert "" not in names
@@ -182,13 +180,13 @@ def test_clients_without_two_keys_are_one() -> None:
     [("127.0.0.1", None, False), ("::1", None, False), ("localhost", None, False), ("0.0.0.0", None, True)]
     + [("192.168.1.5", None, True), ("my-machine", None, True), ("0.0.0.0", "k", False)],
 )
-def test_an_open_door_is_reported(host: str, key: str | None, warns: bool) -> None:
+def test_an_open_door_is_reported(host, key, warns):
     config = ServeConfig(target="t", host=host, api_key=key)
     assert is_loopback(host) == (host in ("127.0.0.1", "::1", "localhost"))
     assert bool(warning(config, Guard.of(config))) == warns
 
 
-def test_the_server_says_so(byte_target: str, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+def test_the_server_says_so(byte_target, caplog, capsys):
     with caplog.at_level(logging.WARNING), serving(ServeConfig(target=byte_target, port=0, host="0.0.0.0")):
         pass
     assert "asks for no API key" in caplog.text
@@ -201,6 +199,6 @@ def test_the_server_says_so(byte_target: str, caplog: pytest.LogCaptureFixture, 
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
-def test_the_size_of_bodies_is_checked(value: float) -> None:
+def test_the_size_of_bodies_is_checked(value):
     with pytest.raises(ValueError, match="max_body_mb is .*; it must be a number above 0"):
         ServeConfig(target="t", max_body_mb=value)

@@ -1,6 +1,5 @@
 """Tests the memory that is left for the KV cache on the CPU, read from trees such as the kernel's."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,14 +26,7 @@ def write(folder: Path, version: int, limit: int | str, usage: int, cached: int 
 
 
 @each_case()
-def test_limits_of_containers_count_and_cached_files_do_not(
-    version: int,
-    path: str,
-    groups: dict[str, tuple[int | str, int, int]],
-    expected: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_limits_of_containers_count_and_cached_files_do_not(version, path, groups, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=FREE))
     assert available_bytes(tmp_path) == FREE, "without cgroups"
     (tmp_path / "proc/self").mkdir(parents=True)
@@ -44,9 +36,7 @@ def test_limits_of_containers_count_and_cached_files_do_not(
     assert available_bytes(tmp_path) == expected
 
 
-def test_the_cache_takes_a_quarter_and_errors_name_what_acts(
-    make_target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_takes_a_quarter_and_errors_name_what_acts(make_target, monkeypatch):
     """A token of this target takes 2 x 4 layers x 2 heads x 8 x 4 bytes = 512 bytes."""
     monkeypatch.setattr(memory, "available_bytes", lambda: 4 * 1000 * 512)
     assert build_engine(make_target("llama"), kv_cache_tokens=None).info.kv_cache_tokens == 1000 // 16 * 16

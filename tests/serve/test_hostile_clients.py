@@ -51,7 +51,7 @@ def raw(server: Server, request: bytes, *, half_closes: bool = False) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def own_server(byte_target: str) -> Iterator[Server]:
+def own_server(byte_target) -> Iterator[Server]:
     """Nothing of its clients is left at the end."""
     with serving(ServeConfig(target=byte_target, port=0, max_running=8, max_waiting=8)) as server:
         yield server
@@ -65,7 +65,7 @@ def own_server(byte_target: str) -> Iterator[Server]:
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("path", KINDS)
-def test_numbers_of_any_size_in_any_field(own_server: Server, path: str, every: int) -> None:
+def test_numbers_of_any_size_in_any_field(own_server, path, every):
     valid = json.dumps(WHOLE[path] | ({LENGTHS[path]: 2} if path in LENGTHS else {}))[:-1]
     with client_of(own_server) as client:
         fields = list(KINDS[path].model_fields)
@@ -121,7 +121,7 @@ REQUESTS = {  # what is sent, and the status line that comes back
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_malformed_requests(own_server: Server, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_requests(own_server, name, caplog):
     """Where no status is given the connection may also be cut off before the answer, since more is sent than read."""
     request, status = REQUESTS[name]
     answer = raw(own_server, request, half_closes=name == "half a request")
@@ -133,9 +133,7 @@ def test_malformed_requests(own_server: Server, name: str, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
-def test_a_server_that_speaks_one_protocol_goes_on_in_it(
-    own_server: Server, upgrade: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_speaks_one_protocol_goes_on_in_it(own_server, upgrade, caplog):
     """Whichever packages for others are installed; RFC 9110, section 7.8."""
     headers = {"Connection": "Upgrade", "Upgrade": upgrade, "Sec-WebSocket-Key": "x", "Sec-WebSocket-Version": "13"}
     with caplog.at_level(logging.INFO, "uvicorn"):
@@ -145,7 +143,7 @@ def test_a_server_that_speaks_one_protocol_goes_on_in_it(
 
 
 @pytest.mark.parametrize("method", ["OPTIONS", "HEAD", "PUT", "DELETE", "PATCH", "TRACE", "XYZ"])
-def test_methods(own_server: Server, method: str) -> None:
+def test_methods(own_server, method):
     for path, allowed in (("/health", {"GET", "HEAD"}), (COMPLETIONS, {"POST"}), ("/", {"GET", "HEAD"})):
         answer = httpx.request(method, own_server.url + path)
         assert answer.status_code == (200 if method in allowed else 405)
@@ -153,7 +151,7 @@ def test_methods(own_server: Server, method: str) -> None:
         assert method != "HEAD" or answer.content == b""
 
 
-def test_json_in_strings_is_as_flat_as_a_body(own_server: Server) -> None:
+def test_json_in_strings_is_as_flat_as_a_body(own_server):
     deep = '{"a":' * 10_000 + "1" + "}" * 10_000
     call = {"type": "function", "function": {"name": "f", "arguments": deep}}
     for path, fields in (
@@ -166,7 +164,7 @@ def test_json_in_strings_is_as_flat_as_a_body(own_server: Server) -> None:
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), fields.keys()
 
 
-def test_the_event_loop_reads_little_at_a_time(own_server: Server) -> None:
+def test_the_event_loop_reads_little_at_a_time(own_server):
     """Chunks of one byte are work for h11: a read of all that is there would hold up every stream meanwhile."""
     transports = [connection.transport for connection in own_server.server_state.connections]
     assert all(transport.max_size <= connections.READ_BYTES for transport in transports)
@@ -174,7 +172,7 @@ def test_the_event_loop_reads_little_at_a_time(own_server: Server) -> None:
     assert b'"text":"abab"' in raw(own_server, CHUNKED + chunks)
 
 
-def test_the_host_header_opens_no_door(byte_target: str) -> None:
+def test_the_host_header_opens_no_door(byte_target):
     """Old releases of Starlette take a path from it."""
     with serving(ServeConfig(target=byte_target, port=0, api_key="sk-key")) as server:
         for host in ("x/health?", "x/health#", "/health", "["):

@@ -2,10 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -48,7 +46,7 @@ ANSWERS = {"text": "I look.", "reasoning": REASONED + "I look.", "calls": REASON
 
 
 @pytest.fixture(scope="module")
-def echoing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def echoing(tmp_path_factory) -> Iterator[Server]:
     """A server whose answer is the last message."""
     target = write_target(tmp_path_factory.mktemp("echo") / "target", template=ECHO, markers=MARKERS)
     with serving(ServeConfig(target=str(target), port=0, served_model_name=MODEL, max_model_len=1024)) as server:
@@ -56,7 +54,7 @@ def echoing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def api(echoing: Server) -> Iterator[openai.OpenAI]:
+def api(echoing) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{echoing.url}/v1", api_key="any", max_retries=0) as client:
         yield client
 
@@ -75,7 +73,7 @@ def told(output: list[Any]) -> list[Any]:
     ]
 
 
-def test_openai_client_works_unchanged(server: Server) -> None:
+def test_openai_client_works_unchanged(server):
     api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in api.models.list()] == [MODEL]
     assert api.models.retrieve(MODEL).id == MODEL
@@ -104,8 +102,8 @@ def test_openai_client_works_unchanged(server: Server) -> None:
         api.completions.create(model="other", prompt="x")
 
 
-def test_the_client_gathers_a_chats_stream_as_the_whole_answer(api: openai.OpenAI) -> None:
-    messages: Any = [{"role": "user", "content": CALLS + "<|end|>"}]
+def test_the_client_gathers_a_chats_stream_as_the_whole_answer(api):
+    messages = [{"role": "user", "content": CALLS + "<|end|>"}]
     with api.chat.completions.stream(model=MODEL, messages=messages, tools=TOOLS) as stream:
         final = stream.get_final_completion().choices[0].message
     answer = api.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS).choices[0].message
@@ -116,7 +114,7 @@ def test_the_client_gathers_a_chats_stream_as_the_whole_answer(api: openai.OpenA
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_the_client_gathers_a_stream_and_can_send_the_answer_back(api: openai.OpenAI, name: str) -> None:
+def test_the_client_gathers_a_stream_and_can_send_the_answer_back(api, name):
     with api.responses.stream(**asked(ANSWERS[name])) as stream:
         final = stream.get_final_response()
     assert told(final.output) == told(api.responses.create(**asked(ANSWERS[name])).output)
@@ -125,7 +123,7 @@ def test_the_client_gathers_a_stream_and_can_send_the_answer_back(api: openai.Op
         for item in final.output
         if item.type == "function_call"
     ]
-    more: Any = [{"role": "user", "content": "x"}, *final.output, *outputs, {"role": "user", "content": "so?<|end|>"}]
+    more = [{"role": "user", "content": "x"}, *final.output, *outputs, {"role": "user", "content": "so?<|end|>"}]
     answer = api.responses.create(model=MODEL, input=more, tools=FLAT)
     assert answer.output_text == "so?"
     counted = api.responses.input_tokens.count(model=MODEL, input=more, tools=FLAT)
@@ -133,7 +131,7 @@ def test_the_client_gathers_a_stream_and_can_send_the_answer_back(api: openai.Op
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_response(echoing: Server, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_response(echoing, stream):
     body = {"input": "x" * 100, "cache_salt": "slow", "ignore_eos": True, "stream": stream}
     with (
         client_of(echoing) as client,
@@ -149,7 +147,7 @@ def test_a_client_that_leaves_frees_its_response(echoing: Server, stream: bool) 
         wait_until(lambda: gauge(client, "engine_aborted") == aborted + 1, "the request was aborted")
 
 
-def test_prompts_of_a_call_have_seeds_of_their_own(server: Server) -> None:
+def test_prompts_of_a_call_have_seeds_of_their_own(server):
     front = server.api.frontend
 
     def keys(**fields: Any) -> list[tuple[int, int]]:
@@ -165,7 +163,7 @@ def test_prompts_of_a_call_have_seeds_of_their_own(server: Server) -> None:
     assert all(0 <= seed < 2**53 for seed, _ in seeds), "JSON readers keep it"
 
 
-def test_choices_share_a_salt_and_differ_in_id(server: Server) -> None:
+def test_choices_share_a_salt_and_differ_in_id(server):
     front = server.api.frontend
     requests = front.read(CompletionBody(prompt=["ab", "c"], n=2, cache_salt="tenant"), "r")[0]
     assert len({request.id for request in requests}) == 4
@@ -176,12 +174,12 @@ def test_choices_share_a_salt_and_differ_in_id(server: Server) -> None:
     assert front.read(CompletionBody(prompt="ab"), "r")[0][0].namespace == ""
 
 
-def test_a_seed_is_drawn_for_each_call(client: httpx.Client) -> None:
+def test_a_seed_is_drawn_for_each_call(client):
     first, second = (client.post(CHAT, json={"messages": HELLO, "max_tokens": 3}).json()["seed"] for _ in range(2))
     assert first != second
 
 
-def test_too_many_biases(client: httpx.Client) -> None:
+def test_too_many_biases(client):
     body = {"prompt": "x", "logit_bias": {str(number): 1 for number in range(1025)}}
     error = client.post(COMPLETIONS, json=body).json()["error"]
     assert error["param"] == "logit_bias"
@@ -189,21 +187,21 @@ def test_too_many_biases(client: httpx.Client) -> None:
     assert "1024" in error["message"]
 
 
-def test_every_field_without_effect_is_refused_with_another_value() -> None:
+def test_every_field_without_effect_is_refused_with_another_value():
     cases = [case for case in cases_of(FOLDER / "refusals.yaml") if case.status == 400 and isinstance(case.body, dict)]
     for path, fields in ((COMPLETIONS, NEUTRAL), (RESPONSES, NEUTRAL_IN_RESPONSES)):
         refused = {name for case in cases if case.path == path for name, value in case.body.items() if value == ["?"]}
         assert refused == {name for name, allowed in fields.items() if allowed is not None}
 
 
-def test_chat_needs_a_template(tmp_path: Path) -> None:
+def test_chat_needs_a_template(tmp_path):
     config = ServeConfig(target=str(write_target(tmp_path, template=None)))
     with pytest.raises(ApiError, match="/v1/completions") as caught:
         Frontend(config, info()).read(ChatBody(messages=HELLO), "r")[0]
     assert caught.value.status == 400
 
 
-def test_the_page_names_every_limit() -> None:
+def test_the_page_names_every_limit():
     """By its number, with its unit where it counts bytes."""
     page = (ROOT / "docs" / "http_api.md").read_text()
     limit_rows = page[page.index("\n## Limits") : page.index("\n## Errors")]
@@ -221,7 +219,7 @@ def test_the_page_names_every_limit() -> None:
         assert numbers & spellings, f"{name} is {value}"
 
 
-def test_the_page_names_every_field() -> None:
+def test_the_page_names_every_field():
     page = (ROOT / "docs" / "http_api.md").read_text()
     names = {name for code in re.findall(r"`([^`\n]+)`", page) for name in re.findall(r"\w+", code)}
     for body in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody):

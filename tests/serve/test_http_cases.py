@@ -13,7 +13,7 @@ import pytest
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Request
-from slipstream.tests.serve.check_server import FOLDER, Case, cases_of, differences, faults_of, main
+from slipstream.tests.serve.check_server import FOLDER, cases_of, differences, faults_of, main
 from slipstream.tests.serve.fake_server import ECHO, MARKERS, MODEL, SHOWN, client_of, serving, write_target
 from slipstream.tests.serve.joined_streams import CHAT, join, read_events
 from slipstream.tests.tables import each_case
@@ -35,7 +35,7 @@ Servers = Callable[[str], tuple[httpx.Client, list[Any]]]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(tmp_path_factory) -> Iterator[Servers]:
     """name -> a client of the server and the requests that it made of the last body; started at its first use."""
     with ExitStack() as stack:
 
@@ -75,14 +75,12 @@ def described(request: Request, frontend: Frontend) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_case(case: Case, servers: Servers) -> None:
+def test_case(case, servers):
     client, read = servers(case.server)
     assert faults_of(case, client, read=read) == []
 
 
-def test_another_server_can_be_asked(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_server_can_be_asked(servers, monkeypatch, capsys):
     url = str(servers("bytes")[0].base_url)
     files = [str(FOLDER / f"{name}.yaml") for name in ("tokens", "limits")]
     monkeypatch.setattr("sys.argv", ["check", "--url", url, "--extensions", *files])
@@ -93,7 +91,7 @@ def test_another_server_can_be_asked(
 
 
 @each_case()
-def test_a_difference_is_found(expected: Any, actual: Any) -> None:
+def test_a_difference_is_found(expected, actual):
     assert len([*differences(expected, actual)]) == 1
 
 
@@ -119,7 +117,7 @@ DONE = "data: [DONE]\n\n"
         ROLE + chunk(content="").replace('"logprobs": null', '"logprobs": {"content": [1]}') + chunk("stop") + DONE,
     ],
 )
-def test_a_malformed_stream_is_found(text: str) -> None:
+def test_a_malformed_stream_is_found(text):
     assert join(CHAT, read_events(CHAT, ROLE + chunk("stop", content="x") + DONE))["choices"]
     with pytest.raises((AssertionError, ValueError)):
         join(CHAT, read_events(CHAT, text))

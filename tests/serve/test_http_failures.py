@@ -37,7 +37,7 @@ SLOW = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow", "ignore_eos": Tr
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_request(client: httpx.Client, server: Server, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_request(client, server, stream):
     aborted = gauge(client, "engine_aborted")
     body = {**SLOW, "stream": stream, "n": 2}
     if stream:
@@ -54,7 +54,7 @@ def test_a_client_that_leaves_frees_its_request(client: httpx.Client, server: Se
 
 
 @pytest.mark.parametrize("num_clients", [200, pytest.param(1000, marks=pytest.mark.slow)])
-def test_many_clients_each_get_an_answer_or_429(byte_target: str, num_clients: int) -> None:
+def test_many_clients_each_get_an_answer_or_429(byte_target, num_clients):
     raise_file_limit()  # both ends of all connections are in this process
     config = ServeConfig(target=byte_target, port=0, max_running=4, max_waiting=8)
     with serving(config) as server, client_of(server) as client:
@@ -79,9 +79,7 @@ def test_many_clients_each_get_an_answer_or_429(byte_target: str, num_clients: i
 
 
 @pytest.mark.parametrize("cause", ["SIGKILL", "crash"])
-def test_the_end_of_the_engine_ends_every_request_and_then_the_server(
-    byte_target: str, cause: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_of_the_engine_ends_every_request_and_then_the_server(byte_target, cause, monkeypatch, caplog):
     monkeypatch.setattr(launch, "FAILURE_SECONDS", 1.0)
     reason = "was killed by signal 9 (SIGKILL)" if cause == "SIGKILL" else "failed in a step with RuntimeError"
 
@@ -120,7 +118,7 @@ def test_the_end_of_the_engine_ends_every_request_and_then_the_server(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_request_fails_and_the_engine_goes_on(client: httpx.Client, stream: bool) -> None:
+def test_one_request_fails_and_the_engine_goes_on(client, stream):
     before = gauge(client, 'requests_total{finish_reason="error"}')
     failed = client.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 9, "cache_salt": "fail", "stream": stream})
     assert failed.status_code == (200 if stream else 500), "a stream has begun"
@@ -131,9 +129,7 @@ def test_one_request_fails_and_the_engine_goes_on(client: httpx.Client, stream: 
     assert client.post(COMPLETIONS, json={"prompt": "abc"}).status_code == 200
 
 
-def test_long_prompts_hold_up_nobody_and_cost_nothing_once_their_client_has_left(
-    client: httpx.Client, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_prompts_hold_up_nobody_and_cost_nothing_once_their_client_has_left(client, server, monkeypatch):
     api = server.api
     encode = server.api.frontend.encode
     prompts = list[str]()
@@ -172,9 +168,7 @@ def test_long_prompts_hold_up_nobody_and_cost_nothing_once_their_client_has_left
     assert api.bodies.num_bytes == 0
 
 
-def test_too_many_long_prompts_are_refused(
-    client: httpx.Client, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_long_prompts_are_refused(client, server, monkeypatch):
     body = {"prompt": "x", "max_tokens": 1, "user": LONG}
     for attribute, value in (("long_pool", BoundedPool(1, max_waiting=0)), ("bodies", BodyReader(2**22))):
         with monkeypatch.context() as patch:
@@ -186,9 +180,7 @@ def test_too_many_long_prompts_are_refused(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_fault_is_told_by_an_id_and_logged_once(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
-) -> None:
+def test_a_fault_is_told_by_an_id_and_logged_once(client, monkeypatch, caplog, stream):
     def break_down(*_: object) -> None:
         raise RuntimeError("secret of /home/someone")
 
@@ -206,7 +198,7 @@ def test_a_fault_is_told_by_an_id_and_logged_once(
     assert client.get("/health").status_code == 200, "the connection was kept"
 
 
-def test_room_is_looked_for_again_after_tokenising(byte_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_looked_for_again_after_tokenising(byte_target, monkeypatch):
     config = ServeConfig(target=byte_target, port=0, max_running=1, max_waiting=0)
     with serving(config) as server, ThreadPoolExecutor() as pool:
         encode = server.api.frontend.encode
@@ -229,7 +221,7 @@ def serving_with_client(target: str, **options: Any) -> Iterator[tuple[Server, h
         yield server, client
 
 
-def test_a_hung_engine_is_unhealthy_until_it_goes_on(byte_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_engine_is_unhealthy_until_it_goes_on(byte_target, monkeypatch):
     monkeypatch.setattr(engine_client, "PING_SECONDS", 0.1)
     with serving_with_client(byte_target, health_timeout=1.0) as (server, client), ThreadPoolExecutor() as pool:
         engine = psutil.Process(server.api.engine.pid)
@@ -256,7 +248,7 @@ def test_a_hung_engine_is_unhealthy_until_it_goes_on(byte_target: str, monkeypat
         assert answer.result().json()["choices"][0]["text"] == "abc" * 100
 
 
-def test_sigterm_lets_open_requests_end_and_takes_no_others(byte_target: str) -> None:
+def test_sigterm_lets_open_requests_end_and_takes_no_others(byte_target):
     with serving_with_client(byte_target) as (server, client):
         with client.stream("POST", COMPLETIONS, json=SLOW | {"max_tokens": 300, "stream": True}) as stream:
             lines = stream.iter_lines()
@@ -274,7 +266,7 @@ def test_sigterm_lets_open_requests_end_and_takes_no_others(byte_target: str) ->
 
 
 @pytest.mark.parametrize(("drain_timeout", "num_signals"), [(0.2, 1), (600.0, 2)])
-def test_what_does_not_end_in_time_is_told(byte_target: str, drain_timeout: float, num_signals: int) -> None:
+def test_what_does_not_end_in_time_is_told(byte_target, drain_timeout, num_signals):
     """In time: before the timeout and before a second signal."""
     with serving_with_client(byte_target, drain_timeout=drain_timeout) as (server, client):
         with ThreadPoolExecutor() as pool:
@@ -292,9 +284,7 @@ def test_what_does_not_end_in_time_is_told(byte_target: str, drain_timeout: floa
 
 
 @pytest.mark.parametrize("is_tried", [False, True])
-def test_a_request_whose_grammar_is_tried_is_told_of_the_end(
-    is_tried: bool, byte_target: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_whose_grammar_is_tried_is_told_of_the_end(is_tried, byte_target, monkeypatch):
     monkeypatch.setattr(launch, "GRACE_SECONDS", 5 if is_tried else 0.1)
     waits = threading.Event()
 

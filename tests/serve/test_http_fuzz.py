@@ -17,7 +17,7 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module", params=["auto", "hermes"])
-def client(request: pytest.FixtureRequest, byte_target: str) -> Iterator[httpx.Client]:
+def client(request, byte_target) -> Iterator[httpx.Client]:
     """A client of a server that cannot tell the form of calls, and of a server that is told."""
     parsers = {"tool_parser": request.param, "reasoning_parser": "auto"}
     with (
@@ -28,7 +28,7 @@ def client(request: pytest.FixtureRequest, byte_target: str) -> Iterator[httpx.C
 
 
 @pytest.mark.parametrize("count", [120, pytest.param(20_000, marks=SLOW)])
-def test_no_body_is_a_server_error(count: int, client: httpx.Client) -> None:
+def test_no_body_is_a_server_error(count, client):
     rng = random.Random(count)
     statuses = Counter[int]()
     for number in range(count):

@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from slipstream.serve.http import connections, limits
 from slipstream.serve.http.app import PiecewiseResponse
 from slipstream.serve.http.frontend import Frontend
-from slipstream.serve.http.launch import Server
 from slipstream.serve.http.limits import ApiError, longest_text
 from slipstream.serve.http.schemas import CompletionBody
 from slipstream.serve.options import ServeConfig
@@ -40,7 +38,7 @@ def chunks(size: int) -> Iterator[bytes]:
     yield b'"}'
 
 
-def test_a_body_that_is_too_long_is_refused_while_it_is_read_or_before(client: httpx.Client, server: Server) -> None:
+def test_a_body_that_is_too_long_is_refused_while_it_is_read_or_before(client, server):
     assert client.post(COMPLETIONS, content=chunks(BODY_BYTES), headers=JSON).status_code == 200
     response = client.post(COMPLETIONS, content=chunks(BODY_BYTES + 1), headers=JSON)
     assert response.status_code == 413
@@ -58,9 +56,7 @@ def test_a_body_that_is_too_long_is_refused_while_it_is_read_or_before(client: h
     ("path", "kind", "status"),
     [(COMPLETIONS, "application/json", 413), (COMPLETIONS, "text/plain", 415), ("/x", "", 404)],
 )
-def test_clients_that_send_all_before_they_read_see_why(
-    server: Server, path: str, kind: str, status: int, is_chunked: bool
-) -> None:
+def test_clients_that_send_all_before_they_read_see_why(server, path, kind, status, is_chunked):
     """As urllib and requests do: a connection that is closed with unread data is reset, and the answer is lost."""
     size = 2 * BODY_BYTES
     length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {size}"
@@ -73,7 +69,7 @@ def test_clients_that_send_all_before_they_read_see_why(
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
-def test_a_body_without_end_is_read_to_a_bound(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_without_end_is_read_to_a_bound(server, monkeypatch):
     monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", BODY_BYTES // 2)
     for length in (f"Content-Length: {10**9}", "Transfer-Encoding: chunked"):
         head = f"POST /x HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n"
@@ -85,13 +81,13 @@ def test_a_body_without_end_is_read_to_a_bound(server: Server, monkeypatch: pyte
                 connection.sendall(10**5 * chunk)
 
 
-def test_a_message_stays_short_whatever_it_quotes(client: httpx.Client) -> None:
+def test_a_message_stays_short_whatever_it_quotes(client):
     response = client.post(COMPLETIONS, json={f"field{index}": 1 for index in range(10**4)})
     assert response.status_code == 400
     assert len(response.content) < 5000
 
 
-def test_limits_follow_the_context() -> None:
+def test_limits_follow_the_context():
     tokenizer = byte_level()
     small, large = (limits.HttpLimits.of(ServeConfig(), context, tokenizer) for context in (2048, 2**20))
     assert (small.body_bytes, small.choices) == (BODY_BYTES, PLACES // 2)
@@ -135,14 +131,14 @@ TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.characters(codec="utf-8")
 @pytest.mark.parametrize("name", SOUND)
 @given(text=TEXTS)
 @settings(max_examples=60, deadline=None)
-def test_no_text_that_fits_is_refused(name: str, text: str) -> None:
+def test_no_text_that_fits_is_refused(name, text):
     tokens = SOUND[name](text, add_special_tokens=False, verbose=False).input_ids
     bound = longest_text(SOUND[name], len(tokens))
     assert bound is not None
     assert len(text) <= bound
 
 
-def test_the_bound_is_near() -> None:
+def test_the_bound_is_near():
     assert longest_text(BUNDLED, 2048) == 2048 * len("querywithlocation")
     assert longest_text(with_parts(normalizers.NFC()), 10) == 10 * 4 * len("<e>")
 
@@ -168,11 +164,11 @@ class Trimming(PreTrainedTokenizerFast):
         object(),
     ],
 )
-def test_where_text_may_vanish_there_is_no_bound(tokenizer: Any) -> None:
+def test_where_text_may_vanish_there_is_no_bound(tokenizer):
     assert longest_text(tokenizer, 10) is None
 
 
-def test_a_prompt_that_is_too_long_is_told_to_the_client_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prompt_that_is_too_long_is_told_to_the_client_alone(caplog):
     """transformers would warn of it, in the log."""
     front = Frontend(ServeConfig(target=str(ROOT / "assets/tiny-target")), info(2048, 4096))
     logger = logging.getLogger("transformers")  # which hands nothing on to its parents
@@ -183,7 +179,7 @@ def test_a_prompt_that_is_too_long_is_told_to_the_client_alone(caplog: pytest.Lo
     assert not caplog.records
 
 
-def test_a_long_body_of_json_is_read_as_json_does(client: httpx.Client) -> None:
+def test_a_long_body_of_json_is_read_as_json_does(client):
     """Whatever stands in strings is no structure."""
     text = '[{"\\"\\\\' * 5000
     body = json.dumps({"prompt": "ab", "max_tokens": 4, "user": text, "metadata": {text: [text]}})
@@ -198,7 +194,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_an_answer_in_pieces_is_the_same_json(value: Any) -> None:
+def test_an_answer_in_pieces_is_the_same_json(value):
     assert PiecewiseResponse(value).body == JSONResponse(value).body
 
 
@@ -213,7 +209,7 @@ ENTRY = {"token": "a", "logprob": -0.5, "top_logprobs": [{"token": "a", "logprob
         {"output": [{"type": "message", "content": [{"text": "a", "logprobs": [ENTRY] * 50}]}]},
     ],
 )
-def test_a_piece_of_an_answer_has_a_token(answer: dict[str, Any]) -> None:
+def test_a_piece_of_an_answer_has_a_token(answer):
     """Other streams wait for one piece at most."""
     pieces = [*PiecewiseResponse(None)._pieces(answer, 3)]
     assert max(map(len, pieces)) <= len(JSONResponse(ENTRY).body)

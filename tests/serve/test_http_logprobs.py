@@ -1,7 +1,6 @@
 """Log-probabilities over HTTP: spellings and places of tokens, whatever the tokenizer."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, client_of, ser
 from slipstream.tests.serve.test_detokenize import TEXTS, TOKENIZERS, byte_fallback, byte_level, push_in_chunks
 
 
-def test_what_cannot_be_is_a_number() -> None:
+def test_what_cannot_be_is_a_number():
     """JSON has no infinity."""
     texts = TokenTexts(byte_level())
     entry = Scored(5, 0, float("-inf"), 9, (-0.1, float("-inf")), (6, 7))
@@ -32,7 +31,7 @@ def test_what_cannot_be_is_a_number() -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS)
 @settings(max_examples=60, deadline=None)
-def test_bytes_of_tokens_join_to_the_text(name: str, text: str) -> None:
+def test_bytes_of_tokens_join_to_the_text(name, text):
     tokenizer = TOKENIZERS[name]()
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     texts = TokenTexts(tokenizer)
@@ -45,7 +44,7 @@ def test_bytes_of_tokens_join_to_the_text(name: str, text: str) -> None:
     assert texts.starts(tokens, expected) == [max(count - stripped, 0) for count in lengths]
 
 
-def test_special_and_unused_ids() -> None:
+def test_special_and_unused_ids():
     tokenizer = byte_level()
     texts = TokenTexts(tokenizer)
     assert texts(tokenizer.eos_token_id) == "</s>"
@@ -57,7 +56,7 @@ def test_special_and_unused_ids() -> None:
 
 @given(tokens=st.lists(st.integers(0, len(byte_level()) - 1), min_size=1, max_size=40), seed=st.integers(0, 1000))
 @settings(max_examples=100, deadline=None)
-def test_tokens_settle_with_their_text(tokens: list[int], seed: int) -> None:
+def test_tokens_settle_with_their_text(tokens, seed):
     """However they are split over calls; those from the stop string on never do."""
     decoded = byte_level().decode(tokens, skip_special_tokens=True)
     rng = random.Random(seed)
@@ -84,7 +83,7 @@ def test_tokens_settle_with_their_text(tokens: list[int], seed: int) -> None:
         assert settled[-1] == len(tokens)
 
 
-def test_a_completion_keeps_the_space_that_its_tokenizer_drops_at_the_beginning_of_a_text(tmp_path: Path) -> None:
+def test_a_completion_keeps_the_space_that_its_tokenizer_drops_at_the_beginning_of_a_text(tmp_path):
     """As Llama-2's does: text of a completion goes on from its prompt's; a chat's answer is a text of its own."""
     tokenizer = byte_fallback()
     target = write_target(tmp_path)

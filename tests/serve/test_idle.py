@@ -41,7 +41,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "exact": True}
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory) -> Path:
     """A target of two delta nets and an attention."""
     folder = tmp_path_factory.mktemp("targets") / "small"
     layers = ["linear_attention", "full_attention", "linear_attention"]
@@ -51,7 +51,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_chunks(monkeypatch) -> None:
     """A block each, whatever time one takes."""
     monkeypatch.setattr(idle, "CHUNK_MS", 0.0)
     monkeypatch.setattr(idle, "LEAST_CHUNKS", 0.0)
@@ -95,15 +95,13 @@ def found(engine: Engine, text: list[int]) -> int:
         [("eagle3", 1.0)],
     ),
 )
-def test_next_turns_find_answers_and_are_those_of_an_engine_that_never_cached(
-    drafter: str, temperature: float, small: Path, tmp_path: Path
-) -> None:
+def test_next_turns_find_answers_and_are_those_of_an_engine_that_never_cached(drafter, temperature, small, tmp_path):
     check_turns(HYBRID if drafter == "mtp" else small, drafter, temperature, tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("drafter", "temperature"), list(product(ALL_DRAFTERS, (0.0, 1.0))))
-def test_next_turns_on_a_gpu(drafter: str, temperature: float, tmp_path: Path) -> None:
+def test_next_turns_on_a_gpu(drafter, temperature, tmp_path):
     """Bit for bit, beside other requests."""
     check_turns(HYBRID, drafter, temperature, tmp_path, **ON_GPU)
 
@@ -142,7 +140,7 @@ def check_turns(target: Path, drafter: str, temperature: float, folder: Path, **
     assert counted >= 3 * len(LENGTHS) * GRID
 
 
-def test_an_answer_that_passes_no_block_is_left_alone(small: Path) -> None:
+def test_an_answer_that_passes_no_block_is_left_alone(small):
     engine = build(small)
     run(engine, [turn_of("short", random_prompt(GRID + 1, 1), max_tokens=GRID - 1)])
     assert not engine.work_idle()
@@ -156,14 +154,14 @@ def test_an_answer_that_passes_no_block_is_left_alone(small: Path) -> None:
 
 
 @pytest.mark.parametrize(("target", "options"), [(TINY, {}), (HYBRID, {"idle_prompts": False})])
-def test_some_engines_compute_nothing_in_idle_time(target: Path, options: dict[str, Any]) -> None:
+def test_some_engines_compute_nothing_in_idle_time(target, options):
     """Answers of other layers are kept as they are."""
     engine = build_engine(target, **options)
     run(engine, [turn_of("first", random_prompt(120, 1), max_tokens=10)])
     assert not engine.work_idle()
 
 
-def test_an_engine_tells_whether_it_has_work(small: Path) -> None:
+def test_an_engine_tells_whether_it_has_work(small):
     engine = build(small)
     loads = list[bool]()
     engine.on_load = loads.append
@@ -174,7 +172,7 @@ def test_an_engine_tells_whether_it_has_work(small: Path) -> None:
     assert loads == [True] * (1 + chunks) + [False]
 
 
-def test_a_namespace_finds_its_own_answers_only(small: Path) -> None:
+def test_a_namespace_finds_its_own_answers_only(small):
     engine = build(small)
     first = replace(turn_of("first", random_prompt(70, 1)), namespace="tenant")
     text = first.prompt + run(engine, [first])["first"].tokens
@@ -186,7 +184,7 @@ def test_a_namespace_finds_its_own_answers_only(small: Path) -> None:
 
 
 @pytest.mark.parametrize("num_chunks", some_of([0, 1, 3], [1]))
-def test_a_request_in_the_middle_goes_first_and_nothing_is_lost(num_chunks: int, small: Path) -> None:
+def test_a_request_in_the_middle_goes_first_and_nothing_is_lost(num_chunks, small):
     engine = build(small)
     text = answered(engine, turn_of("first", random_prompt(120, 1), max_tokens=GRID * num_chunks + 10))
     for _ in range(num_chunks):
@@ -220,7 +218,7 @@ def hit(engine: Engine, text: list[int]) -> int:
     return engine.scheduler.cache.look_up([*text, 5], "", engine.scheduler.lookahead)[1]
 
 
-def test_nothing_is_given_up_where_no_page_is_free(small: Path) -> None:
+def test_nothing_is_given_up_where_no_page_is_free(small):
     engine = build(small, kv_cache_tokens=496)
     text = answered(engine, turn_of("first", random_prompt(70, 1)))
     cache = engine.scheduler.cache
@@ -233,7 +231,7 @@ def test_nothing_is_given_up_where_no_page_is_free(small: Path) -> None:
     assert hit(engine, text) == GRID
 
 
-def test_answers_that_a_stop_string_ends_are_computed(small: Path) -> None:
+def test_answers_that_a_stop_string_ends_are_computed(small):
     """The server sees the string, and ends the request; those of clients that leave are not."""
     engine = build(small)
     texts = {is_whole: random_prompt(120, is_whole) for is_whole in (False, True)}
@@ -246,7 +244,7 @@ def test_answers_that_a_stop_string_ends_are_computed(small: Path) -> None:
     assert [hit(engine, text) for text in texts.values()] == [GRID, 2 * GRID]
 
 
-def test_the_newest_texts_come_first_and_the_oldest_are_forgotten(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_texts_come_first_and_the_oldest_are_forgotten(small, monkeypatch):
     monkeypatch.setattr(idle, "MOST_TEXTS", 2)
     engine = build(small)
     texts = [answered(engine, turn_of(str(seed), random_prompt(120, seed), max_tokens=10)) for seed in range(3)]
@@ -256,7 +254,7 @@ def test_the_newest_texts_come_first_and_the_oldest_are_forgotten(small: Path, m
     assert [hit(engine, text) for text in texts] == [GRID, 2 * GRID, 2 * GRID]
 
 
-def test_few_texts_are_computed_where_no_request_finds_one(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_texts_are_computed_where_no_request_finds_one(small, monkeypatch):
     monkeypatch.setattr(idle, "PATIENCE", 2)
     monkeypatch.setattr(idle, "RARELY", 3)
     engine = build(small)
@@ -270,7 +268,7 @@ def test_few_texts_are_computed_where_no_request_finds_one(small: Path, monkeypa
     assert work(engine) > 0, "this text, since a text was found"
 
 
-def test_a_slow_device_rarely_computes_a_text(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_device_rarely_computes_a_text(small, monkeypatch):
     """A request that comes meanwhile would wait."""
     monkeypatch.setattr(idle, "SLOW_MS", 0.0)
     engine = build(small)
@@ -284,9 +282,7 @@ def test_a_slow_device_rarely_computes_a_text(small: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("fixed_ms", "row_ms", "blocks"), [(1.0, 0.1, [1, 2, 3, 2, 3]), (36.0, 0.04, [*range(1, 10), 8, 9])]
 )
-def test_chunks_grow_while_they_take_little_longer_than_the_shortest(
-    fixed_ms: float, row_ms: float, blocks: list[int], small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_grow_while_they_take_little_longer_than_the_shortest(fixed_ms, row_ms, blocks, small, monkeypatch):
     """As on a GPU, where launches take most of a short pass."""
     monkeypatch.undo()
     scheduler = build(small, kv_cache_tokens=4096).scheduler
@@ -302,7 +298,7 @@ def test_chunks_grow_while_they_take_little_longer_than_the_shortest(
     assert sizes == [GRID * count for count in blocks]
 
 
-def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(small, monkeypatch):
     engine = build(small)
     text = answered(engine, turn_of("first", random_prompt(70, 1), max_tokens=130))
     assert engine.work_idle()
@@ -319,7 +315,7 @@ def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(small: Path, mon
     assert tokens_of(run(engine, [turn])) == uncached(small, [turn])
 
 
-def test_a_server_with_one_place_keeps_the_state_of_the_last_turn(small: Path) -> None:
+def test_a_server_with_one_place_keeps_the_state_of_the_last_turn(small):
     engine = build(small, max_running=1)
     text = random_prompt(120, 1)
     for turn in range(2):
@@ -364,10 +360,10 @@ class Sent:
         self.steps.append(message)
 
 
-def test_messages_come_before_work_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_come_before_work_for_later(monkeypatch):
     """After each chunk, also the end."""
     monkeypatch.setattr(process, "QUIET_SECONDS", 0.001)
-    pipe: Any = Sent()
+    pipe = Sent()
     engine = BusyEngine()
     serve_requests(engine, engine.inbox, pipe)
     assert engine.events == ["idle", "idle", "step", "idle"]
@@ -380,9 +376,9 @@ def test_messages_come_before_work_for_later(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_a_server_computes_answers_when_it_is_quiet() -> None:
+def test_a_server_computes_answers_when_it_is_quiet():
     config = ServeConfig(target=str(HYBRID), port=0, max_running=4, kv_cache_tokens=4096)
-    body: dict[str, Any] = {"max_tokens": MOST_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {"max_tokens": MOST_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with (
         serving(config, process.build_engine) as server,
         client_of(server) as client,

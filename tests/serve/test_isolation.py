@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.serve.engine import host_work
 from slipstream.serve.engine.constraints import ConstrainedRequest
-from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_stages import HostStage
 from slipstream.serve.request import Grammar, Request
 from slipstream.tests.pairwise import gate_of
@@ -81,15 +79,7 @@ class Saboteur:
         ],
     ),
 )
-def test_a_stage_that_raises_ends_one_request_alone(
-    index: int,
-    method: str,
-    build: Callable[..., Engine],
-    once: bool,
-    target: Path,
-    requests: list[Request],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_stage_that_raises_ends_one_request_alone(index, method, build, once, target, requests, caplog):
     expected = plain_answers(target, requests)
     engine = build(target, "ngram", max_running=4, kv_cache_tokens=112, page_size=1)
     saboteur = Saboteur(engine.stages[index], method, once=once)
@@ -112,9 +102,7 @@ def test_a_stage_that_raises_ends_one_request_alone(
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_a_request_that_breaks_its_stage_ends_though_a_step_is_all_that_is_left(
-    build: Callable[..., Engine], target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_breaks_its_stage_ends_though_a_step_is_all_that_is_left(build, target, monkeypatch):
     """While what is in flight reaches its max_tokens, and while a chunk of its prompt is computed."""
     engine = build(target, prefill_budget=16)
     push = ConstrainedRequest.push
@@ -138,7 +126,7 @@ def test_a_request_that_breaks_its_stage_ends_though_a_step_is_all_that_is_left(
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_matcher_that_raises_ends_its_request_alone(drafts: bool) -> None:
+def test_a_matcher_that_raises_ends_its_request_alone(drafts):
     """Others have matchers, too, which are made anew where they were in the midst of an answer."""
     requests = [
         make_request(

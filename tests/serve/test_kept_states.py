@@ -14,7 +14,6 @@ from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve.engine_runs import (
     build_engine,
     make_request,
@@ -72,15 +71,15 @@ def kinds() -> dict[str, Request]:
     ("name", "family"),
     gate_of([*((name, "qwen3") for name in DRAFTS), ("ngram", "gemma3")], [("eagle3", "qwen3"), ("ngram", "gemma3")]),
 )
-def test_states_are_those_of_the_target(name: str, family: str, make_target: MakeTarget, tmp_path: Path) -> None:
+def test_states_are_those_of_the_target(name, family, make_target, tmp_path):
     """In a cache that preempts, with chunks, shared prefixes and aborts; of a target with windows, too."""
     target = make_target(family)
     make = DRAFTS[name]
-    draft: Path | str = name
+    draft = name
     if make is not None:
         draft = tmp_path / "draft"
         make(target, draft)
-    options: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 192, "prefill_budget": 32, "max_model_len": 128}
+    options = {"max_running": 4, "kv_cache_tokens": 192, "prefill_budget": 32, "max_model_len": 128}
     engine = build_engine(target, draft, keep_states=LAYERS, **options)
     watch = engine.on_states = Watch(target)
     expected = plain_answers(target, list(kinds().values()))
@@ -88,7 +87,7 @@ def test_states_are_those_of_the_target(name: str, family: str, make_target: Mak
     assert len(watch.texts) > 30
 
 
-def test_states_of_recurrent_layers() -> None:
+def test_states_of_recurrent_layers():
     """Later turns find earlier ones in the prefix cache."""
     target = ROOT / "assets" / "tiny-hybrid-target"
     engine = build_engine(target, "ngram", keep_states=LAYERS, prefill_budget=64)

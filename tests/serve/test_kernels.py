@@ -23,7 +23,7 @@ def table(folder: Path, config: dict[str, Any], **options: Any) -> dict[str, lis
     return {name.rpartition(".")[2]: cells for name, *cells in rows}
 
 
-def test_layers_of_16_bits(tmp_path: Path) -> None:
+def test_layers_of_16_bits(tmp_path):
     lines = table(tmp_path, LLAMA_8B)
     place = ["0-2", "16 bits", "6144 x 4096", "16.00"]
     assert lines["qkv_proj"] == [*place, "streamed", "streamed", "few rows", "few rows", "few rows", "many rows"]
@@ -36,7 +36,7 @@ def test_layers_of_16_bits(tmp_path: Path) -> None:
     assert table(tmp_path, LLAMA_8B, kv_cache_dtype="fp8")["qkv_proj"][4] == "few rows"
 
 
-def test_quantised_layers(tmp_path: Path) -> None:
+def test_quantised_layers(tmp_path):
     """4 bits with a scale of 16 bits for 128 weights take 4.125."""
     lines = table(tmp_path, LLAMA_8B | {"quantization_config": compressed("pack-quantized", w4(128, True))})
     wide = ["int4 wide", "int4 wide", "dequantised"]
@@ -57,7 +57,7 @@ def test_quantised_layers(tmp_path: Path) -> None:
     assert lines["down_proj"][:2] == ["1", "16 bits"]
 
 
-def test_experts(tmp_path: Path) -> None:
+def test_experts(tmp_path):
     lines = table(tmp_path, LLAMA_8B | MOE)
     assert lines["experts"][:3] == ["0-2", "16 bits", "128 of 768 x 2048"]
     assert lines["experts"][4:] == [*["experts"] * 5, "experts, large tiles"]
@@ -67,7 +67,7 @@ def test_experts(tmp_path: Path) -> None:
     assert "streamed" in lines["o_proj"], "queries and keys have norms, and another kernel rotates them"
 
 
-def test_delta_nets_add_in_one_order(tmp_path: Path) -> None:
+def test_delta_nets_add_in_one_order(tmp_path):
     heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
     dims = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     kind = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
@@ -78,7 +78,7 @@ def test_delta_nets_add_in_one_order(tmp_path: Path) -> None:
         table(tmp_path, config | {"linear_conv_kernel_dim": 3}, exact=True)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(tmp_path):
     for rows in (0, 2**31):
         with user_error(rf"rows is \[{rows}\]; give numbers from 1 to"):
             KernelsConfig(target="here", rows=(rows,))

@@ -23,7 +23,7 @@ def num_matched_pages(cache: PageCache, tokens: list[int], namespace: str = "", 
     return cache.look_up(tokens, namespace, lookahead)[1] // cache.page_size
 
 
-def test_eviction_takes_the_longest_unused_leaf_first() -> None:
+def test_eviction_takes_the_longest_unused_leaf_first():
     cache = PageCache(7, 1)  # 6 pages
     old = [1, 2, 3, 0]
     new = [4, 5, 6, 0]
@@ -56,7 +56,7 @@ FAULTS: dict[str, Callable[[PageCache, PageTable], object]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_check_notices(fault: str) -> None:
+def test_check_notices(fault):
     cache = PageCache(20, 4)
     store(cache, list(range(30)))
     table = PageTable("", 0)
@@ -95,7 +95,7 @@ def compute(cache: PageCache, tokens: list[int], num_answered: int = 0, lookahea
 @grouped()
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 9, 11])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_an_answer_of_any_length_is_found_by_the_next_turn(window: int, lookahead: int) -> None:
+def test_an_answer_of_any_length_is_found_by_the_next_turn(window, lookahead):
     for length in range(12, 25):
         cache = windowed(window)
         text = list(range(length + 1))
@@ -104,7 +104,7 @@ def test_an_answer_of_any_length_is_found_by_the_next_turn(window: int, lookahea
         assert num_matched_pages(cache, [*text, 99], lookahead=lookahead) == length // 4
 
 
-def test_a_hit_ends_where_a_window_has_lost_its_pages() -> None:
+def test_a_hit_ends_where_a_window_has_lost_its_pages():
     cache = windowed(4, 8, num_pages=12)
     cache.release(compute(cache, list(range(23))), list(range(23)), 23)
     assert num_matched_pages(cache, list(range(24))) == 5
@@ -127,7 +127,7 @@ def computed_with_states(cache: PageCache, tokens: list[int]) -> PageTable:
 
 
 @each_case()
-def test_a_shorter_hit_has_a_reason(reason: str | None, num_entries: int, num_shared: int, num_hit: int) -> None:
+def test_a_shorter_hit_has_a_reason(reason, num_entries, num_shared, num_hit):
     """Hits on a text of 23 tokens with a state after 16 of them, or of 28 with one after 24."""
     states = StatePages(1 + num_entries, 4, 8)
     cache = PageCache(100, 4, [states])
@@ -146,7 +146,7 @@ def test_a_shorter_hit_has_a_reason(reason: str | None, num_entries: int, num_sh
 
 
 @pytest.mark.parametrize(("num_prompt", "num_hit"), [(0, 24), (12, 8), (26, 24)])
-def test_an_answer_is_not_found_in_a_longer_prompt(num_prompt: int, num_hit: int) -> None:
+def test_an_answer_is_not_found_in_a_longer_prompt(num_prompt, num_hit):
     """Since a state after an answer's tokens has other bits than one after as many of a prompt."""
     cache = PageCache(100, 4, [StatePages(8, 4, 8)])
     text = list(range(27))
@@ -158,7 +158,7 @@ def test_an_answer_is_not_found_in_a_longer_prompt(num_prompt: int, num_hit: int
     check_cache(cache, [resumed])
 
 
-def test_a_window_is_the_reason_of_a_shorter_hit() -> None:
+def test_a_window_is_the_reason_of_a_shorter_hit():
     cache = windowed(4, num_pages=12)
     text = list(range(23))
     cache.release(compute(cache, text), text, 23)
@@ -170,7 +170,7 @@ def test_a_window_is_the_reason_of_a_shorter_hit() -> None:
     assert (len(table.nodes), table.num_missed, table.miss_reason) == (4, 1, "window")
 
 
-def test_pages_behind_the_window_become_cached_or_free() -> None:
+def test_pages_behind_the_window_become_cached_or_free():
     cache = windowed(4)
     window = cache.groups[0]
     table = compute(cache, list(range(16)))
@@ -185,7 +185,7 @@ def test_pages_behind_the_window_become_cached_or_free() -> None:
     check_cache(cache, [table, other])
 
 
-def test_a_long_prompt_leaves_what_ended_texts_and_shared_beginnings_need() -> None:
+def test_a_long_prompt_leaves_what_ended_texts_and_shared_beginnings_need():
     cache = windowed(8, num_pages=14)
     ended = list(range(20))
     shared = list(range(100, 112))
@@ -205,7 +205,7 @@ def test_a_long_prompt_leaves_what_ended_texts_and_shared_beginnings_need() -> N
     assert num_matched_pages(cache, [*shared, 99]) == 3
 
 
-def test_a_text_that_was_known_and_not_hit_is_shared_once_it_is_computed() -> None:
+def test_a_text_that_was_known_and_not_hit_is_shared_once_it_is_computed():
     cache = windowed(8)
     window = cache.groups[0]
     tokens = list(range(17))
@@ -225,7 +225,7 @@ def test_a_text_that_was_known_and_not_hit_is_shared_once_it_is_computed() -> No
     check_cache(cache, [table])
 
 
-def test_sequences_are_admitted_by_quota() -> None:
+def test_sequences_are_admitted_by_quota():
     cache = windowed(8, num_pages=13)  # quota: 2 pages before the one being filled, and one after it
     tables = [PageTable("", 0) for _ in range(4)]
     assert [cache.admit(table, [1], 4, headroom=0, limit=40) for table in tables] == [True, True, True, False]
@@ -236,7 +236,7 @@ def test_sequences_are_admitted_by_quota() -> None:
     check_cache(cache, tables[:3])
 
 
-def test_chunks_reach_as_far_as_pages_that_nobody_claims() -> None:
+def test_chunks_reach_as_far_as_pages_that_nobody_claims():
     cache = windowed(8, num_pages=11)
     first = PageTable("", 0)
     second = PageTable("", 0)
@@ -262,7 +262,7 @@ WINDOW_FAULTS: dict[str, Callable[[WindowPages, PageTable], object]] = {
 
 
 @pytest.mark.parametrize("fault", WINDOW_FAULTS)
-def test_check_notices_in_a_window_group(fault: str) -> None:
+def test_check_notices_in_a_window_group(fault):
     cache = windowed(8)
     table = compute(cache, list(range(18)))
     check_cache(cache, [table])

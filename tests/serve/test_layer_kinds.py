@@ -1,7 +1,6 @@
 """Targets whose layers keep unlike things of a text, rows of two shapes or states, served with every kind of draft. The
 answers are those of a plain reference."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -70,7 +69,7 @@ Tokens = dict[float, dict[str, list[int]]]  # by temperature and request
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     """By the name of a spec, the folder of a target and drafts for it."""
     folders = {}
     for name, spec in SPECS.items():
@@ -84,7 +83,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(folders: dict[str, Path]) -> dict[str, Tokens]:
+def expected(folders) -> dict[str, Tokens]:
     """By the name of a spec, the answers of the reference."""
     references = {name: Reference.load(spec, folders[name] / "target") for name, spec in SPECS.items()}
     return {
@@ -122,9 +121,7 @@ def narrow(name: str) -> dict[str, Any]:
 
 
 @every_drafter
-def test_chunks_preemption_and_hits_change_no_answer(
-    name: str, drafter: str, folders: dict[str, Path], expected: dict[str, Tokens]
-) -> None:
+def test_chunks_preemption_and_hits_change_no_answer(name, drafter, folders, expected):
     """Four requests of these need more KV than there is."""
     engine = build_drafted(SPECS[name], folders[name], drafter, **narrow(name))
     for temperature, tokens in expected[name].items():
@@ -136,12 +133,10 @@ def test_chunks_preemption_and_hits_change_no_answer(
 
 
 @every_drafter
-def test_passes_as_a_gpu_has_them_change_no_answer(
-    name: str, drafter: str, folders: dict[str, Path], expected: dict[str, Tokens]
-) -> None:
+def test_passes_as_a_gpu_has_them_change_no_answer(name, drafter, folders, expected):
     """Ragged passes of fixed size, two steps in flight; the kernels are planned for each shape."""
     budget = max(32, GRIDS[name])
-    sizes: dict[str, Any] = {"max_running": 4, "prefill_budget": budget, "prefill_graph_tokens": budget, "page_size": 1}
+    sizes = {"max_running": 4, "prefill_budget": budget, "prefill_graph_tokens": budget, "page_size": 1}
     engine = build_drafted(SPECS[name], folders[name], drafter, captured=True, **sizes)
     for temperature, tokens in expected[name].items():
         assert tokens_of(run(engine, requests_of(name, temperature))) == tokens
@@ -149,9 +144,7 @@ def test_passes_as_a_gpu_has_them_change_no_answer(
 
 @pytest.mark.slow  # tests/kernels/test_delta.py compares the kernels alone
 @pytest.mark.parametrize("drafter", ["none", "chain", "tree"])
-def test_kernels_of_delta_nets_change_no_answer(
-    drafter: str, folders: dict[str, Path], expected: dict[str, Tokens], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_delta_nets_change_no_answer(drafter, folders, expected, monkeypatch):
     """The kernels that a GPU runs, interpreted: chunks, preemption and hits."""
     monkeypatch.setattr(recurrence, "use_triton", lambda _: True)
     sizes = narrow("delta nets") | {"kv_cache_tokens": 104 if drafter == "chain" else 118}
@@ -164,9 +157,7 @@ def test_kernels_of_delta_nets_change_no_answer(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_delta_nets_on_a_gpu_answer_as_on_the_cpu(
-    drafter: str, folders: dict[str, Path], expected: dict[str, Tokens]
-) -> None:
+def test_delta_nets_on_a_gpu_answer_as_on_the_cpu(drafter, folders, expected):
     name = "delta nets"
     engine = build_drafted(SPECS[name], folders[name], drafter, **narrow(name) | {"device": "cuda"})
     for temperature, tokens in expected[name].items():
@@ -174,9 +165,7 @@ def test_delta_nets_on_a_gpu_answer_as_on_the_cpu(
 
 
 @pytest.mark.slow
-def test_recorded_steps_with_states_give_the_same_bits_elsewhere(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_steps_with_states_give_the_same_bits_elsewhere(folders, tmp_path, monkeypatch):
     spec = SPECS["recurrent"]
     monkeypatch.setattr(engine_plan, "load_config", lambda *_: spec)
     monkeypatch.setattr(random_drafts, "load_config", lambda *_: spec)
@@ -185,7 +174,7 @@ def test_recorded_steps_with_states_give_the_same_bits_elsewhere(
     test_replay.check_elsewhere(cases, {"target": target, "device": "cpu"}, tmp_path, monkeypatch)
 
 
-def test_a_hit_is_as_deep_as_a_snapshot(folders: dict[str, Path]) -> None:
+def test_a_hit_is_as_deep_as_a_snapshot(folders):
     """Snapshots are taken at the end of a prompt, at ends of its chunks, and where a second text leaves it. Pages of 16
     tokens, so every 16."""
     engine = build_drafted(SPECS["recurrent"], folders["recurrent"], "none", page_size=16, prefill_budget=48)
@@ -216,7 +205,7 @@ def test_a_hit_is_as_deep_as_a_snapshot(folders: dict[str, Path]) -> None:
     assert answers["turn"].counts.cached_tokens == 112, "answers have no snapshots"
 
 
-def test_documents_are_computed_from_empty_states(folders: dict[str, Path]) -> None:
+def test_documents_are_computed_from_empty_states(folders):
     """In training."""
     reference = Reference.load(SPECS["recurrent"], folders["recurrent"] / "target")
     texts = [random_prompt(length, length) for length in (7, 1, 12)]
@@ -228,7 +217,7 @@ def test_documents_are_computed_from_empty_states(folders: dict[str, Path]) -> N
     torch.testing.assert_close(packed, torch.cat(alone), atol=1e-5, rtol=1e-5)
 
 
-def test_each_shape_has_a_cache_and_each_retention_a_pool(folders: dict[str, Path]) -> None:
+def test_each_shape_has_a_cache_and_each_retention_a_pool(folders):
     name = "two head sizes"
     engine = build_drafted(SPECS[name], folders[name], "chain", kv_cache_tokens=512, page_size=16)
     plan = engine.engine_plan
@@ -248,7 +237,7 @@ def test_each_shape_has_a_cache_and_each_retention_a_pool(folders: dict[str, Pat
     assert sizes == [size * pages for size, pages in zip(plan.page_bytes, plan.space.num_pages, strict=True)]
 
 
-def test_states_are_counted_as_they_are_kept(folders: dict[str, Path]) -> None:
+def test_states_are_counted_as_they_are_kept(folders):
     engine = build_drafted(SPECS["recurrent"], folders["recurrent"], "chain", kv_cache_tokens=512, max_running=4)
     plan = engine.engine_plan
     states = engine.runner.passes.states
@@ -262,7 +251,7 @@ def test_states_are_counted_as_they_are_kept(folders: dict[str, Path]) -> None:
     assert record_bytes == plan.record_bytes
 
 
-def test_two_shapes_with_one_retention_share_pages(tmp_path: Path) -> None:
+def test_two_shapes_with_one_retention_share_pages(tmp_path):
     spec = spec_of([FULL, NOMINAL.layer(), FULL, NOMINAL.layer()])
     save_spec(spec, tmp_path / "target")
     engine = build(plan_spec(spec, tmp_path / "target", max_running=4, prefill_budget=16, page_size=1))
@@ -273,7 +262,7 @@ def test_two_shapes_with_one_retention_share_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("gemma4-shared" not in RELATIVES, reason="this transformers does not know it")
-def test_a_layer_that_reads_the_kv_of_another_has_no_rows(make_target: Callable[[str], Path]) -> None:
+def test_a_layer_that_reads_the_kv_of_another_has_no_rows(make_target):
     """The last three of six layers, windowed ones and full ones in turn, read what the third and the second keep."""
     engine = build_engine(make_target("gemma4-shared"))
     (kv,) = engine.runner.passes.kv
@@ -285,7 +274,7 @@ def test_a_layer_that_reads_the_kv_of_another_has_no_rows(make_target: Callable[
 
 @pytest.mark.parametrize("drafter", some_of(["none", "tree"], ["tree"]))
 @pytest.mark.parametrize("name", some_of(SPECS, ["two head sizes", "delta nets"]))
-def test_fp8(name: str, drafter: str, folders: dict[str, Path]) -> None:
+def test_fp8(name, drafter, folders):
     spec = SPECS[name]
     scales = [torch.full((2, layer.num_kv_heads), SCALE) for layer in spec.attention]
     requests = requests_of(name, 1.0, max_tokens=10)
@@ -297,6 +286,6 @@ def test_fp8(name: str, drafter: str, folders: dict[str, Path]) -> None:
         assert tokens_of(run(engine, requests)) == expected
 
 
-def test_a_budget_below_the_grid_is_refused(folders: dict[str, Path]) -> None:
+def test_a_budget_below_the_grid_is_refused(folders):
     with pytest.raises(ValueError, match="prefill_budget is 3, and this target computes prompts by 4 tokens; raise it"):
         build_drafted(SPECS["recurrent"], folders["recurrent"], "none", prefill_budget=3, page_size=1)

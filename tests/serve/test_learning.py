@@ -17,7 +17,6 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import psutil
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.files.atomic import atomic_folder
-from slipstream.models.files.learning import LearnJob, Line, Load, Offer, Outcome, ServedText, StateQuestion, Verdict
+from slipstream.models.files.learning import LearnJob, Line, Load, ServedText, StateQuestion, Verdict
 from slipstream.models.files.outputs import CHECKPOINT
 from slipstream.models.files.state_store import encode
 from slipstream.models.targets.frozen import load_frozen_target
@@ -65,7 +64,7 @@ def names_in_memory(pid: int, spans: dict[str, bytes]) -> set[str]:
 
 def ask(engine: Engine, salt: str, first: int) -> dict[str, bytes]:
     """Asks eight questions. Returns the bytes of the states of each text, in its middle, as they came and in fp8."""
-    spans: dict[str, bytes] = {}
+    spans = {}
     note = engine.on_states
 
     def listen(sequence: Sequence, read: Callable[[int], Tensor]) -> None:
@@ -85,7 +84,7 @@ def ask(engine: Engine, salt: str, first: int) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-def test_states_arrive_as_they_were(dtype: torch.dtype) -> None:
+def test_states_arrive_as_they_were(dtype):
     ends = socket.socketpair()
     sender, receiver = map(Line, ends)
     states = torch.randn(3, 7, 8).to(dtype)
@@ -103,7 +102,7 @@ def test_states_arrive_as_they_were(dtype: torch.dtype) -> None:
         end.close()
 
 
-def test_a_server_goes_on_from_what_an_earlier_one_has_learnt(tmp_path: Path) -> None:
+def test_a_server_goes_on_from_what_an_earlier_one_has_learnt(tmp_path):
     """Not from drafts of others, nor from other folders, which stay as they are."""
     output = tmp_path / "learnt"
     options = {"target": str(TINY), "draft": str(DRAFT)}
@@ -131,7 +130,7 @@ def test_a_server_goes_on_from_what_an_earlier_one_has_learnt(tmp_path: Path) ->
             LearnOptions(**wrong)
 
 
-def test_two_servers_do_not_learn_into_one_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_servers_do_not_learn_into_one_folder(tmp_path, capfd):
     """Not by another name of it either, nor once what was learnt has taken its place."""
     output = tmp_path / "learnt"
     options = {"target": str(TINY), "draft": str(DRAFT), "port": 0}
@@ -150,12 +149,12 @@ def test_two_servers_do_not_learn_into_one_folder(tmp_path: Path, capfd: pytest.
 
 
 @each_case()
-def test_a_gpu_of_the_engine_is_known(device: str, engine_device: str, tp: int, shared: bool) -> None:
-    plan: Any = SimpleNamespace(device=SimpleNamespace(type=engine_device), config=SimpleNamespace(tp=tp))
+def test_a_gpu_of_the_engine_is_known(device, engine_device, tp, shared):
+    plan = SimpleNamespace(device=SimpleNamespace(type=engine_device), config=SimpleNamespace(tp=tp))
     assert learning.is_shared(device, plan) == shared
 
 
-def test_a_gpu_of_the_engine_without_room_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_gpu_of_the_engine_without_room_is_refused(monkeypatch, capfd):
     """Before the engine loads anything."""
     monkeypatch.setattr(learning, "is_shared", lambda *_: True)
     config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
@@ -168,9 +167,7 @@ def test_a_gpu_of_the_engine_without_room_is_refused(monkeypatch: pytest.MonkeyP
 
 
 @each_case()
-def test_weights_that_pass_after_their_trainers_end_are_saved(
-    outcomes: list[Outcome], is_saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_pass_after_their_trainers_end_are_saved(outcomes, is_saved, tmp_path, monkeypatch):
     """A program that offers a draft and ends stands for the trainer; `outcomes` follow."""
     folder = tmp_path / "learnt"
     program = "import sys, socket; from slipstream.models.files.learning import Line, Offer; "
@@ -180,7 +177,7 @@ def test_weights_that_pass_after_their_trainers_end_are_saved(
         subprocess, "Popen", lambda argv, **options: start([argv[0], "-c", program, argv[4]], **options)
     )
     config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
-    offers: list[Offer] = []
+    offers = []
     with closing(Learner(config, LearnOptions(device="cpu", output=str(folder)))) as learner:
         learner.attach(build_engine(TINY, DRAFT, device="cpu"), offers.append, lambda call: call())
         wait_until(lambda: bool(learner._orphan), "the trainer has ended")
@@ -191,7 +188,7 @@ def test_weights_that_pass_after_their_trainers_end_are_saved(
 
 
 @pytest.fixture
-def make_learner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[LearnOptions], tuple[Engine, Learner]]]:
+def make_learner(monkeypatch) -> Iterator[Callable[[LearnOptions], tuple[Engine, Learner]]]:
     monkeypatch.setattr(learning, "LEAST_SECONDS", 0.0)
     learners = []
 
@@ -202,7 +199,7 @@ def make_learner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[LearnOpt
         learners[-1].attach(engine, offers.append, lambda call: call())
         return engine, learners[-1]
 
-    offers: list[Offer] = []
+    offers = []
     yield make
     for learner in learners:
         learner.close()
@@ -211,9 +208,7 @@ def make_learner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[LearnOpt
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_nothing_of_a_tenant_that_opted_out_is_in_the_trainers_memory(
-    make_learner: Callable[[LearnOptions], tuple[Engine, Learner]],
-) -> None:
+def test_nothing_of_a_tenant_that_opted_out_is_in_the_trainers_memory(make_learner):
     """Texts of others are, those from before and after."""
     engine, learner = make_learner(LearnOptions(device="cpu"))
     shared = ask(engine, "", 0)
@@ -229,9 +224,7 @@ def test_nothing_of_a_tenant_that_opted_out_is_in_the_trainers_memory(
     assert learner.num_dropped == 0
 
 
-def test_states_that_a_trainer_asks_for_are_the_targets(
-    make_learner: Callable[[LearnOptions], tuple[Engine, Learner]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_that_a_trainer_asks_for_are_the_targets(make_learner, monkeypatch):
     """Without memory for them, or of ids that are no tokens, there are none, and the next ones come."""
     engine, learner = make_learner(LearnOptions(device="cpu"))
     layers = engine.config.keep_states
@@ -256,7 +249,7 @@ def test_states_that_a_trainer_asks_for_are_the_targets(
 
 
 @pytest.mark.slow
-def test_a_trainer_beside_the_engine_is_told_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_beside_the_engine_is_told_of_work(monkeypatch):
     """It starts with a tenth of the time, and is ready before the engine takes memory."""
     monkeypatch.setattr(learning, "is_shared", lambda *_: True)
     config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
@@ -293,7 +286,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["starts", "learns"])
-def test_a_killed_server_leaves_what_passed_and_nothing_else(tmp_path: Path, moment: str) -> None:
+def test_a_killed_server_leaves_what_passed_and_nothing_else(tmp_path, moment):
     """Neither process nor file, while the trainer loads or trains; another server goes on."""
     output = tmp_path / "learnt"
     config = ServeConfig(target=str(TINY), draft=str(DRAFT), learn=LearnOptions(device="cpu", output=str(output)))
@@ -320,9 +313,7 @@ def test_a_killed_server_leaves_what_passed_and_nothing_else(tmp_path: Path, mom
 
 
 @pytest.mark.slow
-def test_a_killed_trainer_is_replaced_and_goes_on_from_what_passed(
-    make_learner: Callable[[LearnOptions], tuple[Engine, Learner]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_trainer_is_replaced_and_goes_on_from_what_passed(make_learner, tmp_path, monkeypatch):
     output = tmp_path / "learnt"
     engine, learner = make_learner(LearnOptions(device="cpu", output=str(output)))
     shutil.copytree(DRAFT, output)  # as if it had passed
@@ -334,7 +325,7 @@ def test_a_killed_trainer_is_replaced_and_goes_on_from_what_passed(
     wait_until(lambda: learner._line is not line, "another trainer")
     argv = psutil.Process(learner.process.pid).cmdline()
     assert f'"draft": "{output}"' in argv[-1]
-    messages: list[object] = []
+    messages = []
     monkeypatch.setattr(learner._line, "send", messages.append)
     late.set()
     assert ask(engine, "", 0)

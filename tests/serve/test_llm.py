@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from slipstream import runtime
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
-from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.schemas import CompletionBody
 from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.request import Grammar, Request, SamplingParams
+from slipstream.serve.request import Grammar, SamplingParams
 from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES, save_random_target
@@ -41,7 +39,7 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(tmp_path_factory) -> tuple[Path, Path]:
     """A target whose tokenizer gives id 17 the text "w17", and a draft for it. Ids 0..2 are special."""
     target, draft = (tmp_path_factory.mktemp("models") / name for name in ("target", "draft"))
     save_random_target(FAMILIES["qwen3"], target)
@@ -57,12 +55,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def plain(folders: tuple[Path, Path]) -> LLM:
+def plain(folders) -> LLM:
     return LLM(str(folders[0]), max_running=4, kv_cache_tokens=1024)
 
 
 @pytest.fixture(scope="module")
-def drafted(folders: tuple[Path, Path]) -> LLM:
+def drafted(folders) -> LLM:
     """The target comes from the draft's config."""
     return LLM(draft=str(folders[1]), max_running=4, kv_cache_tokens=1024)
 
@@ -89,7 +87,7 @@ COUNT = {
 
 
 @pytest.mark.parametrize("max_spaces", [0, 1])
-def test_a_model_that_knows_no_json_ends_an_object(max_spaces: int) -> None:
+def test_a_model_that_knows_no_json_ends_an_object(max_spaces):
     """A small model fills the white space that JSON may have. The playground's example is one that it ends, too."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Tom has 3 boxes."}]
     with LLM(str(TINY), device="cpu", json_whitespace=max_spaces, max_running=1, kv_cache_tokens=512) as llm:
@@ -107,7 +105,7 @@ def test_a_model_that_knows_no_json_ends_an_object(max_spaces: int) -> None:
     assert len(EXAMPLE) == 1
 
 
-def test_answers_come_in_the_order_of_the_prompts(plain: LLM, drafted: LLM) -> None:
+def test_answers_come_in_the_order_of_the_prompts(plain, drafted):
     expected = [plain.generate([prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     for llm in (plain, drafted):
         answers = llm.generate(PROMPTS, PARAMS)
@@ -123,7 +121,7 @@ def test_answers_come_in_the_order_of_the_prompts(plain: LLM, drafted: LLM) -> N
 
 
 @pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_stop_strings_cut_text_tokens_and_counts(stride: int, plain: LLM, drafted: LLM) -> None:
+def test_stop_strings_cut_text_tokens_and_counts(stride, plain, drafted):
     """All along an answer, so that some of them lie inside a draft and one in the prompt's own pass."""
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
     full = plain.generate([PROMPTS[1]], params)[0].tokens
@@ -147,7 +145,7 @@ def test_stop_strings_cut_text_tokens_and_counts(stride: int, plain: LLM, drafte
         assert (answer.text, answer.tokens) == (text, full[:14]), "the next token brings the space"
 
 
-def test_logprobs_and_stop_strings(plain: LLM, drafted: LLM, folders: tuple[Path, Path]) -> None:
+def test_logprobs_and_stop_strings(plain, drafted, folders):
     """As transformers has them, for each token of the answer and of the prompt but its first."""
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, logprobs=2, prompt_logprobs=0)
@@ -170,7 +168,7 @@ def test_logprobs_and_stop_strings(plain: LLM, drafted: LLM, folders: tuple[Path
         assert alone.prompt_logprobs == answer.prompt_logprobs
 
 
-def test_traces_and_figures_end_with_the_tokens(plain: LLM, drafted: LLM) -> None:
+def test_traces_and_figures_end_with_the_tokens(plain, drafted):
     """At a stop string, too."""
     full = plain.generate([PROMPTS[1]], PARAMS[4])[0]
     for stop in ("", f"w{full.tokens[9]} w{full.tokens[10]}"):
@@ -193,7 +191,7 @@ def test_traces_and_figures_end_with_the_tokens(plain: LLM, drafted: LLM) -> Non
     assert (off.tokens, off.trace, off.metrics) == (full.tokens, None, {"speculative_decoding": None})
 
 
-def test_without_a_seed_every_prompt_draws_its_own(plain: LLM) -> None:
+def test_without_a_seed_every_prompt_draws_its_own(plain):
     params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
     answers = plain.generate([PROMPTS[1]] * 8, params)
     assert len({tuple(answer.tokens) for answer in answers}) > 1
@@ -204,7 +202,7 @@ def test_without_a_seed_every_prompt_draws_its_own(plain: LLM) -> None:
     assert tokens_of(again) == tokens_of(answers)
 
 
-def test_a_seeded_call_repeats_and_its_equal_prompts_differ(plain: LLM, folders: tuple[Path, Path]) -> None:
+def test_a_seeded_call_repeats_and_its_equal_prompts_differ(plain, folders):
     """Offline and over HTTP alike; the first prompt is sampled as it is alone."""
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
     answers = plain.generate([PROMPTS[1]] * 4, params)
@@ -226,15 +224,13 @@ def test_a_seeded_call_repeats_and_its_equal_prompts_differ(plain: LLM, folders:
     *(([PROMPTS[0], prompt], (), "prompt") for prompt in ([], [5] * 300, [5, 500], "")),
     (["a\ud83d"], (), r"prompts\[0\] holds \\ud83d at character 1, half of a surrogate pair"),
 )
-def test_bad_prompts_and_stops_are_named_before_anything_runs(
-    prompts: Any, stop: Any, message: str, plain: LLM
-) -> None:
+def test_bad_prompts_and_stops_are_named_before_anything_runs(prompts, stop, message, plain):
     with pytest.raises(ValueError, match=message):
         plain.generate(prompts, PARAMS[0], stop=stop)
     assert not plain.engine.has_work
 
 
-def test_bad_params_are_named_before_anything_runs(plain: LLM) -> None:
+def test_bad_params_are_named_before_anything_runs(plain):
     bad_params: dict[str, Any] = {
         "params has 2 entries for 5 prompts; give one, or one per prompt": PARAMS[:2],
         "params is None; give SamplingParams, one for all or one per prompt": None,
@@ -246,17 +242,17 @@ def test_bad_params_are_named_before_anything_runs(plain: LLM) -> None:
         assert not plain.engine.has_work
 
 
-def test_options_of_the_engine_are_taken() -> None:
+def test_options_of_the_engine_are_taken():
     options: dict[str, Any] = {"max_running": 2, "kv_cache_tokens": 256, "quantization": "fp8"}
     (answer,) = LLM(str(TINY), **options).generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0.0))
     same = run(build_engine(TINY, **options), [make_request("0", [5, 6, 7], max_tokens=8)])["0"]
     assert answer.tokens == same.tokens
 
 
-def test_stream_draws_requests_as_there_is_room(plain: LLM) -> None:
+def test_stream_draws_requests_as_there_is_room(plain):
     num_drawn = 0
 
-    def requests() -> Iterator[Request]:
+    def requests():
         nonlocal num_drawn
         for index in range(40):
             num_drawn += 1
@@ -269,7 +265,7 @@ def test_stream_draws_requests_as_there_is_room(plain: LLM) -> None:
     assert ended == num_drawn == 40
 
 
-def test_an_open_stream_keeps_its_outputs(plain: LLM) -> None:
+def test_an_open_stream_keeps_its_outputs(plain):
     requests = [make_request(str(index), [5 + index], max_tokens=9, ignore_eos=True) for index in range(2)]
     stream = plain.stream(requests)
     outputs = [next(stream)]
@@ -294,15 +290,7 @@ def test_an_open_stream_keeps_its_outputs(plain: LLM) -> None:
         (lambda engine: engine.runner.target.layers[1], "forward", 3, 2),
     ],
 )
-def test_generation_can_be_interrupted_and_started_again(
-    place: Callable[[Engine], Any],
-    name: str,
-    last_call: int,
-    count: int,
-    plain: LLM,
-    drafted: LLM,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_generation_can_be_interrupted_and_started_again(place, name, last_call, count, plain, drafted, monkeypatch):
     """By `count` signals, of which a second breaks a step off. Nor is shared what a broken pass has not computed: the
     prompts are new."""
     engine = drafted.engine
@@ -310,7 +298,7 @@ def test_generation_can_be_interrupted_and_started_again(
     call = getattr(place(engine), name)
     num_calls = 0
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments):
         nonlocal num_calls
         num_calls += 1
         result = call(*arguments)
@@ -332,19 +320,19 @@ def test_generation_can_be_interrupted_and_started_again(
         assert len({admission.slot for admission in plan.admissions}) == len(plan.admissions)
 
 
-def test_progress_counts_answers(plain: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_counts_answers(plain, capsys):
     plain.generate(PROMPTS, PARAMS)
     assert capsys.readouterr().err == ""
     plain.generate(PROMPTS, PARAMS, progress=True)
     assert "5/5" in capsys.readouterr().err
 
 
-def test_one_stop_string_is_no_sequence_of_letters(plain: LLM) -> None:
+def test_one_stop_string_is_no_sequence_of_letters(plain):
     answers = [plain.generate(PROMPTS[:2], PARAMS[:2], stop=stop) for stop in ("w1 w", ("w1 w",))]
     assert tokens_of(answers[0]) == tokens_of(answers[1])
 
 
-def test_what_ngrams_have_learned_is_written_at_the_end(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_ngrams_have_learned_is_written_at_the_end(folders, tmp_path):
     path = tmp_path / "trie"
     options = {"max_running": 4, "kv_cache_tokens": 1024}
     with LLM(str(folders[0]), "ngram", drafter={"save": str(path)}, **options) as llm:
@@ -356,9 +344,7 @@ def test_what_ngrams_have_learned_is_written_at_the_end(folders: tuple[Path, Pat
 
 
 @pytest.mark.parametrize("threads_spin", [False, True])
-def test_torch_imported_too_early_is_said(
-    folders: tuple[Path, Path], threads_spin: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_torch_imported_too_early_is_said(folders, threads_spin, monkeypatch, caplog):
     monkeypatch.setattr(runtime, "THREADS_SPIN", threads_spin)
     with LLM(str(folders[0]), device="cpu", kv_cache_tokens=64):
         assert ("import slipstream first, or set GOMP_SPINCOUNT=1000" in caplog.text) == threads_spin

@@ -5,21 +5,19 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
 from slipstream.serve import load
-from slipstream.serve.http.launch import Server
 from slipstream.serve.load import Answer, LoadResult, percentile, run_load
 from slipstream.tests.serve.fake_engine import ROUND
 from slipstream.tests.serve.fake_server import HELLO
 
 
 @pytest.mark.parametrize(("stream", "concurrency"), [(False, 5), (True, 1), (True, 5)])
-def test_answers_come_in_the_order_of_the_prompts(server: Server, stream: bool, concurrency: int) -> None:
+def test_answers_come_in_the_order_of_the_prompts(server, stream, concurrency):
     prompts = [*(f"prompt {index}" for index in range(7)), [104, 105], HELLO]
-    options: dict[str, Any] = {"concurrency": concurrency, "stream": stream, "num_warmup": 2}
+    options = {"concurrency": concurrency, "stream": stream, "num_warmup": 2}
     result = run_load(server.url, prompts, max_tokens=10, **options)
     assert result.errors == []
     texts = [answer.text for answer in result.answers]
@@ -39,7 +37,7 @@ def test_answers_come_in_the_order_of_the_prompts(server: Server, stream: bool, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_failures_are_counted_not_hidden(server: Server, stream: bool) -> None:
+def test_failures_are_counted_not_hidden(server, stream):
     result = run_load(server.url, ["fine", "x" * 300], stream=stream, max_tokens=4)
     assert [answer.error is None for answer in result.answers] == [True, False]
     assert "300" in result.errors[0]
@@ -113,9 +111,7 @@ def event(text: str, **fields: object) -> str:
         (True, HALVES, "a\U0001f600\ufffd", None),
     ],
 )
-def test_answers_of_other_servers(
-    foreign: str, stream: bool, content: str, text: str, error: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_of_other_servers(foreign, stream, content, text, error, monkeypatch):
     monkeypatch.setattr(Foreign, "content", content)
     monkeypatch.setattr(Foreign, "status", 503 if error == "overloaded" else 200)
     [answer] = run_load(foreign, ["x"], model="m", stream=stream).answers
@@ -124,13 +120,13 @@ def test_answers_of_other_servers(
     assert ("status 503" in str(answer.error)) == (error == "overloaded")
 
 
-def test_a_page_in_place_of_a_stream_is_quoted(foreign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_in_place_of_a_stream_is_quoted(foreign, monkeypatch):
     monkeypatch.setattr(Foreign, "content", "<html>log in")
     monkeypatch.setattr(Foreign, "kind", "text/html")
     assert "<html>log in" in run_load(foreign, ["x"], model="m", stream=True).errors[0]
 
 
-def test_a_silent_server_is_given_up(foreign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_given_up(foreign, monkeypatch):
     """One that does not list its models, and one that takes a request, with its answer in pieces or in one."""
     monkeypatch.setattr(Foreign, "is_silent", True)
     for limit in ("SILENCE_S", "ANSWER_SILENCE_S", "WHOLE_ANSWER_S"):
@@ -143,7 +139,7 @@ def test_a_silent_server_is_given_up(foreign: str, monkeypatch: pytest.MonkeyPat
     Foreign.go_on.set()
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_a_server_that_is_not_there():
     with pytest.raises(
         ValueError, match=r"^http://127\.0\.0\.1:9 is not an OpenAI-compatible server .* give one like http"
     ):
@@ -151,8 +147,8 @@ def test_a_server_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_reasoning_comes_in_pieces_too(foreign: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    deltas: list[dict[str, str]] = [{"role": "assistant"}, {name: "hm"}, {name: ", so"}, {"content": "yes"}]
+def test_reasoning_comes_in_pieces_too(foreign, name, monkeypatch):
+    deltas = [{"role": "assistant"}, {name: "hm"}, {name: ", so"}, {"content": "yes"}]
     bodies = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
     bodies.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
     monkeypatch.setattr(Foreign, "content", "".join(f"data: {json.dumps(body)}\n\n" for body in bodies))
@@ -160,7 +156,7 @@ def test_reasoning_comes_in_pieces_too(foreign: str, name: str, monkeypatch: pyt
     assert (answer.reasoning, answer.text, len(answer.arrivals_s)) == ("hm, so", "yes", 3)
 
 
-def test_figures() -> None:
+def test_figures():
     answers = [
         Answer(completion_tokens=11, latency_s=1.0, rounds=5, decoded_tokens=10, accepted_by_position=[4, 1]),
         Answer(completion_tokens=31, latency_s=3.0, rounds=10, decoded_tokens=30, accepted_by_position=[9, 7, 4]),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ GREEDY: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def build(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
+def build(target, tmp_path_factory) -> Build:
     """(drafter, engine options) -> engine. The drafts know the greedy answers."""
     folder = tmp_path_factory.mktemp("drafts")
     texts = [text for params in GREEDY for text in texts_of(target, requests_of(params))]
@@ -60,9 +59,7 @@ def requests_of(params: dict[str, Any]) -> list[Request]:
     ("drafter", "params"),
     gate_of(product(DRAFTERS, GREEDY), [("none", GREEDY[0]), ("eagle3 tree", GREEDY[1]), ("ngram", GREEDY[0])]),
 )
-def test_greedy_tokens_are_those_of_transformers_generate(
-    drafter: str, params: dict[str, Any], build: Build, target: Path
-) -> None:
+def test_greedy_tokens_are_those_of_transformers_generate(drafter, params, build, target):
     engine = build(drafter)
     requests = requests_of(params)
     answers = run(engine, requests)
@@ -80,7 +77,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["none", "eagle3 tree", "ngram"]))
-def test_counts_hold_what_was_emitted(drafter: str, build: Build) -> None:
+def test_counts_hold_what_was_emitted(drafter, build):
     """After every step, for requests with penalties, whichever of them are preempted meanwhile."""
     params = {"temperature": 0.8, "frequency_penalty": 0.5, "presence_penalty": -0.3}
     requests = requests_of(params) + [make_request("plain", random_prompt(12, 3), temperature=0.8, max_tokens=30)]
@@ -134,9 +131,7 @@ def changed_logits(engine: Engine, change: Callable[[Tensor], Tensor], patch: py
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle3", "eagle3 tree", "dflash"])
-def test_a_request_that_cannot_be_sampled_ends_alone(
-    drafter: str, build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_cannot_be_sampled_ends_alone(drafter, build, monkeypatch):
     """NaN in the rows of one request: its step emits -1 last, the next one runs, and the others do not notice."""
     params = [{"temperature": 0.7}, {}, {"presence_penalty": 0.5}]
     broken = build(drafter)
@@ -170,7 +165,7 @@ def test_a_request_that_cannot_be_sampled_ends_alone(
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle3", "dflash"])
-def test_a_prompt_that_cannot_be_sampled(drafter: str, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_cannot_be_sampled(drafter, build, monkeypatch):
     """Its pass gives -1 and the drafter proposes something all the same."""
     engine = build(drafter)
     engine.add(make_request("0", random_prompt(9, 0)))
@@ -182,9 +177,7 @@ def test_a_prompt_that_cannot_be_sampled(drafter: str, build: Build, monkeypatch
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle3 tree", "ngram"])
-def test_nan_ends_a_request_and_the_next_one_is_served(
-    drafter: str, build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_ends_a_request_and_the_next_one_is_served(drafter, build, monkeypatch):
     """In its third pass; what it had said before stands."""
     requests = requests_of({})
     expected = tokens_of(run(build("none"), requests))
@@ -205,7 +198,7 @@ def test_nan_ends_a_request_and_the_next_one_is_served(
     assert all(answers[request.id].tokens == expected[request.id] for request in healthy)
 
 
-def test_admission_fills_what_a_request_needs_and_nothing_else() -> None:
+def test_admission_fills_what_a_request_needs_and_nothing_else():
     state = RequestState(2, 4, 16, 4, torch.device("cpu"), vocab_size=8)
 
     def admit(prompt: list[int], tokens: list[int], **params: Any) -> None:
@@ -230,7 +223,7 @@ def test_admission_fills_what_a_request_needs_and_nothing_else() -> None:
     assert not processors.bias[[0, 2]].any()
 
 
-def test_the_state_knows_its_size() -> None:
+def test_the_state_knows_its_size():
     """Memory that is sized without it would be missing later."""
     small, large = (RequestState(3, 4, 16, 4, torch.device("cpu"), vocab_size).nbytes for vocab_size in (0, 1000))
     words = 32  # of a mask, for each of 3 * 4 rows

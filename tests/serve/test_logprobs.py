@@ -1,8 +1,6 @@
 """Log-probabilities of answers and prompts: with every drafter those of transformers, step by step."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.kernels.sampling import logprobs as kernels
 from slipstream.serve.engine import build as engine_build
-from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import MOST_LOGPROBS, Logprobs, Request, SamplingParams
 from slipstream.serve.runner import logits as runner_logits
 from slipstream.tests.pairwise import some_of
@@ -39,14 +36,14 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def model(target: Path) -> Any:
+def model(target) -> Any:
     return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     """Returns requests of every sampling, some with log-probabilities of the answer, the prompt, or both."""
-    fields_of_requests: list[dict[str, int]] = [
+    fields_of_requests = [
         {"logprobs": 5},
         {},
         {"logprobs": 0, "prompt_logprobs": 2},
@@ -64,7 +61,7 @@ def requests() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def build(target: Path, requests: list[Request], tmp_path_factory: pytest.TempPathFactory) -> Build:
+def build(target, requests, tmp_path_factory) -> Build:
     """(drafter, engine options) -> engine. Drafts know the answers."""
     return drafted_engines(target, tmp_path_factory.mktemp("drafts"), texts_of(target, requests))
 
@@ -107,7 +104,7 @@ def check_answers(model: Any, requests: list[Request], answers: dict[str, Answer
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["none", "eagle3 tree", "ngram"]))
-def test_they_are_those_of_transformers(drafter: str, build: Build, requests: list[Request], model: Any) -> None:
+def test_they_are_those_of_transformers(drafter, build, requests, model):
     engine = build(drafter)
     answers = run(engine, requests)
     if drafter == "ngram":  # it knows what it has seen
@@ -122,7 +119,7 @@ def test_they_are_those_of_transformers(drafter: str, build: Build, requests: li
 
 
 @pytest.mark.parametrize("drafter", some_of(["none", "eagle3 tree", "ngram"], ["none", "eagle3 tree"]))
-def test_when_preempted(drafter: str, build: Build, requests: list[Request], model: Any) -> None:
+def test_when_preempted(drafter, build, requests, model):
     """And with prompts cut into chunks, whose log-probabilities are begun anew."""
     engine = build(drafter, kv_cache_tokens=130, page_size=1, prefill_budget=16)
     answers = run(engine, requests)
@@ -131,9 +128,7 @@ def test_when_preempted(drafter: str, build: Build, requests: list[Request], mod
 
 
 @pytest.mark.parametrize("drafter", some_of(["none", "eagle3", "eagle3 tree", "dflash"], ["eagle3 tree", "dflash"]))
-def test_captured_passes(
-    drafter: str, build: Build, requests: list[Request], model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_passes(drafter, build, requests, model, monkeypatch):
     """Padding and steps in flight; passes that score prompts are launched as they are."""
     monkeypatch.setattr(engine_build, "build_engine", build_played)
     engine = build(drafter, max_running=4, prefill_graph_tokens=64)
@@ -147,7 +142,7 @@ def test_captured_passes(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-windows"])
-def test_prefix_hits(family: str, make_target: Callable[[str], Path]) -> None:
+def test_prefix_hits(family, make_target):
     """Log-probabilities of an answer use them; those of a prompt cannot."""
     prompt = random_prompt(40, 1)
     path = make_target(family)
@@ -165,7 +160,7 @@ def test_prefix_hits(family: str, make_target: Callable[[str], Path]) -> None:
         assert answers[name].counts.cached_tokens == cached
 
 
-def test_a_prompt_alone(build: Build, model: Any) -> None:
+def test_a_prompt_alone(build, model):
     """No token is generated; beside others that get theirs. Prompts of whole pages, too."""
     sizes = (1, 2, 16, 30, 48)
     scored = [make_request(str(size), random_prompt(size, size), max_tokens=0, prompt_logprobs=3) for size in sizes]
@@ -177,7 +172,7 @@ def test_a_prompt_alone(build: Build, model: Any) -> None:
             assert (answers[request.id].tokens, answers[request.id].finish_reason) == ([], "length")
 
 
-def test_logits_of_prompts_are_held_in_parts(build: Build, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_prompts_are_held_in_parts(build, model, monkeypatch):
     engine = build("none")
     sizes = list[int]()
     logits = type(engine.runner.target).logits
@@ -193,12 +188,12 @@ def test_logits_of_prompts_are_held_in_parts(build: Build, model: Any, monkeypat
     assert sizes == [1, *[7] * 8, 3]
 
 
-def test_processed(target: Path) -> None:
+def test_processed(target):
     """From the distribution that tokens are sampled from; tokens that cannot be sampled have none."""
     bias = {7: 3.0, 9: -100.0}
     prompt = random_prompt(9, 1)
     filtered = {"temperature": 0.5, "top_k": 4}
-    kinds: dict[str, dict[str, Any]] = {"filters": filtered, "greedy": {"temperature": 0.0, "logit_bias": bias}}
+    kinds = {"filters": filtered, "greedy": {"temperature": 0.0, "logit_bias": bias}}
     requests = [
         make_request(name, prompt, logprobs=6, seed=3, max_tokens=12, **fields) for name, fields in kinds.items()
     ]
@@ -222,8 +217,8 @@ def test_processed(target: Path) -> None:
             check(answer.logprobs, 6, rows.log_softmax(dim=-1), answer.tokens)
 
 
-def test_they_teach_what_drafts_are_accepted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Engine = build("eagle3")
+def test_they_teach_what_drafts_are_accepted(build, monkeypatch):
+    engine = build("eagle3")
     counted = counted_bins(engine, monkeypatch)
     params = {"max_tokens": 9, "ignore_eos": True}
     run(engine, [make_request("a", [5, 6], logprobs=1, **params), make_request("b", [7, 8], **params)])
@@ -231,10 +226,10 @@ def test_they_teach_what_drafts_are_accepted(build: Build, monkeypatch: pytest.M
 
 
 @each_case()
-def test_wrong_values_are_named(params: dict[str, Any], message: str) -> None:
+def test_wrong_values_are_named(params, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**{"max_tokens": 9} | params)
 
 
-def test_the_most_is_one_number() -> None:
+def test_the_most_is_one_number():
     assert kernels.MOST_LOGPROBS == MOST_LOGPROBS

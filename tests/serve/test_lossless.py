@@ -28,7 +28,7 @@ from slipstream.serve.engine.planner import Planner
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, grouped, rotating, some_of
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, MakeTarget, load_model
+from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, load_model
 from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.serve.engine_runs import (
     MOST_REQUESTS,
@@ -131,7 +131,7 @@ def is_right_now_and_then(drafter: str, answers: dict[str, Answer]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def build(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> BuildDrafted:
+def build(make_target, tmp_path_factory) -> BuildDrafted:
     """(family, drafter, engine options) -> engine. A new drafter of the folder needs an entry in CHECKPOINTS."""
 
     @cache
@@ -152,7 +152,7 @@ Reference = Callable[[str, list[Request]], Tokens]
 
 
 @pytest.fixture(scope="module")
-def reference(make_target: MakeTarget) -> Reference:
+def reference(make_target) -> Reference:
     return lambda family, requests: plain_answers(make_target(family), requests, device="cpu")
 
 
@@ -173,9 +173,7 @@ def reference(make_target: MakeTarget) -> Reference:
         *drafted(["eagle3", "ngram"], ["greedy", "plain"], [(16, 8)], MIXTURES),
     ],
 )
-def test_a_drafter_changes_no_token(
-    drafter: str, sampling: str, sizes: tuple[int, int], family: str, build: BuildDrafted, reference: Reference
-) -> None:
+def test_a_drafter_changes_no_token(drafter, sampling, sizes, family, build, reference):
     page_size, max_running = sizes
     requests = uneven_requests(SAMPLINGS[sampling])
     engine = build(family, drafter, max_running=max_running, page_size=page_size)
@@ -196,9 +194,7 @@ def test_a_drafter_changes_no_token(
 @pytest.mark.parametrize("options", [{}, {"overlap": False, "page_size": 1}], ids=["overlap", "one by one"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("drafter", [*DRAFTERS, *BLOCKS])
-def test_captured_steps_change_no_token(
-    drafter: str, sampling: str, options: dict[str, Any], build: BuildDrafted, reference: Reference
-) -> None:
+def test_captured_steps_change_no_token(drafter, sampling, options, build, reference):
     requests = uneven_requests(SAMPLINGS[sampling])
     attention = "prefill=sdpa,verify=triton,draft=triton"
     engine = build("qwen3", drafter, device="cuda", dtype="float32", attention=attention, **options)
@@ -217,9 +213,7 @@ def test_captured_steps_change_no_token(
     ("drafter", "family"),
     list(product([*DRAFTERS, *BLOCKS], OTHER_LAYERS)),
 )
-def test_captured_steps_of_other_layers_change_no_token(
-    drafter: str, family: str, build: BuildDrafted, reference: Reference
-) -> None:
+def test_captured_steps_of_other_layers_change_no_token(drafter, family, build, reference):
     requests = uneven_requests(SAMPLINGS["plain"])
     attention = "prefill=sdpa,verify=triton,draft=triton"
     engine = build(family, drafter, device="cuda", dtype="float32", attention=attention)
@@ -232,7 +226,7 @@ def test_captured_steps_of_other_layers_change_no_token(
         FAMILIES | CAPPED | RELATIVES, ["qwen3", "mistral-window", "gpt-oss", "gemma2", "gemma3", "qwen3-moe", *LATER]
     ),
 )
-def test_the_reference_is_transformers_generate(family: str, make_target: MakeTarget, reference: Reference) -> None:
+def test_the_reference_is_transformers_generate(family, make_target, reference):
     """Transformers reads each text at once, which costs less than all its beginnings; it generates one of them, too."""
     model = load_model(make_target(family), dtype=torch.float32)
     requests = uneven_requests(SAMPLINGS["greedy"])
@@ -258,7 +252,7 @@ def test_the_reference_is_transformers_generate(family: str, make_target: MakeTa
         ],
     ),
 )
-def test_every_family_takes_a_draft(drafter: str, family: str, build: BuildDrafted, reference: Reference) -> None:
+def test_every_family_takes_a_draft(drafter, family, build, reference):
     requests = uneven_requests(SAMPLINGS["plain"])
     answers = run(build(family, drafter), requests)
     assert tokens_of(answers) == reference(family, requests)
@@ -267,9 +261,7 @@ def test_every_family_takes_a_draft(drafter: str, family: str, build: BuildDraft
 
 @grouped("drafter")
 @pytest.mark.parametrize(("drafter", "family"), drafted(["none", "ngram first", "dflash"], KINDS))
-def test_rows_of_one_batch_sample_each_in_its_own_way(
-    drafter: str, family: str, build: BuildDrafted, reference: Reference
-) -> None:
+def test_rows_of_one_batch_sample_each_in_its_own_way(drafter, family, build, reference):
     prompt = random_prompt(20, 1)
     requests = [make_request(name, prompt, seed=4, **sampling) for name, sampling in SAMPLINGS.items()]
     requests += [Request(id=f"choice {n}", prompt=prompt, params=requests[1].params, choice=n) for n in range(1, 4)]
@@ -286,9 +278,7 @@ def test_rows_of_one_batch_sample_each_in_its_own_way(
         [("eagle tree", (16, "stop token"), "qwen3"), ("dflash", (1, "max_tokens"), "mistral-window")],
     ),
 )
-def test_an_answer_may_end_inside_a_draft(
-    drafter: str, case: tuple[int, str], family: str, build: BuildDrafted, reference: Reference
-) -> None:
+def test_an_answer_may_end_inside_a_draft(drafter, case, family, build, reference):
     page_size, ending = case
     engine = build(family, drafter, page_size=page_size)
     requests = ending_requests()
@@ -315,7 +305,7 @@ def test_an_answer_may_end_inside_a_draft(
     ("drafter", "family"),
     gate_of(product([*DRAFTERS, *BLOCKS], KINDS), [("eagle3", "qwen3"), ("ngram", "mistral-window")]),
 )
-def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build: BuildDrafted) -> None:
+def test_the_models_own_stop_ids_end_an_answer(drafter, family, build):
     endless = [
         make_request(str(seed), random_prompt(5, seed), temperature=1.0, seed=seed, max_tokens=40, ignore_eos=True)
         for seed in range(5)
@@ -338,9 +328,7 @@ def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build:
     ("drafter", "page_size", "family"),
     drafted(["dflash", "ngram", "eagle tree"], [1, 16], ["qwen3", "qwen3-moe", "qwen3-windows"]),
 )
-def test_preemption_changes_no_token(
-    drafter: str, page_size: int, family: str, build: BuildDrafted, reference: Reference
-) -> None:
+def test_preemption_changes_no_token(drafter, page_size, family, build, reference):
     is_windowed = page_size == 16 and drafter in ("dflash", "dflash tree", "dflash2", "dflash2 tree")
     length, size = (150, 384) if is_windowed else (40, 128)  # longer than the draft's window of 24
     size = size * 3 // 4 if "windows" in family else size  # whose layers give pages back
@@ -363,9 +351,7 @@ def test_preemption_changes_no_token(
 @pytest.mark.parametrize(
     ("drafter", "sampling", "family"), drafted(["eagle", "ngram first", "dflash", "eagle3"], SAMPLINGS, KINDS)
 )
-def test_a_prefix_hit_changes_no_token(
-    drafter: str, sampling: str, family: str, build: BuildDrafted, reference: Reference
-) -> None:
+def test_a_prefix_hit_changes_no_token(drafter, sampling, family, build, reference):
     first = make_request("first", random_prompt(50, 9), seed=1, ignore_eos=True, **SAMPLINGS[sampling])
     engine = build(family, drafter)
     tokens = run(engine, [first])["first"].tokens
@@ -386,9 +372,7 @@ def test_a_prefix_hit_changes_no_token(
 @pytest.mark.parametrize(
     ("drafter", "steps", "family"), drafted(["dflash", "ngram first", "eagle3", "none"], [0, 1, 2, 5], KINDS)
 )
-def test_an_abort_leaves_the_others_alone(
-    drafter: str, steps: int, family: str, build: BuildDrafted, reference: Reference
-) -> None:
+def test_an_abort_leaves_the_others_alone(drafter, steps, family, build, reference):
     """Before the first step, inside a chunked prompt, while decoding; what it had was a beginning of its answer."""
     requests = uneven_requests(SAMPLINGS["plain"])
     engine = build(family, drafter, prefill_budget=40, max_running=5)
@@ -416,9 +400,7 @@ def test_an_abort_leaves_the_others_alone(
 @pytest.mark.parametrize(
     ("drafter", "page_size", "family"), drafted(["eagle tree", "ngram", "dflash", "eagle3"], [1, 16], KINDS)
 )
-def test_the_context_can_be_used_to_its_last_token(
-    drafter: str, page_size: int, family: str, build: BuildDrafted, reference: Reference
-) -> None:
+def test_the_context_can_be_used_to_its_last_token(drafter, page_size, family, build, reference):
     request = make_request("long", random_prompt(216, 5), max_tokens=40, temperature=1.0, ignore_eos=True)
     engine = build(family, drafter, page_size=page_size)
     assert engine.info.max_model_len == 256
@@ -478,14 +460,7 @@ class AnyPolicy(BudgetPolicy):
         ],
     ),
 )
-def test_no_token_depends_on_what_else_a_step_computes(
-    drafter: str,
-    case: tuple[bool, int],
-    family: str,
-    build: BuildDrafted,
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_token_depends_on_what_else_a_step_computes(drafter, case, family, build, reference, monkeypatch):
     counts = traffic_counts(drafter, case, family, build, reference, monkeypatch)
     assert counts["mixed"] > 3
     assert counts["cached"] > 0
@@ -531,14 +506,7 @@ def traffic_counts(
         [("dspark", (False, 16), "qwen3")],
     ),
 )
-def test_no_token_depends_on_what_the_draft_reads(
-    drafter: str,
-    case: tuple[bool, int],
-    family: str,
-    build: BuildDrafted,
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_token_depends_on_what_the_draft_reads(drafter, case, family, build, reference, monkeypatch):
     for name, value in {"WINDOW": 32, "GRAIN": 4, "SHORTEST": 40}.items():
         monkeypatch.setattr(draft_windows, name, value)
     counts = traffic_counts(drafter, case, family, build, reference, monkeypatch)
@@ -569,7 +537,7 @@ def record(engine: Engine, proposals: Proposals) -> None:
         [("eagle tree", 16, "qwen3-windows")],
     ),
 )
-def test_a_proposal_depends_on_its_text_alone(drafter: str, page_size: int, family: str, build: BuildDrafted) -> None:
+def test_a_proposal_depends_on_its_text_alone(drafter, page_size, family, build):
     """A drafter's state of a text is right, whatever chunks and accepted nodes it came in."""
     rng = random.Random(f"{drafter} {page_size} {family}")
     kinds = kinds_of_requests(random.Random(f"texts of {family}"), 6, longest=30)

@@ -5,7 +5,6 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +25,9 @@ CPU = torch.device("cpu")
 WORLD = 3
 
 
-def test_all_have_joined_when_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_have_joined_when_one_goes_on(tmp_path, monkeypatch):
     """Rank 0 may remove the file then, which the others read while they join."""
-    joined: set[int] = set()
+    joined = set()
 
     def join_late(device: torch.device, rank: int, world: int, file: str) -> Ranks:
         ranks = join_ranks(device, rank, world, file)
@@ -45,7 +44,7 @@ def test_all_have_joined_when_one_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
         assert list(pool.map(meet, range(WORLD))) == [{0, 1, 2}] * WORLD
 
 
-def test_ranks_that_have_started_are_taken() -> None:
+def test_ranks_that_have_started_are_taken():
     before = {process.pid for process in psutil.Process().children()}
     members.prepare(2)
     started = {process.pid for process in psutil.Process().children()} - before
@@ -73,7 +72,7 @@ def lose_a_rank(target: str, end: Connection) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_while_rank_0_joins_is_named(target: Path) -> None:
+def test_a_rank_that_dies_while_rank_0_joins_is_named(target):
     """By an engine that ends, though torch waits for the rank for minutes. A process, as nothing ends that wait."""
     end, engine_end = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
@@ -87,7 +86,7 @@ def test_a_rank_that_dies_while_rank_0_joins_is_named(target: Path) -> None:
     assert not psutil.pid_exists(rank)
 
 
-def test_a_rank_is_not_missed_while_rank_0_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_not_missed_while_rank_0_was_stopped(monkeypatch):
     """As by Ctrl-Z; then all of its ranks were."""
     now = 0.0
     sleeps = iter([6.0])
@@ -105,7 +104,7 @@ def test_a_rank_is_not_missed_while_rank_0_was_stopped(monkeypatch: pytest.Monke
             now += next(sleeps, seconds)
             return []
 
-    process: Any = SimpleNamespace(kill=lambda: None, poll=lambda: None, wait=lambda _: None)
+    process = SimpleNamespace(kill=lambda: None, poll=lambda: None, wait=lambda _: None)
     ends = socket.socketpair()
     member = teams.Member("rank 1", process, Pipe(ends[0]), ends[1], heard=0.0)
     monkeypatch.setattr(members, "take", lambda _: [member])

@@ -16,8 +16,8 @@ SAMPLE = re.compile(r'(\w+?)(_bucket|_sum|_count)?(?:\{((?:\w+="[^"\\]*",?)+)\})
 
 def read(text: str) -> tuple[dict[str, str], dict[tuple[str, str], float]]:
     """(type by family, value by (name, labels)); fails on anything that the format does not allow."""
-    kinds: dict[str, str] = {}
-    values: dict[tuple[str, str], float] = {}
+    kinds = {}
+    values = {}
     for part in re.split("(?=# HELP )", text)[1:]:
         head = HEAD.match(part)
         assert head, part
@@ -48,7 +48,7 @@ def assert_samples(values: dict[tuple[str, str], float], expected: str) -> None:
         assert samples[name + suffix, labels] == pytest.approx(float(value)), line
 
 
-def test_what_a_scrape_shows() -> None:
+def test_what_a_scrape_shows():
     metrics = Metrics()
     engine = EngineCounts(
         idle_tokens=128, kv_pages={("0", "used"): 7, ("1", "free"): 9}, rank_memory=[5, 6], rank_sum_seconds=[0.1, 0.2]
@@ -128,7 +128,7 @@ def test_what_a_scrape_shows() -> None:
         assert kinds[f"slipstream_{name}"] == kind
 
 
-def test_a_scrape_shows_the_acceptance_alarm() -> None:
+def test_a_scrape_shows_the_acceptance_alarm():
     recent = RecentAcceptance()
     for rate in (0.2, 0.4):
         recent.add(1 / 32, rate, length=1.5, record_rate=0.7, record_length=2.5)
@@ -156,7 +156,7 @@ def test_a_scrape_shows_the_acceptance_alarm() -> None:
     )
 
 
-def test_help_says_what_is_counted_and_the_process_is_seen() -> None:
+def test_help_says_what_is_counted_and_the_process_is_seen():
     names = ["running", "ngram_nodes", "ngram_match_length_3", "draft_width"]
     view = EngineView(dict.fromkeys(names, 1.0), EngineCounts(), num_open=0, is_up=True, is_ready=True)
     text = Metrics().render(view)[0].decode()
@@ -170,7 +170,7 @@ def test_help_says_what_is_counted_and_the_process_is_seen() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 100), max_size=30))
-def test_buckets_are_cumulative(observed: list[float]) -> None:
+def test_buckets_are_cumulative(observed):
     engine = EngineCounts(seconds=Histogram((0.5, 1.0, 50.0)))
     for value in observed:
         engine.seconds.observe(value)

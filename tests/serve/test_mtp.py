@@ -25,11 +25,11 @@ from slipstream.serve.dry_run import DryRun, report
 from slipstream.serve.kernels import report as kernels_report
 from slipstream.serve.kernels_options import KernelsConfig
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.mtp_targets import KINDS, MakeMTP, MTPTarget, Oracle, add_tensors, module_tensors
+from slipstream.tests.mtp_targets import KINDS, MTPTarget, Oracle, add_tensors, module_tensors
 from slipstream.tests.pairwise import grouped, rotating
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_drafts import load_float64
-from slipstream.tests.random_targets import MakeTarget, change_json, load_model, target_states
+from slipstream.tests.random_targets import change_json, load_model, target_states
 from slipstream.tests.serve.engine_runs import (
     acceptance,
     build_engine,
@@ -54,9 +54,7 @@ TREE = {"depth": 3, "topk": 3, "nodes": 9}
 
 
 @each_case()
-def test_proposals_equal_those_of_transformers(
-    kind: str, options: dict[str, int], temperature: float, engine_options: dict[str, int], make_mtp: MakeMTP
-) -> None:
+def test_proposals_equal_those_of_transformers(kind, options, temperature, engine_options, make_mtp):
     target = make_mtp(kind)
     engine = build_engine(target.folder, "mtp", drafter=options, **engine_options)
     requests = sized_requests(temperature=temperature, max_tokens=7)
@@ -65,7 +63,7 @@ def test_proposals_equal_those_of_transformers(
     assert sum(answer.counts.drafted_tokens for answer in answers.values()) > 0
 
 
-def test_the_bundled_module_is_accepted() -> None:
+def test_the_bundled_module_is_accepted():
     """Answers to questions that were held out of its training are those of transformers. The trial finds the state that
     it was trained with."""
     tokenizer = AutoTokenizer.from_pretrained(HYBRID)
@@ -79,7 +77,7 @@ def test_the_bundled_module_is_accepted() -> None:
         )
         for row in rows
     ]
-    engine: Any = build_engine(HYBRID, "mtp", drafter={"depth": 1}, width=2)
+    engine = build_engine(HYBRID, "mtp", drafter={"depth": 1}, width=2)
     assert engine.runner.drafter.module.config.hidden == "after_norm"
     answers = run(engine, requests)
     model = load_model(HYBRID, dtype=torch.float32)
@@ -88,7 +86,7 @@ def test_the_bundled_module_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), [("ernie", CHAIN), ("qwen3-5", TREE)])
-def test_a_module_may_read_states_before_the_final_norm(kind: str, options: dict[str, int], make_mtp: MakeMTP) -> None:
+def test_a_module_may_read_states_before_the_final_norm(kind, options, make_mtp):
     target = make_mtp(kind)
     drafter = options | {"hidden": "before_norm"}
     oracle = Oracle(target, TreeOptions(**options), "before_norm")
@@ -96,7 +94,7 @@ def test_a_module_may_read_states_before_the_final_norm(kind: str, options: dict
     run_checked(build_engine(target.folder, "mtp", drafter=drafter), oracle, requests)
 
 
-def test_the_state_that_a_family_fixes_is_no_choice(make_mtp: MakeMTP) -> None:
+def test_the_state_that_a_family_fixes_is_no_choice(make_mtp):
     with user_error(r"hidden is before_norm, but MTP heads of Glm4MoeForCausalLM read the state a"):
         build_engine(make_mtp("glm4-moe").folder, "mtp", drafter={"hidden": "before_norm"})
     with user_error("drafter.hidden is 'none'; choose after_norm or before_norm, or leave it out"):
@@ -104,16 +102,14 @@ def test_the_state_that_a_family_fixes_is_no_choice(make_mtp: MakeMTP) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ernie", "qwen3-next", "qwen3-5"])
-def test_a_trial_finds_the_state_with_which_the_module_agrees_better(
-    kind: str, make_mtp: MakeMTP, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trial_finds_the_state_with_which_the_module_agrees_better(kind, make_mtp, monkeypatch, caplog):
     origin = make_mtp(kind)
     tokens = random_prompt(60, 5)
     agreement = {hidden: agreement_of(origin, tokens, hidden) for hidden in get_args(Hidden)}
     better = "before_norm" if agreement["before_norm"] > MARGIN * agreement["after_norm"] else "after_norm"
     monkeypatch.setattr(Target, "tokenizer", staticmethod(lambda *_, **__: {"input_ids": tokens}))
     caplog.set_level(logging.INFO)
-    engine: Any = build_engine(origin.folder, "mtp")
+    engine = build_engine(origin.folder, "mtp")
     assert engine.runner.drafter.module.config.hidden == better
     shares = [f"{100 * agreement[hidden]:.0f} %" for hidden in get_args(Hidden)]
     assert f"--drafter.hidden {better} does without a trial" in caplog.text
@@ -131,7 +127,7 @@ def agreement_of(target: MTPTarget, tokens: list[int], hidden: Hidden) -> float:
     return torch.minimum(drafted, expected).sum(-1).mean().item()
 
 
-def test_the_module_of_a_multimodal_checkpoint_drafts(make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_the_module_of_a_multimodal_checkpoint_drafts(make_mtp, tmp_path):
     target = make_mtp("qwen3-5")
     folder = tmp_path / "wrapped"
     folder.mkdir()
@@ -154,7 +150,7 @@ def test_the_module_of_a_multimodal_checkpoint_drafts(make_mtp: MakeMTP, tmp_pat
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_captured_steps_change_no_token(kind: str, options: dict[str, int], make_mtp: MakeMTP) -> None:
+def test_captured_steps_change_no_token(kind, options, make_mtp):
     target = make_mtp(kind)
     attention = "prefill=sdpa,verify=triton,draft=triton"
     engine = build_engine(target.folder, "mtp", drafter=options, device="cuda", dtype="float32", attention=attention)
@@ -163,7 +159,7 @@ def test_captured_steps_change_no_token(kind: str, options: dict[str, int], make
     assert tokens_of(run(engine, requests)) == tokens_of(run(plain, requests))
 
 
-def test_proposals_after_a_hit_of_recurrent_layers_equal_those_of_transformers(make_mtp: MakeMTP) -> None:
+def test_proposals_after_a_hit_of_recurrent_layers_equal_those_of_transformers(make_mtp):
     target = make_mtp("qwen3-next")
     engine = build_engine(target.folder, "mtp", prefill_budget=64)
     requests = [make_request("long", random_prompt(150, 1))]
@@ -174,9 +170,7 @@ def test_proposals_after_a_hit_of_recurrent_layers_equal_those_of_transformers(m
 
 
 @pytest.mark.parametrize(("kind", "pattern"), [("glm4-moe", r"model\.layers\.4\..*"), ("mellum", r"^mtp\.")])
-def test_transformers_reads_the_same_files(
-    kind: str, pattern: str, make_mtp: MakeMTP, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_reads_the_same_files(kind, pattern, make_mtp, monkeypatch):
     target = make_mtp(kind)
     monkeypatch.setattr(type(target.model), "_keys_to_ignore_on_load_unexpected", [pattern])
     loaded = MtpModel.from_pretrained(load_model(target.folder, dtype=torch.float32))
@@ -201,7 +195,7 @@ def save_copying_target(target: MTPTarget, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_module_that_is_right_is_accepted_whole(temperature: float, make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_a_module_that_is_right_is_accepted_whole(temperature, make_mtp, tmp_path):
     """Also after prefix hits, of prompts in chunks."""
     save_copying_target(make_mtp("glm4-moe"), tmp_path / "target")
     requests = sized_requests((1, 9, 50), max_tokens=21, ignore_eos=True, temperature=temperature)
@@ -213,9 +207,7 @@ def test_a_module_that_is_right_is_accepted_whole(temperature: float, make_mtp: 
     assert answers["50"].counts.cached_tokens == 48
 
 
-def test_copies_of_embedding_and_head_are_dropped_and_others_used(
-    make_mtp: MakeMTP, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copies_of_embedding_and_head_are_dropped_and_others_used(make_mtp, tmp_path, caplog):
     target = make_mtp("glm4-moe")
     folder = tmp_path / "target"
     shutil.copytree(target.folder, folder)
@@ -224,7 +216,7 @@ def test_copies_of_embedding_and_head_are_dropped_and_others_used(
     head = tensors["lm_head.weight"]
     names = [f"model.layers.4.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
     add_tensors(folder, dict(zip(names, (embedding, head), strict=True)))
-    engine: Any = build_engine(folder, "mtp")
+    engine = build_engine(folder, "mtp")
     assert engine.runner.drafter.embed is engine.runner.target.embed_tokens
     assert engine.runner.drafter.head.weight is engine.runner.target.lm_head.weight
     torch.manual_seed(0)
@@ -242,11 +234,11 @@ def test_copies_of_embedding_and_head_are_dropped_and_others_used(
 
 
 @pytest.mark.parametrize("layers", ["none", "target", "all"])
-def test_weights_in_fp8_draft_as_well(layers: str, make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_weights_in_fp8_draft_as_well(layers, make_mtp, tmp_path):
     """All of a file's layers, or those of the target alone; and 16 bits that are quantised when they are loaded."""
     target = make_mtp("glm4-moe")
     folder = tmp_path / "target"
-    options: dict[str, Any] = {"quantization": "fp8"}
+    options = {"quantization": "fp8"}
     if layers == "none":
         folder = target.folder
     else:
@@ -257,7 +249,7 @@ def test_weights_in_fp8_draft_as_well(layers: str, make_mtp: MakeMTP, tmp_path: 
         rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.4.")}
         save_file(rest | module_tensors("glm4-moe", target.module), folder / "model.safetensors", {"format": "pt"})
     requests = sized_requests(temperature=0.8)
-    engine: Any = build_engine(folder, "mtp", **options)
+    engine = build_engine(folder, "mtp", **options)
     plain = build_engine(folder, **options)
     assert tokens_of(run(engine, requests)) == tokens_of(run(plain, requests))
     module = engine.runner.drafter.module
@@ -267,7 +259,7 @@ def test_weights_in_fp8_draft_as_well(layers: str, make_mtp: MakeMTP, tmp_path: 
     assert sizes == [bytes_of(engine.runner.target), bytes_of(module)] or layers == "target"
 
 
-def test_a_config_lists_layers_by_their_names_in_files(make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_a_config_lists_layers_by_their_names_in_files(make_mtp, tmp_path):
     target = make_mtp("mellum")
     folder = tmp_path / "target"
     save_quantized(LAYOUTS["compressed-channel"], target.folder, folder)
@@ -277,7 +269,7 @@ def test_a_config_lists_layers_by_their_names_in_files(make_mtp: MakeMTP, tmp_pa
     tensors = load_file(folder / "model.safetensors")
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
     save_file(rest | module_tensors("mellum", target.module), folder / "model.safetensors", {"format": "pt"})
-    engine: Any = build_engine(folder, "mtp")
+    engine = build_engine(folder, "mtp")
     networks = DryRun(ServeConfig(target=str(folder), draft="mtp", dtype="float32", device="cpu")).networks
     modules = engine.runner.target, engine.runner.drafter.module
     assert [network.size for network in networks] == [bytes_of(module) for module in modules]
@@ -286,7 +278,7 @@ def test_a_config_lists_layers_by_their_names_in_files(make_mtp: MakeMTP, tmp_pa
     assert formats == {"self_attn.qkv_proj": False, "mtp.self_attn.qkv_proj": True}
 
 
-def test_a_module_is_written_as_files_have_it(make_mtp: MakeMTP) -> None:
+def test_a_module_is_written_as_files_have_it(make_mtp):
     target = make_mtp("ernie")
     module = load_mtp(load_target(target.folder, load_config(target.folder), torch.float32, torch.device("cpu")))
     tensors = module.file_tensors(public_tensors(module))
@@ -295,9 +287,7 @@ def test_a_module_is_written_as_files_have_it(make_mtp: MakeMTP) -> None:
     assert all(torch.equal(tensors[name], tensor.bfloat16()) for name, tensor in expected.items())
 
 
-def test_weights_in_4_bits_propose_what_the_same_weights_do_in_transformers(
-    make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_in_4_bits_propose_what_the_same_weights_do_in_transformers(make_mtp, tmp_path, monkeypatch):
     """Its inputs are not rounded, unlike those of FP8."""
     origin = make_mtp("glm4-moe-wide")
     monkeypatch.setattr(type(origin.model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.4\..*"])
@@ -307,23 +297,23 @@ def test_weights_in_4_bits_propose_what_the_same_weights_do_in_transformers(
     add_tensors(plain, {name: value.float().contiguous() for name, value in values.items()})
     model = load_float64(plain)
     target = MTPTarget(plain, model, MtpModel.from_pretrained(model).double(), zero_first=False)
-    engine: Any = build_engine(tmp_path / "packed", "mtp", drafter=TREE, prefill_budget=7)
+    engine = build_engine(tmp_path / "packed", "mtp", drafter=TREE, prefill_budget=7)
     run_checked(engine, Oracle(target, TreeOptions(**TREE)), sized_requests(temperature=0.8))
     assert not engine.runner.drafter.module.layer.mixer.qkv_proj.is_plain
 
 
-def test_its_memory_is_counted(make_mtp: MakeMTP) -> None:
+def test_its_memory_is_counted(make_mtp):
     folder = make_mtp("mellum").folder
     config = ServeConfig(target=str(folder), draft="mtp", dtype="bfloat16", device="cpu")
     target = load_target(folder, load_config(folder), torch.bfloat16, torch.device("cpu"))
-    drafter: Any = load_drafter(source_of("mtp", str(folder)), {}, target)[0]
+    drafter = load_drafter(source_of("mtp", str(folder)), {}, target)[0]
     run_ = DryRun(config)
     assert run_.networks[1].size == bytes_of(drafter.module)
     assert run_.plan.draft.layers == drafter.module.attention_specs
     assert "draft: mtp (mtp, 1 layer, bfloat16)" in report(config)
 
 
-def test_targets_without_such_a_module_are_refused(make_target: MakeTarget, tmp_path: Path) -> None:
+def test_targets_without_such_a_module_are_refused(make_target, tmp_path):
     llama = make_target("llama")
     with user_error(f"no MTP head of LlamaForCausalLM, the architecture of {llama}, is served"):
         build_engine(llama, "mtp")
@@ -342,9 +332,7 @@ def test_targets_without_such_a_module_are_refused(make_target: MakeTarget, tmp_
         source_of("mtp").check()
 
 
-def test_of_several_layers_beside_one_projection_the_first_drafts(
-    make_mtp: MakeMTP, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_several_layers_beside_one_projection_the_first_drafts(make_mtp, tmp_path, caplog):
     target = make_mtp("qwen3-next")
     shutil.copytree(target.folder, tmp_path / "target")
     add_tensors(tmp_path / "target", {"mtp.layers.1.input_layernorm.weight": torch.ones(32)})
@@ -363,9 +351,7 @@ def test_of_several_layers_beside_one_projection_the_first_drafts(
         "eh_proj is quantised already; no file says how; add quantization_config to config.json",
     )
 )
-def test_broken_files_are_refused_in_one_sentence(
-    kind: str, fields: dict[str, Any], changed: dict[str, Any], sentence: str, make_mtp: MakeMTP, tmp_path: Path
-) -> None:
+def test_broken_files_are_refused_in_one_sentence(kind, fields, changed, sentence, make_mtp, tmp_path):
     """`changed`: tensors, or the shapes of others; None: such a tensor is missing."""
     folder = tmp_path / "target"
     shutil.copytree(make_mtp(kind).folder, folder)
@@ -393,9 +379,7 @@ DRAFTED: dict[str, dict[str, Any]] = {"chain": CHAIN, "tree": TREE, "map": {"dep
     ("kind", "drafted", "temperature", "engine"),
     rotating(["exaone-moe", "glm4-moe", "qwen3-next"], DRAFTED, [0.0, 0.8], ENGINES),
 )
-def test_a_head_changes_no_token(
-    kind: str, drafted: str, temperature: float, engine: str, make_mtp: MakeMTP, tmp_path: Path
-) -> None:
+def test_a_head_changes_no_token(kind, drafted, temperature, engine, make_mtp, tmp_path):
     """A dense layer, experts, a hybrid; also with prompts that pages hold."""
     folder = make_mtp(kind).folder
     drafter = dict(DRAFTED[drafted])
@@ -416,9 +400,7 @@ def test_a_head_changes_no_token(
     assert engine != "room" or sum(answer.counts.cached_tokens for answer in answers.values()) > 0
 
 
-def test_only_where_it_is_unused_a_line_tells_of_it(
-    make_mtp: MakeMTP, make_target: MakeTarget, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_where_it_is_unused_a_line_tells_of_it(make_mtp, make_target, caplog):
     caplog.set_level(logging.INFO)
     line = "a head that drafts (MTP): --draft mtp serves with it"
     for target in (make_mtp("glm4-moe").folder, make_mtp("mellum").folder):

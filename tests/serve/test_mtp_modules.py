@@ -3,7 +3,6 @@
 import logging
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from slipstream.serve.kernels import report as kernels_report
 from slipstream.serve.kernels_options import KernelsConfig
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.runner.batch import DraftBatch, Proposal
-from slipstream.tests.mtp_targets import MakeMTP, MTPTarget, Oracle, add_tensors, save_almost_copying
+from slipstream.tests.mtp_targets import MTPTarget, Oracle, add_tensors, save_almost_copying
 from slipstream.tests.pairwise import grouped, rotating, some_of
 from slipstream.tests.random_drafts import load_float64
 from slipstream.tests.random_targets import change_json
@@ -59,9 +58,7 @@ chain_and_tree = pytest.mark.parametrize("drafted", ["chain", "tree"])
     ("kind", "count", "drafted", "temperature", "engine"),
     rotating(["ernie", "glm4-moe", "hy-v3"], [2, 3], DRAFTED, [0.0, 0.8], ENGINES),
 )
-def test_proposals_equal_those_of_transformers(
-    kind: str, count: int, drafted: str, temperature: float, engine: str, make_mtp: MakeMTP
-) -> None:
+def test_proposals_equal_those_of_transformers(kind, count, drafted, temperature, engine, make_mtp):
     """Also of texts that are shorter than the modules are many."""
     target = make_mtp(kind, count)
     options = TreeOptions(**DRAFTED[drafted])
@@ -82,9 +79,7 @@ def test_proposals_equal_those_of_transformers(
         (3, (37, 29, 47)),
     ],
 )
-def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transformers(
-    count: int, usable: tuple[int, int, int], make_mtp: MakeMTP
-) -> None:
+def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transformers(count, usable, make_mtp):
     target = make_mtp("glm4-moe", count)
     oracle = remembered(Oracle(target, TreeOptions()))
     for options in ({"page_size": 16}, {"page_size": 1, "prefill_budget": 5}):
@@ -104,7 +99,7 @@ def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transforme
 
 
 @pytest.fixture
-def copying(make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], MTPTarget]:
+def copying(make_mtp, tmp_path, monkeypatch) -> Callable[[int], MTPTarget]:
     """count of modules -> a target that almost copies."""
 
     def make(count: int) -> MTPTarget:
@@ -119,9 +114,7 @@ def copying(make_mtp: MakeMTP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("count", "drafted"), rotating([2, 3], ["chain", "tree"]))
-def test_modules_keep_up_when_several_tokens_are_accepted(
-    count: int, drafted: str, copying: Callable[[int], MTPTarget]
-) -> None:
+def test_modules_keep_up_when_several_tokens_are_accepted(count, drafted, copying):
     target = copying(count)
     options = TreeOptions(**DRAFTED[drafted])
     requests = sized_requests((1, 9, 50), max_tokens=21, ignore_eos=True, temperature=0.3)
@@ -153,13 +146,11 @@ class Proposals:
 
 
 @pytest.mark.parametrize("drafted", some_of(["chain", "tree"], ["tree"]))
-def test_passes_as_a_gpu_has_them_propose_what_transformers_does(
-    drafted: str, copying: Callable[[int], MTPTarget]
-) -> None:
+def test_passes_as_a_gpu_has_them_propose_what_transformers_does(drafted, copying):
     """Ragged passes of fixed size, filled up with padding, which is written to the dump page only."""
     target = copying(3)
     options = TreeOptions(**DRAFTED[drafted])
-    sizes: dict[str, Any] = {"max_running": 3, "prefill_budget": 32, "prefill_graph_tokens": 32, "page_size": 1}
+    sizes = {"max_running": 3, "prefill_budget": 32, "prefill_graph_tokens": 32, "page_size": 1}
     sizes |= {"drafter": DRAFTED[drafted], "width": options.verified_nodes, "kv_cache_tokens": 512}
     engine = build_played(EngineConfig(target=str(target.folder), draft="mtp", grammar_drafts=False, **sizes))
     assert engine.runner.steps is not None
@@ -188,9 +179,9 @@ def test_passes_as_a_gpu_has_them_propose_what_transformers_does(
     assert num_checked >= 2 * sum(answer.counts.rounds for answer in answers.values()) > 0
 
 
-def test_a_dry_run_of_trees_reads_states_that_exist(make_mtp: MakeMTP, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_of_trees_reads_states_that_exist(make_mtp, monkeypatch):
     """Kernels that are not launched leave zeros, from which indices are made."""
-    sizes: dict[str, Any] = {"max_running": 3, "kv_cache_tokens": 512, "drafter": DRAFTED["tree"]}
+    sizes = {"max_running": 3, "kv_cache_tokens": 512, "drafter": DRAFTED["tree"]}
     sizes["width"] = TreeOptions(**DRAFTED["tree"]).verified_nodes
     target = make_mtp("glm4-moe", 3).folder
     engine = build_played(EngineConfig(target=str(target), draft="mtp", grammar_drafts=False, **sizes))
@@ -216,7 +207,7 @@ CAPTURED: dict[str, Any] = {
 @pytest.mark.gpu
 @chain_and_tree
 @pytest.mark.parametrize("kind", ["ernie", "glm4-moe", "hy-v3"])
-def test_captured_steps_change_no_token(kind: str, drafted: str, make_mtp: MakeMTP) -> None:
+def test_captured_steps_change_no_token(kind, drafted, make_mtp):
     folder = make_mtp(kind, 3).folder
     width = TreeOptions(**DRAFTED[drafted]).verified_nodes
     engine = build_engine(folder, "mtp", drafter=DRAFTED[drafted], width=width, prefill_budget=16, **CAPTURED)
@@ -226,11 +217,11 @@ def test_captured_steps_change_no_token(kind: str, drafted: str, make_mtp: MakeM
 
 @pytest.mark.gpu
 @chain_and_tree
-def test_captured_steps_accept_what_eager_ones_do(drafted: str, make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_captured_steps_accept_what_eager_ones_do(drafted, make_mtp, tmp_path):
     """The proposals of captured steps are seen in what is accepted alone."""
     save_almost_copying(make_mtp("glm4-moe", 3).folder, tmp_path / "target", 3)
     width = TreeOptions(**DRAFTED[drafted]).verified_nodes
-    shape: dict[str, Any] = {"drafter": DRAFTED[drafted], "width": width, "prefill_budget": 16}
+    shape = {"drafter": DRAFTED[drafted], "width": width, "prefill_budget": 16}
     requests = sized_requests((1, 9, 50), max_tokens=21, ignore_eos=True, temperature=0.3)
     captured, eager = (
         run(build_engine(tmp_path / "target", "mtp", **shape, **options), requests) for options in (CAPTURED, {})
@@ -240,9 +231,9 @@ def test_captured_steps_accept_what_eager_ones_do(drafted: str, make_mtp: MakeMT
     assert min(answer.counts.rounds for answer in eager.values()) < 10
 
 
-def test_their_memory_is_counted(make_mtp: MakeMTP) -> None:
+def test_their_memory_is_counted(make_mtp):
     config = ServeConfig(target=str(make_mtp("hy-v3", 3).folder), draft="mtp", dtype="bfloat16", device="cpu")
-    engine: Any = build_engine(make_mtp("hy-v3", 3).folder, "mtp", dtype="bfloat16")
+    engine = build_engine(make_mtp("hy-v3", 3).folder, "mtp", dtype="bfloat16")
     dry = DryRun(config)
     assert dry.networks[1].size == bytes_of(engine.runner.drafter.module)
     assert dry.plan.draft.layers == engine.runner.drafter.module.attention_specs
@@ -250,7 +241,7 @@ def test_their_memory_is_counted(make_mtp: MakeMTP) -> None:
     assert "draft: mtp (mtp, 3 layers, bfloat16)" in report(config)
 
 
-def test_copies_in_later_modules_are_dropped_and_others_refused(make_mtp: MakeMTP, tmp_path: Path) -> None:
+def test_copies_in_later_modules_are_dropped_and_others_refused(make_mtp, tmp_path):
     folder = tmp_path / "target"
     shutil.copytree(make_mtp("glm4-moe", 2).folder, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -264,9 +255,7 @@ def test_copies_in_later_modules_are_dropped_and_others_refused(make_mtp: MakeMT
         build_engine(folder, "mtp")
 
 
-def test_files_and_config_may_count_modules_otherwise(
-    make_mtp: MakeMTP, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_and_config_may_count_modules_otherwise(make_mtp, tmp_path, caplog):
     target = make_mtp("glm4-moe", 2)
     folder = tmp_path / "target"
     shutil.copytree(target.folder, folder)
@@ -279,19 +268,17 @@ def test_files_and_config_may_count_modules_otherwise(
     ):
         build_engine(folder, "mtp")
     change_json(folder / "config.json", num_nextn_predict_layers=1)
-    engine: Any = build_engine(folder, "mtp")
+    engine = build_engine(folder, "mtp")
     assert len(engine.runner.drafter.in_turn) == 1
     assert f"{folder} have more MTP heads than draft: the last of 1 drafts all later tokens" in caplog.text
 
 
-def test_windows_are_refused(make_mtp: MakeMTP) -> None:
+def test_windows_are_refused(make_mtp):
     with pytest.raises(ValueError, match="the draft has 2 MTP modules, which draft in turn, and a window, with which"):
         build_engine(make_mtp("glm4-moe", 2).folder, "mtp", drafter={"window": 64})
 
 
-def test_modules_draft_from_starts_that_are_chosen(
-    copying: Callable[[int], MTPTarget], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_draft_from_starts_that_are_chosen(copying, monkeypatch):
     for name, value in {"WINDOW": 8, "GRAIN": 4, "SHORTEST": 16}.items():
         monkeypatch.setattr(draft_windows, name, value)
     folder = copying(3).folder
@@ -303,7 +290,7 @@ def test_modules_draft_from_starts_that_are_chosen(
     assert accepted > rounds > 5
 
 
-def test_kernels_are_listed_for_each_module(make_mtp: MakeMTP) -> None:
+def test_kernels_are_listed_for_each_module(make_mtp):
     table = kernels_report(KernelsConfig(target=str(make_mtp("hy-v3", 2).folder), draft="mtp", exact=False))
     names = {line.split()[0] for line in table.splitlines() if "qkv_proj" in line}
     assert names == {"self_attn.qkv_proj", "mtp.self_attn.qkv_proj", "mtp.later.0.self_attn.qkv_proj"}

@@ -53,7 +53,7 @@ def drafted_per_step(answers: dict[str, Answer]) -> float:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_question_asked_again_is_drafted_whole(temperature: float, target: Path) -> None:
+def test_a_question_asked_again_is_drafted_whole(temperature, target):
     requests = requests_of(temperature=temperature)
     expected = plain_answers(target, requests)
     engine = build_engine(target, "ngram", drafter={"nodes": 16, "breadth": 1})
@@ -65,9 +65,9 @@ def test_a_question_asked_again_is_drafted_whole(temperature: float, target: Pat
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("name", ["namespace", "client"])
-def test_namespaces_and_clients_do_not_see_each_other(name: str, share: bool, target: Path) -> None:
+def test_namespaces_and_clients_do_not_see_each_other(name, share, target):
     """Clients do where the drafter shares between keys, namespaces never. Prefixes are shared in a namespace."""
-    options: dict[str, Any] = {"width": 16, "page_size": 1, "drafter": {"share_between_keys": share}}
+    options = {"width": 16, "page_size": 1, "drafter": {"share_between_keys": share}}
     engine = build_engine(target, "ngram", **options)
     requests = requests_of(**{name: "mine"})
     alone = accept_length(run(build_engine(target, "ngram", **options), requests))
@@ -82,7 +82,7 @@ def test_namespaces_and_clients_do_not_see_each_other(name: str, share: bool, ta
         assert accept_length(run(engine, requests)) > 4 * alone
 
 
-def test_steps_verify_no_more_than_was_drafted(target: Path) -> None:
+def test_steps_verify_no_more_than_was_drafted(target):
     engine = build_engine(target, "ngram", drafter={"nodes": 16, "min_match": 6})
     verified = list[int]()
 
@@ -109,7 +109,7 @@ class CostlyNodes(SlowSteps):
         return 1000.0 * (1 + rows / 4)
 
 
-def test_steps_verify_what_pays(target: Path) -> None:
+def test_steps_verify_what_pays(target):
     """Where a step costs by the node, the short matches of random text are left alone, long ones are not."""
     engine = build_engine(target, "ngram", drafter={"breadth": 1})
     policy = engine.planner.policy
@@ -123,7 +123,7 @@ def test_steps_verify_what_pays(target: Path) -> None:
     assert drafted_per_step(again) > 4
 
 
-def test_what_was_saved_is_known_from_the_start(target: Path, tmp_path: Path) -> None:
+def test_what_was_saved_is_known_from_the_start(target, tmp_path):
     engine = build_engine(target, "ngram", drafter={"save": str(tmp_path / "texts.trie")})
     run(engine, requests_of())
     engine.close()
@@ -132,7 +132,7 @@ def test_what_was_saved_is_known_from_the_start(target: Path, tmp_path: Path) ->
     assert accept_length(run(loaded, requests_of())) > 6
 
 
-def test_a_save_that_fails_stops_no_other_stage(target: Path, tmp_path: Path) -> None:
+def test_a_save_that_fails_stops_no_other_stage(target, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     engine = build_engine(target, "ngram", drafter={"save": str(folder / "trie")})
@@ -144,7 +144,7 @@ def test_a_save_that_fails_stops_no_other_stage(target: Path, tmp_path: Path) ->
     assert closed == ["last"]
 
 
-def test_two_engines_do_not_write_one_file_at_once(target: Path, tmp_path: Path) -> None:
+def test_two_engines_do_not_write_one_file_at_once(target, tmp_path):
     """The second is refused; the next one removes what a killed writer has left."""
     path = tmp_path / "texts.trie"
     with atomic_file(path) as file:
@@ -161,9 +161,7 @@ def test_two_engines_do_not_write_one_file_at_once(target: Path, tmp_path: Path)
     assert [file.name for file in tmp_path.iterdir()] == ["texts.trie"]
 
 
-def test_what_save_would_spoil_is_found_at_the_start(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_save_would_spoil_is_found_at_the_start(target, tmp_path, monkeypatch):
     """A place that cannot be written, the corpus, a file of somebody else. An earlier file of n-grams is replaced."""
     (tmp_path / "texts.jsonl").write_text('{"tokens": [1, 2]}\n')
     path = str(tmp_path / "trie")
@@ -184,7 +182,7 @@ def test_what_save_would_spoil_is_found_at_the_start(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "dataset"])
-def test_a_corpus_is_known_from_the_start_to_all(kind: str, target: Path, tmp_path: Path) -> None:
+def test_a_corpus_is_known_from_the_start_to_all(kind, target, tmp_path):
     answers = plain_answers(target, requests_of())
     texts = [request.prompt + answers[request.id] for request in requests_of()]
     path = tmp_path / ("texts.jsonl" if kind == "jsonl" else "texts")
@@ -203,13 +201,13 @@ def test_a_corpus_is_known_from_the_start_to_all(kind: str, target: Path, tmp_pa
 
 
 @each_case()
-def test_a_broken_corpus_is_named(line: str, message: str, target: Path, tmp_path: Path) -> None:
+def test_a_broken_corpus_is_named(line, message, target, tmp_path):
     (tmp_path / "texts.jsonl").write_text(line + "\n")
     with user_error(message):
         build_engine(target, "ngram", drafter={"corpus": str(tmp_path / "texts.jsonl")})
 
 
-def test_a_corpus_that_is_no_json_is_named(target: Path, tmp_path: Path) -> None:
+def test_a_corpus_that_is_no_json_is_named(target, tmp_path):
     for line in (b"\xff\n", b"[" * 100_000):
         (tmp_path / "texts.jsonl").write_bytes(line)
         with user_error("texts.jsonl:1: not a JSON object with a list `tokens`"):
@@ -217,12 +215,12 @@ def test_a_corpus_that_is_no_json_is_named(target: Path, tmp_path: Path) -> None
 
 
 @each_case()
-def test_bad_options_are_sentences(options: dict[str, Any], message: str, target: Path) -> None:
+def test_bad_options_are_sentences(options, message, target):
     with user_error(message):
         build_engine(target, "ngram", drafter=options)
 
 
-def test_metrics_tell_what_it_knows(target: Path) -> None:
+def test_metrics_tell_what_it_knows(target):
     engine = build_engine(target, "ngram")
     run(engine, requests_of())
     run(engine, requests_of())
@@ -240,7 +238,7 @@ def build_both(target: Path, draft: Path, **drafter: Any) -> Engine:
     return build_engine(target, draft, drafter={"ngram_first": 5, **drafter})
 
 
-def test_the_network_drafts_until_texts_repeat(target: Path, draft: Path) -> None:
+def test_the_network_drafts_until_texts_repeat(target, draft):
     requests = requests_of(temperature=1.0)
     network = run(build_engine(target, draft), requests)
     engine = build_both(target, draft)
@@ -251,7 +249,7 @@ def test_the_network_drafts_until_texts_repeat(target: Path, draft: Path) -> Non
     assert accept_length(again) > 2 * accept_length(first)
 
 
-def test_each_request_chooses_for_itself(target: Path, draft: Path) -> None:
+def test_each_request_chooses_for_itself(target, draft):
     """One repeats, one does not, in the same batch: both keep what they would have alone."""
     engine = build_both(target, draft, ngram_first=8)
     requests = requests_of()
@@ -264,13 +262,13 @@ def test_each_request_chooses_for_itself(target: Path, draft: Path) -> None:
     assert together["1"].counts.drafted_tokens == 3 * together["1"].counts.rounds, "what the network drafts, not 15"
 
 
-def test_the_draft_decides_which_options_there_are(draft: Path) -> None:
+def test_the_draft_decides_which_options_there_are(draft):
     options = read_config(["--draft", str(draft), "--drafter.ngram-first", "5", "--drafter.depth", "2"]).drafter
     assert options.items() >= {"ngram_first": 5, "ngram_nodes": 16, "ngram_capacity": 1_000_000, "depth": 2}.items()
     assert read_config(["--draft", "ngram", "--target", "x", "--drafter.nodes", "8"]).drafter["nodes"] == 8
 
 
-def test_wrong_choices_beside_a_network_are_sentences(target: Path, draft: Path) -> None:
+def test_wrong_choices_beside_a_network_are_sentences(target, draft):
     for name, value in (("nodes", 65), ("capacity", 5)):
         with user_error(rf"drafter\.ngram_{name} is {value}; it must be between"):
             build_both(target, draft, **{f"ngram_{name}": value})

@@ -30,7 +30,7 @@ MAGIC = 0x31454952544D47  # of a saved trie
 def paths(tree: Tree) -> list[list[int]]:
     """The tokens from below the root to each node."""
     tokens, parents, _ = tree
-    prefixes: list[list[int]] = [[]]
+    prefixes = [[]]
     for node in range(1, len(tokens)):
         if parents[node] >= 0:
             prefixes.append([*prefixes[parents[node]], tokens[node]])
@@ -39,12 +39,12 @@ def paths(tree: Tree) -> list[list[int]]:
 
 @grouped()
 @pytest.mark.parametrize("seed", range(60))
-def test_core_agrees_with_the_model(seed: int, tmp_path: Path) -> None:
+def test_core_agrees_with_the_model(seed, tmp_path):
     Fuzz(NgramCore, seed, tmp_path).run(60)
 
 
 @pytest.mark.slow
-def test_core_agrees_with_the_model_for_long(tmp_path: Path) -> None:
+def test_core_agrees_with_the_model_for_long(tmp_path):
     assert sum(Fuzz(NgramCore, seed, tmp_path).run(150) for seed in range(10_000, 16_000)) > 2_000_000
 
 
@@ -56,7 +56,7 @@ def contains(texts: list[list[int]], string: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_longest_match_and_what_follows_it_are_those_of_brute_force(seed: int) -> None:
+def test_longest_match_and_what_follows_it_are_those_of_brute_force(seed):
     """While the trie has room and no gram is frequent, nothing is missed."""
     rng = random.Random(seed)
     history = random_texts(seed, 20, 60, vocab=12)
@@ -83,7 +83,7 @@ def test_longest_match_and_what_follows_it_are_those_of_brute_force(seed: int) -
         history.append(context[-12:])
 
 
-def test_every_branch_is_found_and_counted_at_least_as_often_as_it_occurs() -> None:
+def test_every_branch_is_found_and_counted_at_least_as_often_as_it_occurs():
     texts = random_texts(0, 20, 40, vocab=4)
     core = NgramCore(capacity=100_000, branch_length=7, max_match=6)
     for text in texts:
@@ -109,7 +109,7 @@ def continuations(text: list[int], count: int) -> list[list[int]]:
 
 @grouped()
 @pytest.mark.parametrize("seed", range(20))
-def test_tokens_of_other_texts_are_foreign(seed: int) -> None:
+def test_tokens_of_other_texts_are_foreign(seed):
     """A node counts as the request's own only where brute force finds its path in the request's text; with no other
     text in the trie, nearly every node does: all but those at places that the own text is not searched for."""
     rng = random.Random(seed)
@@ -136,7 +136,7 @@ def test_tokens_of_other_texts_are_foreign(seed: int) -> None:
         num_nodes.clear()
 
 
-def test_namespaces_keep_texts_apart() -> None:
+def test_namespaces_keep_texts_apart():
     core = NgramCore(rows=3)
     core.insert([1, 2, 3, 4], "a" * 1000)
     core.admit(0, [1, 2])
@@ -146,7 +146,7 @@ def test_namespaces_keep_texts_apart() -> None:
     assert all(len(name) <= 64 for name, _, _ in core.branches())
 
 
-def test_unused_namespaces_are_forgotten() -> None:
+def test_unused_namespaces_are_forgotten():
     core = NgramCore(capacity=1000)
     core.insert(list(range(10)), "0")
     before = core.stats()["bytes"]
@@ -156,8 +156,8 @@ def test_unused_namespaces_are_forgotten() -> None:
     core.check()
 
 
-def test_dropped_tokens_are_counted_and_the_next_ones_are_a_new_text() -> None:
-    options: dict[str, Any] = {"capacity": 500, "branch_length": 4, "min_match": 1, "max_match": 3, "breadth": 4}
+def test_dropped_tokens_are_counted_and_the_next_ones_are_a_new_text():
+    options = {"capacity": 500, "branch_length": 4, "min_match": 1, "max_match": 3, "breadth": 4}
     core = NgramCore(queue_tokens=8, **options)
     model = NgramModel(**options)
     core.admit(0, [1, 2, 3])
@@ -172,7 +172,7 @@ def test_dropped_tokens_are_counted_and_the_next_ones_are_a_new_text() -> None:
     assert core.branches() == model.trie.branches()
 
 
-def test_statistics() -> None:
+def test_statistics():
     core = NgramCore(rows=2, max_match=3)
     core.admit(0, [1, 2, 1])
     core.admit(1, [5, 6, 7])
@@ -190,11 +190,11 @@ def test_statistics() -> None:
 
 
 @pytest.mark.parametrize("capacity", [1_000_000, 1 << 20, (1 << 20) + 1, 6 * (1 << 18) - 1, 12 * (1 << 17)])
-def test_a_node_takes_at_most_64_bytes(capacity: int) -> None:
+def test_a_node_takes_at_most_64_bytes(capacity):
     assert NgramCore(capacity=capacity).stats()["bytes"] <= 64 * capacity
 
 
-def test_memory_is_constant() -> None:
+def test_memory_is_constant():
     core = NgramCore(capacity=2000)
     rng = np.random.default_rng(0)
     core.insert(rng.integers(0, 1000, 5000))
@@ -209,7 +209,7 @@ def test_memory_is_constant() -> None:
 
 
 @pytest.mark.slow
-def test_resident_memory_is_constant_over_ten_million_tokens() -> None:
+def test_resident_memory_is_constant_over_ten_million_tokens():
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
@@ -226,7 +226,7 @@ def test_resident_memory_is_constant_over_ten_million_tokens() -> None:
     core.check()
 
 
-def test_a_forked_process_ends_without_the_thread() -> None:
+def test_a_forked_process_ends_without_the_thread():
     """It has the core, which its collector of garbage may free."""
     program = """
 import os, signal
@@ -247,9 +247,9 @@ assert (status, core.stats()["inserted_tokens"]) == (0, 6), status
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_threads_may_do_everything_at_once(tmp_path: Path) -> None:
+def test_threads_may_do_everything_at_once(tmp_path):
     core = NgramCore(rows=4, capacity=500)
-    faults: list[BaseException] = []
+    faults = []
     rng = np.random.default_rng(0)
     texts = rng.integers(0, 30, (50, 200)).astype(np.int32)
 
@@ -281,7 +281,7 @@ def test_threads_may_do_everything_at_once(tmp_path: Path) -> None:
             core.branches()
             core.check()
 
-    jobs: list[tuple[Any, ...]] = [(serve, [0, 1]), (serve, [2, 3]), (feed,), (feed,), (watch,)]
+    jobs = [(serve, [0, 1]), (serve, [2, 3]), (feed,), (feed,), (watch,)]
     threads = [threading.Thread(target=guarded, args=job) for job in jobs]
     for thread in threads:
         thread.start()
@@ -316,7 +316,7 @@ print(core.stats()["inserted_tokens"], hook.denied())
 
 
 @pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="needs Linux and g++")
-def test_the_inserting_thread_needs_no_memory(tmp_path: Path) -> None:
+def test_the_inserting_thread_needs_no_memory(tmp_path):
     """Nobody could catch its std::bad_alloc, which would end the process. Names and nodes come and go meanwhile."""
     source = Path(__file__).with_name("no_memory.cpp")
     hook = tmp_path / "no_memory.so"
@@ -331,16 +331,16 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = table_of(__file__, "bad_options"
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
-def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_sentences(options, message):
     with user_error(f"^{message}"):
         NgramCore(**options)
 
 
-def test_bad_arguments_change_nothing() -> None:
+def test_bad_arguments_change_nothing():
     core = NgramCore(rows=2)
     core.admit(0, [1, 2, 1])
     tokens, *arrays = arrays_for(1, 4).values()
-    calls: list[tuple[str, tuple[Any, ...], str]] = [
+    calls = [
         ("admit", (2, [1]), "row is 2; it must be between 0 and 1"),
         ("admit", (-1, [1]), "row is -1"),
         ("admit", (0, [1]), "row 0 is in use; release it first"),
@@ -381,7 +381,7 @@ def filled_core() -> NgramCore:
     return core
 
 
-def test_a_loaded_trie_drafts_like_the_saved_one(tmp_path: Path) -> None:
+def test_a_loaded_trie_drafts_like_the_saved_one(tmp_path):
     saved = filled_core()
     saved.save(tmp_path / "trie")
     loaded = NgramCore(capacity=300, branch_length=6, max_match=5)
@@ -403,7 +403,7 @@ def test_a_loaded_trie_drafts_like_the_saved_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["trie"]
 
 
-def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_refused(tmp_path):
     path = tmp_path / "trie"
     core = filled_core()
     core.save(path)
@@ -424,7 +424,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         core.save(tmp_path / "no folder" / "trie")
 
 
-def test_an_empty_trie_is_a_small_file(tmp_path: Path) -> None:
+def test_an_empty_trie_is_a_small_file(tmp_path):
     """No text was written, so no chunk of the log is."""
     NgramCore().save(tmp_path / "trie")
     assert (tmp_path / "trie").stat().st_size < 100
@@ -441,7 +441,7 @@ def test_an_empty_trie_is_a_small_file(tmp_path: Path) -> None:
     [b"", struct.pack("<Q", MAGIC), struct.pack("<Q6I", MAGIC, 1, 18, 1, 2, 2, 4)],
     ids=["no header", "another version", "a header"],
 )
-def test_a_foreign_file_is_not_read_whole(start: bytes, tmp_path: Path) -> None:
+def test_a_foreign_file_is_not_read_whole(start, tmp_path):
     path = tmp_path / "large"
     with path.open("wb") as file:
         file.write(start)
@@ -452,7 +452,7 @@ def test_a_foreign_file_is_not_read_whole(start: bytes, tmp_path: Path) -> None:
     assert psutil.Process().io_counters().read_chars - before < 1 << 20
 
 
-def test_tokens_that_a_target_does_not_have_are_refused(tmp_path: Path) -> None:
+def test_tokens_that_a_target_does_not_have_are_refused(tmp_path):
     core = NgramCore()
     core.insert([5, 6, 7, 300])
     core.save(tmp_path / "trie")
@@ -474,7 +474,7 @@ def checksum(data: bytes) -> int:
     return total
 
 
-def test_damaged_files_are_refused_and_break_nothing(tmp_path: Path) -> None:
+def test_damaged_files_are_refused_and_break_nothing(tmp_path):
     path = tmp_path / "trie"
     rng = random.Random(0)
     core = filled_core()

@@ -1,6 +1,5 @@
 """Tokens are read a step late: answers stay the same through ends, preemption, prefix hits and aborts."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ def build_overlapped(config: EngineConfig) -> Engine:
 
 
 def build_overlapping(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
-    config: dict[str, Any] = {"target": str(target), "draft": str(draft), "max_running": 8, "kv_cache_tokens": 2048}
+    config = {"target": str(target), "draft": str(draft), "max_running": 8, "kv_cache_tokens": 2048}
     return build_overlapped(EngineConfig(**config | options))
 
 
@@ -59,9 +58,7 @@ def requests_of(temperature: float) -> list[Request]:
     ("options", "temperature", "name"),
     rotating([{}, {"max_running": 2}, {"prefill_budget": 7}, {"page_size": 1}], [0.0, 1.0], ["ngram", "none", "draft"]),
 )
-def test_overlap_changes_no_token(
-    options: dict[str, Any], temperature: float, name: str, target: Path, draft: Path
-) -> None:
+def test_overlap_changes_no_token(options, temperature, name, target, draft):
     requests = requests_of(temperature)
     expected = run(build_engine(target), requests)
     answers = run(build_overlapping(target, draft if name == "draft" else name, **options), requests)
@@ -71,13 +68,13 @@ def test_overlap_changes_no_token(
     }
 
 
-def test_no_step_is_launched_for_a_request_whose_end_is_certain(target: Path) -> None:
+def test_no_step_is_launched_for_a_request_whose_end_is_certain(target):
     engine = build_overlapping(target)
     assert [len(answer.tokens) for answer in run(engine, [make_request("0", [5, 6], max_tokens=1)]).values()] == [1]
     assert not kinds(engine)
 
 
-def test_a_first_token_does_not_wait_for_the_step_behind_it(target: Path) -> None:
+def test_a_first_token_does_not_wait_for_the_step_behind_it(target):
     engine = build_overlapping(target)
     engine.add(make_request("0", [5, 6], max_tokens=9, ignore_eos=True))
     (first,) = engine.step()
@@ -85,7 +82,7 @@ def test_a_first_token_does_not_wait_for_the_step_behind_it(target: Path) -> Non
     assert kinds(engine) == ["nodes"]
 
 
-def test_a_second_step_waits_behind_the_running_one_whatever_came_before(target: Path) -> None:
+def test_a_second_step_waits_behind_the_running_one_whatever_came_before(target):
     """The device never waits for the host once a caller has read all that was in flight."""
     engine = build_overlapping(target)
     engine.add(make_request("0", [5, 6], max_tokens=20, ignore_eos=True))
@@ -96,7 +93,7 @@ def test_a_second_step_waits_behind_the_running_one_whatever_came_before(target:
         assert kinds(engine) == ["nodes"]  # and the one that was read is over
 
 
-def test_chunks_of_a_prompt_are_launched_without_reading_one_another(target: Path) -> None:
+def test_chunks_of_a_prompt_are_launched_without_reading_one_another(target):
     engine = build_overlapping(target, prefill_budget=4)
     engine.add(make_request("0", random_prompt(20, 1), max_tokens=9, ignore_eos=True))
     for _ in range(4):
@@ -129,7 +126,7 @@ def slow_down(engine: Engine) -> SlowSteps:
 
 
 @pytest.mark.parametrize("temperature", some_of([0.0, 1.0], [0.0]))
-def test_steps_wait_for_n_grams_only_while_those_pay(temperature: float, target: Path) -> None:
+def test_steps_wait_for_n_grams_only_while_those_pay(temperature, target):
     """Switched to and fro, answers stay the same; while no node is worth its row, a step waits behind the last one."""
     requests = [
         make_request(str(seed), [5, 6, 7] * 5 + [seed], max_tokens=200 + seed, temperature=temperature, ignore_eos=True)
@@ -140,7 +137,7 @@ def test_steps_wait_for_n_grams_only_while_those_pay(temperature: float, target:
     costs = slow_down(engine)
     settling = 14  # steps after which the policy follows other times
     period = settling + 10
-    ahead: dict[bool, list[bool]] = {True: [], False: []}
+    ahead = {True: [], False: []}
 
     def switch(step: int, _: object) -> None:
         if step % period >= settling and engine.num_open == len(requests):
@@ -156,7 +153,7 @@ def test_steps_wait_for_n_grams_only_while_those_pay(temperature: float, target:
     assert engine.planner.policy.host_wait.ms > 0
 
 
-def test_n_grams_draft_before_the_accounts_of_the_last_step_are_done(target: Path) -> None:
+def test_n_grams_draft_before_the_accounts_of_the_last_step_are_done(target):
     """Their proposals are verified in the very next step, though its tokens are handed out after its launch."""
     engine = build_overlapping(target, "ngram")
     events = list[str]()
@@ -173,7 +170,7 @@ def test_n_grams_draft_before_the_accounts_of_the_last_step_are_done(target: Pat
 
 
 @pytest.mark.parametrize("build", [build_engine, build_overlapping])
-def test_n_grams_learn_of_a_request_no_more_than_it_says(build: Callable[..., Engine], target: Path) -> None:
+def test_n_grams_learn_of_a_request_no_more_than_it_says(build, target):
     """Also of one that ends within accepted drafts: at a stop id, or at its last token."""
     engine = build(target, "ngram")
     prompts = [random_prompt(9, seed) for seed in range(4)]
@@ -183,7 +180,7 @@ def test_n_grams_learn_of_a_request_no_more_than_it_says(build: Callable[..., En
     for seed, prompt in enumerate(prompts):
         tokens = first[str(seed)].tokens
         stop = next(token for index, token in enumerate(tokens[8:], 8) if token not in tokens[:index])
-        ends: dict[str, Any] = {"stop_token_ids": (stop,)} if seed % 2 else {"max_tokens": 11}
+        ends = {"stop_token_ids": (stop,)} if seed % 2 else {"max_tokens": 11}
         requests.append(make_request(f"again {seed}", prompt, **{"max_tokens": 40} | ends))
     again = run(engine, requests)
     starts = [answer.starts[-1] for answer in again.values()]
@@ -193,9 +190,7 @@ def test_n_grams_learn_of_a_request_no_more_than_it_says(build: Callable[..., En
     assert engine.metrics()["ngram_inserted_tokens"] == num_tokens
 
 
-def test_closing_a_stream_early_ends_what_is_in_flight(
-    target: Path, byte_target: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_a_stream_early_ends_what_is_in_flight(target, byte_target, monkeypatch):
     tokenizer = llm_module.load_tokenizer(Path(byte_target))
     monkeypatch.setattr(llm_module, "build_engine", build_overlapped)
     monkeypatch.setattr(llm_module, "load_tokenizer", lambda *_: tokenizer)

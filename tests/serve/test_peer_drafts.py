@@ -2,7 +2,6 @@
 answers are the target's own. Their files: tests/peer_drafts.py, and the package speculators itself where installed."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,13 +62,13 @@ def check(engine: Engine, oracle: Oracle, target: Path) -> None:
     check_proposals(engine, oracle, target, requests_of())
 
 
-def test_specforge_eagle3(target: Path, tmp_path: Path) -> None:
+def test_specforge_eagle3(target, tmp_path):
     oracle = save_eagle3(target, tmp_path / "ours")
     save_as_specforge(tmp_path / "ours", tmp_path / "theirs", LAYERS)
     check(build_engine(target, tmp_path / "theirs"), oracle, target)
 
 
-def test_specforge_eagle3_that_names_no_layers(target: Path, tmp_path: Path) -> None:
+def test_specforge_eagle3_that_names_no_layers(target, tmp_path):
     """The user has to, on the command line as in Python."""
     oracle = save_eagle3(target, tmp_path / "ours")
     save_as_specforge(tmp_path / "ours", tmp_path / "theirs", None)
@@ -81,7 +80,7 @@ def test_specforge_eagle3_that_names_no_layers(target: Path, tmp_path: Path) -> 
     check(build_engine(target, tmp_path / "theirs", drafter={"aux_layers": [0, 2, 3]}), oracle, target)
 
 
-def test_specforge_eagle3_of_a_deep_target_follows_the_published_rule(tmp_path: Path) -> None:
+def test_specforge_eagle3_of_a_deep_target_follows_the_published_rule(tmp_path):
     target = tmp_path / "target"
     save_random_target(LlamaConfig(**SHAPE | {"num_hidden_layers": 12}), target)
     save_random_draft(target, tmp_path / "ours", 100, aux_layers=(1, 5, 8))
@@ -98,7 +97,7 @@ def test_specforge_eagle3_of_a_deep_target_follows_the_published_rule(tmp_path: 
         {"sliding_window": 6, "windowed_layers": (0, 1), "sliding_window_non_causal": True},
     ],
 )
-def test_zlab_dflash(fields: dict[str, Any], target: Path, tmp_path: Path) -> None:
+def test_zlab_dflash(fields, target, tmp_path):
     oracle = save_dflash(target, tmp_path / "ours", **fields)
     save_as_zlab(tmp_path / "ours", tmp_path / "theirs")
     check(build_engine(target, tmp_path / "theirs"), oracle, target)
@@ -106,7 +105,7 @@ def test_zlab_dflash(fields: dict[str, Any], target: Path, tmp_path: Path) -> No
 
 @pytest.mark.skipif("qwen3-5" not in RELATIVES, reason="this transformers does not know it")
 @pytest.mark.parametrize("kind", some_of(["eagle3", "dflash"], ["dflash"]))
-def test_drafts_of_others_for_hybrids(kind: str, make_target: Callable[[str], Path], tmp_path: Path) -> None:
+def test_drafts_of_others_for_hybrids(kind, make_target, tmp_path):
     """They read outputs of delta nets and of attention."""
     target = make_target("qwen3-5")
     oracle: test_eagle.Oracle | test_dflash.Oracle
@@ -119,7 +118,7 @@ def test_drafts_of_others_for_hybrids(kind: str, make_target: Callable[[str], Pa
     check(build_engine(target, tmp_path / "theirs"), oracle, target)
 
 
-def test_muse_glimmers_own_draft(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+def test_muse_glimmers_own_draft(make_target, tmp_path):
     """By transformers' network, the target's table without its norm, and what the target makes of logits."""
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "MuseGlimmerAssistantModel"):
@@ -133,10 +132,10 @@ def test_muse_glimmers_own_draft(make_target: Callable[[str], Path], tmp_path: P
 
 
 @pytest.mark.parametrize("gating", some_of(["per-head", "per-element"], ["per-head"]))
-def test_lagunas_own_draft(gating: str, make_target: Callable[[str], Path], tmp_path: Path) -> None:
+def test_lagunas_own_draft(gating, make_target, tmp_path):
     target = make_target("laguna" if "laguna" in RELATIVES else "qwen3")  # later than the oldest transformers
     gate = OutputGate(activation="softplus", by_head=gating == "per-head")
-    windows: dict[str, Any] = {"sliding_window": 6, "windowed_layers": (0, 1)}
+    windows = {"sliding_window": 6, "windowed_layers": (0, 1)}
     oracle = save_dflash(target, tmp_path / "ours", gate=gate, tap_norms=True, context_norms=True, **windows)
     save_as_laguna(tmp_path / "ours", tmp_path / "theirs", gating, by_kind=gate.by_head)
     oracle.naive = LagunaDraft(tmp_path / "theirs", *shared_weights(oracle.states.model))
@@ -146,7 +145,7 @@ def test_lagunas_own_draft(gating: str, make_target: Callable[[str], Path], tmp_
 @pytest.mark.parametrize(
     ("flags", "window"), gate_of([((), None), (DEFAULTS, 2048), (("fc_norm", "norm_output"), 256)], [(DEFAULTS, 2048)])
 )
-def test_speculators_eagle3(flags: tuple[str, ...], window: int | None, target: Path, tmp_path: Path) -> None:
+def test_speculators_eagle3(flags, window, target, tmp_path):
     """The file names its target."""
     oracle = save_eagle3(target, tmp_path / "ours", LAYERS, *flags)
     save_as_speculators_eagle3(tmp_path / "ours", target, tmp_path / "theirs", LAYERS, window)
@@ -155,7 +154,7 @@ def test_speculators_eagle3(flags: tuple[str, ...], window: int | None, target: 
     )
 
 
-def test_speculators_eagle3_with_a_window_that_binds(target: Path, tmp_path: Path) -> None:
+def test_speculators_eagle3_with_a_window_that_binds(target, tmp_path):
     oracle = save_eagle3(target, tmp_path / "ours")
     oracle.naive.config["sliding_window"] = 9
     save_as_speculators_eagle3(tmp_path / "ours", target, tmp_path / "theirs", LAYERS, 9)
@@ -165,7 +164,7 @@ def test_speculators_eagle3_with_a_window_that_binds(target: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "fields", [{"draft_vocab_size": 100}, {"sliding_window": 6, "windowed_layers": (0, 1)}], ids=["reduced", "windows"]
 )
-def test_speculators_dflash(fields: dict[str, Any], target: Path, tmp_path: Path) -> None:
+def test_speculators_dflash(fields, target, tmp_path):
     oracle = save_dflash(target, tmp_path / "ours", **fields)
     save_as_speculators_dflash(tmp_path / "ours", target, tmp_path / "theirs")
     check_proposals(
@@ -218,7 +217,7 @@ def assert_same_files(written_folder: Path, other: Path) -> None:
         assert torch.equal(tensor, other_tensors[key]), key
 
 
-def test_eagle3_saved_by_the_package(target: Path, tmp_path: Path) -> None:
+def test_eagle3_saved_by_the_package(target, tmp_path):
     ours = tmp_path / "ours"
     peer = tmp_path / "theirs"
     oracle = save_eagle3(target, ours, LAYERS, *DEFAULTS)
@@ -228,7 +227,7 @@ def test_eagle3_saved_by_the_package(target: Path, tmp_path: Path) -> None:
     assert_same_files(tmp_path / "written", peer)
 
 
-def test_dflash_saved_by_the_package(target: Path, tmp_path: Path) -> None:
+def test_dflash_saved_by_the_package(target, tmp_path):
     ours = tmp_path / "ours"
     peer = tmp_path / "theirs"
     windows = {"sliding_window": 2048, "windowed_layers": (0, 1)}

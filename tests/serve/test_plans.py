@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from slipstream.serve.engine.acceptance import BINS, NETWORK_BINS
-from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, HostProposal, StepPlan
 from slipstream.serve.request import Request
@@ -28,7 +26,7 @@ def requests_of(**params: Any) -> list[Request]:
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"logit_bias": {5: 1.0}}, {"logprobs": 2}])
-def test_prompts_are_limited_by_the_times_of_the_steps_that_they_share(params: dict[str, Any], target: Path) -> None:
+def test_prompts_are_limited_by_the_times_of_the_steps_that_they_share(params, target):
     engine = build_engine(target, max_running=3, prefill_budget=16)
     limited = list[bool]()
     original = engine.planner.policy.chunk_rows
@@ -59,13 +57,11 @@ def test_prompts_are_limited_by_the_times_of_the_steps_that_they_share(params: d
         ],
     ),
 )
-def test_a_pass_without_memory_fails_its_requests_alone(
-    build: Any, place: tuple[str, int], device: str, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_without_memory_fails_its_requests_alone(build, place, device, target, draft, monkeypatch):
     which, number = place
     requests = requests_of()
     expected = plain_answers(target, requests)
-    engine: Engine = build(target, draft, max_running=2, prefill_budget=16)
+    engine = build(target, draft, max_running=2, prefill_budget=16)
     original = getattr(type(engine.runner.passes), which)
     calls = 0
 
@@ -124,12 +120,10 @@ class Watching(HostStage):
 @pytest.mark.parametrize(
     ("build", "name", "names"), pairwise([build_engine, build_overlapping], ["draft", "ngram"], ["01234", "3"])
 )
-def test_a_stage_sees_every_proposal_before_it_is_verified(
-    build: Any, name: str, names: str, target: Path, draft: Path
-) -> None:
+def test_a_stage_sees_every_proposal_before_it_is_verified(build, name, names, target, draft):
     requests = requests_of()
     expected = plain_answers(target, requests)
-    engine: Engine = build(target, draft if name == "draft" else name, max_running=3)
+    engine = build(target, draft if name == "draft" else name, max_running=3)
     stage = Watching(names)
     verified = list[tuple[int, list[int]]]()
     engine.stages.append(stage)
@@ -155,10 +149,10 @@ def test_a_stage_sees_every_proposal_before_it_is_verified(
 
 
 @pytest.mark.parametrize("build", [build_engine, build_overlapping])
-def test_a_stage_fails_one_request(build: Any, target: Path, draft: Path) -> None:
+def test_a_stage_fails_one_request(build, target, draft):
     requests = requests_of()
     expected = plain_answers(target, requests)
-    engine: Engine = build(target, draft)
+    engine = build(target, draft)
     engine.stages.append(Watching(refused=requests[2].prompt[-1]))  # proposed in no other answer's place of a root
     answers = run(engine, requests)
     assert answers["2"].finish_reason == "error"
@@ -167,7 +161,7 @@ def test_a_stage_fails_one_request(build: Any, target: Path, draft: Path) -> Non
         assert answer.finish_reason == "error" or answer.tokens == expected[name]
 
 
-def test_a_replaced_proposal_is_what_the_next_stage_sees() -> None:
+def test_a_replaced_proposal_is_what_the_next_stage_sees():
     trees = np.array([[[5, 6, 8], [9, 10, 11]], [[-1, 0, 1], [-1, 0, 1]]], np.int32)
     proposed = Proposed([4, 7], trees, results=np.array([[1, 5], [1, 9]], np.int32))
     nodes = np.zeros((4, 2, 2), np.int32)
@@ -180,9 +174,9 @@ def test_a_replaced_proposal_is_what_the_next_stage_sees() -> None:
 
 
 @pytest.mark.parametrize("build", [build_engine, build_overlapping])
-def test_the_runner_knows_what_the_policy_has_learned(build: Any, target: Path, draft: Path) -> None:
+def test_the_runner_knows_what_the_policy_has_learned(build, target, draft):
     """A plan brings the table of probabilities where it has changed."""
-    engine: Engine = build(target, draft)
+    engine = build(target, draft)
     acceptance = engine.planner.policy.acceptance
     changes = list[bool]()
 
@@ -201,7 +195,7 @@ def test_the_runner_knows_what_the_policy_has_learned(build: Any, target: Path, 
     assert changes.count(True) == 1 + acceptance.version
 
 
-def test_proposals_of_the_host_are_calibrated(target: Path, draft: Path) -> None:
+def test_proposals_of_the_host_are_calibrated(target, draft):
     """They are stored with their bins, and with probabilities that never rise, as the pass needs them."""
     engine = build_engine(target, draft, drafter={"ngram_first": 1})
     engine.add(make_request("0", [5, 6]))

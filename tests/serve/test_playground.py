@@ -18,14 +18,14 @@ FILES = sorted(FOLDER.iterdir())
 
 
 @pytest.fixture(scope="module")
-def guarded(byte_target: str) -> Iterator[Server]:
+def guarded(byte_target) -> Iterator[Server]:
     config = ServeConfig(target=byte_target, port=0, served_model_name=MODEL, api_key="sk-key")
     with serving(config) as running:
         yield running
 
 
 @pytest.mark.parametrize("path", ["/", *(f"/playground/{file.name}" for file in FILES)])
-def test_the_page_needs_no_key_and_runs_no_code_of_others(guarded: Server, path: str) -> None:
+def test_the_page_needs_no_key_and_runs_no_code_of_others(guarded, path):
     response = httpx.get(guarded.url + path, timeout=120)
     assert response.status_code == 200
     file = FOLDER / (Path(path).name or "index.html")
@@ -39,18 +39,18 @@ def test_the_page_needs_no_key_and_runs_no_code_of_others(guarded: Server, path:
     assert httpx.head(guarded.url + path).status_code == 200
 
 
-def test_the_api_behind_it_does(guarded: Server) -> None:
+def test_the_api_behind_it_does(guarded):
     assert httpx.post(guarded.url + CHAT, json={"messages": HELLO}, timeout=120).status_code == 401
     assert httpx.get(f"{guarded.url}/v1/models", timeout=120).status_code == 401
     assert httpx.get(f"{guarded.url}/playground/other.js", timeout=120).status_code == 401
     assert httpx.post(f"{guarded.url}/", json={}, timeout=120).status_code == 401
 
 
-def test_a_server_says_where_it_is(guarded: Server) -> None:
+def test_a_server_says_where_it_is(guarded):
     assert guarded.banner.splitlines()[-1] == f"playground: {guarded.url}/"
 
 
-def test_nothing_comes_from_elsewhere() -> None:
+def test_nothing_comes_from_elsewhere():
     """Every file that a file names is there; no address of another host, no inline code, no markup from text."""
     names = {file.name for file in FILES}
     for file in FILES:
@@ -62,7 +62,7 @@ def test_nothing_comes_from_elsewhere() -> None:
         assert {Path(name).name for name in linked if name != "../"} <= names, file
 
 
-def test_every_file_is_installed() -> None:
+def test_every_file_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["slipstream.serve.http"]
     installed = {path.name for pattern in patterns for path in (ROOT / "serve" / "http").glob(pattern)}

@@ -41,7 +41,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[Open]:
+def open_page(browser) -> Iterator[Open]:
     """Fails where the page logs an error, but for what it does without a key or a server."""
     opened = list[Any]()
     errors = list[str]()
@@ -85,7 +85,7 @@ def salted(page: Any, salt: str) -> None:
     page.route(f"**{CHAT}", change)
 
 
-def test_tokens_show_where_they_come_from(open_page: Open, server: Server) -> None:
+def test_tokens_show_where_they_come_from(open_page, server):
     page = open_page(server.url)
     ask(page)
     answer = answer_of(server, [{"role": "user", "content": QUESTION}])
@@ -112,7 +112,7 @@ def test_tokens_show_where_they_come_from(open_page: Open, server: Server) -> No
     assert f"{figures['num_accepted_draft_tokens']} of " in page.locator(".summary").inner_text()
 
 
-def test_details_of_a_token(open_page: Open, server: Server) -> None:
+def test_details_of_a_token(open_page, server):
     """By pointer, and by the slider alone; Escape closes them."""
     page = open_page(server.url)
     ask(page)
@@ -148,7 +148,7 @@ def test_details_of_a_token(open_page: Open, server: Server) -> None:
     assert details.is_hidden()
 
 
-def test_with_and_without_the_draft(open_page: Open, server: Server) -> None:
+def test_with_and_without_the_draft(open_page, server):
     page = open_page(server.url)
     bodies = list[dict[str, Any]]()
 
@@ -173,7 +173,7 @@ def test_with_and_without_the_draft(open_page: Open, server: Server) -> None:
     assert {**with_draft, "speculation": 0} == {**without, "speculation": 0}, "the same prompt, seed and settings"
 
 
-def test_differences_are_the_fewest(open_page: Open, server: Server) -> None:
+def test_differences_are_the_fewest(open_page, server):
     """Against difflib without its heuristics, which never keeps more than the longest common subsequence."""
     page = open_page(server.url)
     rng = random.Random(0)
@@ -189,7 +189,7 @@ def test_differences_are_the_fewest(open_page: Open, server: Server) -> None:
         assert len(common[0]) >= sum(block.size for block in blocks)
 
 
-def test_a_conversation_goes_on_and_can_be_stopped(open_page: Open, server: Server) -> None:
+def test_a_conversation_goes_on_and_can_be_stopped(open_page, server):
     page = open_page(server.url)
     bodies = list[dict[str, Any]]()
     page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
@@ -213,7 +213,7 @@ def test_a_conversation_goes_on_and_can_be_stopped(open_page: Open, server: Serv
         wait_until(lambda: gauge(client, "open_requests") == 0, "the engine has ended the answer")
 
 
-def test_what_comes_at_once_is_laid_out_at_once(open_page: Open, server: Server) -> None:
+def test_what_comes_at_once_is_laid_out_at_once(open_page, server):
     """A layout takes longer the longer an answer is: one for each of many tokens would hold up the page."""
     page = open_page(server.url)
     count = 2000
@@ -238,7 +238,7 @@ def test_what_comes_at_once_is_laid_out_at_once(open_page: Open, server: Server)
     assert page.locator(".answer .token").count() == count
 
 
-def test_markup_of_a_model_is_text(open_page: Open, server: Server) -> None:
+def test_markup_of_a_model_is_text(open_page, server):
     page = open_page(server.url)
     markup = "<img src=x onerror=alert(1)><b>"
     ask(page, markup, tokens=2 * len(markup))
@@ -246,7 +246,7 @@ def test_markup_of_a_model_is_text(open_page: Open, server: Server) -> None:
     assert page.locator("#turns img, #turns b").count() == 0
 
 
-def test_the_text_of_tokens_is_the_text_of_the_answer(open_page: Open, server: Server) -> None:
+def test_the_text_of_tokens_is_the_text_of_the_answer(open_page, server):
     """Characters of several tokens, tokens without text, a space that the server leaves out, reasoning."""
     page = open_page(server.url)
     run = """async (events) => {
@@ -277,7 +277,7 @@ def test_the_text_of_tokens_is_the_text_of_the_answer(open_page: Open, server: S
     assert shown_texts == texts
 
 
-def test_a_schema_and_other_settings_are_sent(open_page: Open, server: Server) -> None:
+def test_a_schema_and_other_settings_are_sent(open_page, server):
     page = open_page(server.url)
     page.locator("summary", has_text="Settings").click()
     page.fill("#schema", "{")
@@ -295,7 +295,7 @@ def test_a_schema_and_other_settings_are_sent(open_page: Open, server: Server) -
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
-def test_a_model_without_a_chat_template(open_page: Open, tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template(open_page, tmp_path):
     """Its text is continued, with the same marks."""
     target = str(write_target(tmp_path / "target", template=None))
     with serving(ServeConfig(target=target, port=0, served_model_name=MODEL)) as server:
@@ -315,7 +315,7 @@ def test_a_model_without_a_chat_template(open_page: Open, tmp_path: Path) -> Non
         assert page.locator("#details tbody tr").count() == 5
 
 
-def test_a_key_is_asked_for_and_kept_in_memory(open_page: Open, byte_target: str) -> None:
+def test_a_key_is_asked_for_and_kept_in_memory(open_page, byte_target):
     with serving(ServeConfig(target=byte_target, port=0, served_model_name=MODEL, api_key="sk-right")) as server:
         page = open_page(server.url)
         dialog = page.get_by_role("dialog", name="API key")
@@ -334,7 +334,7 @@ def test_a_key_is_asked_for_and_kept_in_memory(open_page: Open, byte_target: str
         dialog.wait_for()
 
 
-def test_errors_say_what_happened_and_what_to_do(open_page: Open, byte_target: str) -> None:
+def test_errors_say_what_happened_and_what_to_do(open_page, byte_target):
     config = ServeConfig(
         target=byte_target, port=0, served_model_name=MODEL, max_running=1, max_waiting=0, max_model_len=4096
     )
@@ -375,7 +375,7 @@ def test_errors_say_what_happened_and_what_to_do(open_page: Open, byte_target: s
     alert.get_by_text("The server cannot be reached.").wait_for()
 
 
-def test_by_keyboard_alone(open_page: Open, server: Server) -> None:
+def test_by_keyboard_alone(open_page, server):
     page = open_page(server.url)
     page.locator("#model", has_text=MODEL).wait_for()
     ask(page)
@@ -407,7 +407,7 @@ def test_by_keyboard_alone(open_page: Open, server: Server) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_that_axe_finds(open_page: Open, server: Server, scheme: str) -> None:
+def test_nothing_that_axe_finds(open_page, server, scheme):
     """With an answer, details and an alert; in the dialog; on the help page. axe knows WCAG's rules."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = open_page(server.url, color_scheme=scheme)
@@ -451,7 +451,7 @@ CONTRASTS = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_tints_can_be_read_and_told_apart(open_page: Open, server: Server, scheme: str) -> None:
+def test_tints_can_be_read_and_told_apart(open_page, server, scheme):
     """WCAG AA: 4.5 for text, 3 for marks. A second cue beside the colour: each origin has a line of its own."""
     contrasts = open_page(server.url, color_scheme=scheme).evaluate(CONTRASTS)
     for contrast in contrasts:
@@ -468,7 +468,7 @@ def test_tints_can_be_read_and_told_apart(open_page: Open, server: Server, schem
 
 
 @pytest.mark.slow
-def test_with_a_real_engine(open_page: Open) -> None:
+def test_with_a_real_engine(open_page):
     """The bundled target with n-grams, and text that a schema fixes: every origin but a draft network's."""
     target = str(TINY)
     config = ServeConfig(target=target, draft="ngram", port=0, width=8)  # whatever passes cost on this machine
@@ -496,7 +496,7 @@ SHOWN = """() => {
 
 
 @pytest.mark.parametrize("width", [320, 360, 390, 412])
-def test_the_end_of_an_answer_stays_in_sight(open_page: Open, server: Server, width: int) -> None:
+def test_the_end_of_an_answer_stays_in_sight(open_page, server, width):
     """On phones, where the page grows beyond the screen, until the user scrolls up."""
     page = open_page(server.url, viewport={"width": width, "height": 700}, has_touch=True)
     ask(page, "ab " * 20, tokens=150)
@@ -514,7 +514,7 @@ def test_the_end_of_an_answer_stays_in_sight(open_page: Open, server: Server, wi
     page.locator(".summary", has_text="stopped").wait_for()
 
 
-def test_a_setting_that_cannot_be_sent_is_shown(open_page: Open, server: Server) -> None:
+def test_a_setting_that_cannot_be_sent_is_shown(open_page, server):
     """Also where the settings are closed, by Send and by Enter."""
     page = open_page(server.url)
     page.locator("#temperature").evaluate("(field) => { field.value = 400; }")
@@ -532,7 +532,7 @@ def test_a_setting_that_cannot_be_sent_is_shown(open_page: Open, server: Server)
     assert page.locator("#settings-problem").inner_text() == ""
 
 
-def test_a_question_is_taken_back(open_page: Open, server: Server) -> None:
+def test_a_question_is_taken_back(open_page, server):
     page = open_page(server.url)
     bodies = list[dict[str, Any]]()
     page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
@@ -545,7 +545,7 @@ def test_a_question_is_taken_back(open_page: Open, server: Server) -> None:
     assert [message["content"] for message in bodies[-1]["messages"] if message["role"] == "user"] == ["one", "other"]
 
 
-def test_a_narrow_screen_scrolls_one_way(open_page: Open, server: Server) -> None:
+def test_a_narrow_screen_scrolls_one_way(open_page, server):
     """320 pixels, as WCAG's reflow asks; the details stay within."""
     page = open_page(server.url, viewport={"width": 320, "height": 600}, has_touch=True)
     page.check("#compare")

@@ -8,7 +8,6 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -43,7 +42,7 @@ Body = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def server(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shallow, tmp_path_factory) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"{VICTIM}\n{ATTACKER}\n")
     config = ServeConfig(
@@ -61,7 +60,7 @@ def server(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def clients(server: Server) -> Iterator[tuple[httpx.Client, httpx.Client]]:
+def clients(server) -> Iterator[tuple[httpx.Client, httpx.Client]]:
     """The victim's and the attacker's."""
     headers = [{"Authorization": f"Bearer {key}"} for key in (VICTIM, ATTACKER)]
     with client_of(server, headers=headers[0]) as victim, client_of(server, headers=headers[1]) as attacker:
@@ -69,7 +68,7 @@ def clients(server: Server) -> Iterator[tuple[httpx.Client, httpx.Client]]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(shallow: Path) -> Any:
+def tokenizer(shallow) -> Any:
     return AutoTokenizer.from_pretrained(shallow)
 
 
@@ -137,9 +136,7 @@ def told(responses: list[Any]) -> tuple[set[Any], int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_answer_shows_another_clients_text(
-    way: str, clients: tuple[httpx.Client, httpx.Client], tokenizer: Any
-) -> None:
+def test_no_answer_shows_another_clients_text(way, clients, tokenizer):
     """Not even to one who knows the beginning and asks what comes next, at every place."""
     victim, attacker = clients
     rng = random.Random(way)
@@ -161,7 +158,7 @@ def test_no_answer_shows_another_clients_text(
     assert (num_withheld > 0) == (path != RESPONSES), "or the attack has no aim"
 
 
-def test_a_secret_is_not_read_token_by_token(clients: tuple[httpx.Client, httpx.Client], tokenizer: Any) -> None:
+def test_a_secret_is_not_read_token_by_token(clients, tokenizer):
     victim, attacker = clients
     secret = secret_of(random.Random(5))
     answers(victim, CHAT, {"messages": [{"role": "user", "content": secret}], "max_tokens": 4, "temperature": 0})
@@ -175,7 +172,7 @@ def test_a_secret_is_not_read_token_by_token(clients: tuple[httpx.Client, httpx.
     assert len(prefix) == start, tokenizer.decode(prefix)
 
 
-def test_salts_and_streams_are_told_apart_by_the_oracle() -> None:
+def test_salts_and_streams_are_told_apart_by_the_oracle():
     """The oracle itself: it sees tokens, names and texts, joined, and no figures."""
     trace = {"id": 5, "token": "a", "rows": 9, "refused": [{"id": None, "token": None}, {"id": 6, "token": "b"}]}
     pieces = [{"id": "cmpl-1", "choices": [{"text": text, "speculation": {"trace": [trace]}}]} for text in ("x", "y")]

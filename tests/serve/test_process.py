@@ -54,7 +54,7 @@ def with_client(test: Callable, make_engine: EngineFactory = FakeEngine) -> None
     asyncio.run(run())
 
 
-def test_refused_and_aborted_requests_end() -> None:
+def test_refused_and_aborted_requests_end():
     async def run(client: EngineClient) -> None:
         await client.start(CONFIG)
         refused = Collector()
@@ -80,7 +80,7 @@ def test_refused_and_aborted_requests_end() -> None:
         (break_at_start, "RuntimeError: no driver"),
     ],
 )
-def test_a_failed_start_says_why(make_engine: EngineFactory, sentence: str) -> None:
+def test_a_failed_start_says_why(make_engine, sentence):
     async def run(client: EngineClient) -> None:
         with pytest.raises(EngineError) as caught:
             await client.start(CONFIG)
@@ -89,7 +89,7 @@ def test_a_failed_start_says_why(make_engine: EngineFactory, sentence: str) -> N
     with_client(run, make_engine)
 
 
-def test_a_receiver_that_raises_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_receiver_that_raises_fails_alone(caplog):
     class Raising(Collector):
         def receive(self, output: Output) -> None:
             raise TypeError("no text for this")
@@ -113,7 +113,7 @@ def test_a_receiver_that_raises_fails_alone(caplog: pytest.LogCaptureFixture) ->
     assert "no text for this" in (record.exc_text or "")
 
 
-def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing() -> None:
+def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing():
     async def run(client: EngineClient) -> None:
         assert (await client.start(CONFIG)).vocab_size == VOCABULARY
         engine = psutil.Process(client.pid)
@@ -151,7 +151,7 @@ def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing() -> None
     with_client(run)
 
 
-def test_stopping_while_the_engine_loads() -> None:
+def test_stopping_while_the_engine_loads():
     async def run(client: EngineClient) -> None:
         starting = asyncio.create_task(client.start(CONFIG))
         await asyncio.sleep(0.2)
@@ -162,7 +162,7 @@ def test_stopping_while_the_engine_loads() -> None:
     with_client(run, never_start)
 
 
-def test_an_engine_that_does_not_end_is_killed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_does_not_end_is_killed_with_a_warning(caplog):
     async def run(client: EngineClient) -> None:
         await client.start(CONFIG)
         psutil.Process(client.pid).suspend()
@@ -193,7 +193,7 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     ("engine", "ready"), [("FakeEngine", "await starting"), ("never_start", "await asyncio.sleep(0.5)")]
 )
-def test_the_engine_does_not_outlive_the_server(engine: str, ready: str) -> None:
+def test_the_engine_does_not_outlive_the_server(engine, ready):
     script = SERVER.format(engine=engine, ready=ready)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

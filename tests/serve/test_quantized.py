@@ -19,7 +19,7 @@ one; that changes logits as a rounding in FP8 does."""
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(tmp_path_factory) -> tuple[Path, Path]:
     """A target of 32-bit weights and a draft for it."""
     target, draft = (tmp_path_factory.mktemp("models") / name for name in ("target", "draft"))
     save_random_target(CONFIG, target)
@@ -31,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     "name",
     [*("fp8-blocks", "gptq-order", "on-the-fly"), *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS)],
 )
-def test_text_does_not_depend_on_the_draft(name: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_text_does_not_depend_on_the_draft(name, models, tmp_path):
     target, draft = models
     save_quantized(LAYOUTS[name], target, tmp_path / name)
     options = {"quantization": "fp8"} if name == "on-the-fly" else {}
@@ -46,7 +46,7 @@ def test_text_does_not_depend_on_the_draft(name: str, models: tuple[Path, Path],
     assert sum(answer.counts.drafted_tokens for answer in drafted.values()) > 0
 
 
-def test_only_fast_lets_tensor_cores_add_up_alone(models: tuple[Path, Path]) -> None:
+def test_only_fast_lets_tensor_cores_add_up_alone(models):
     for exact in (None, False):
         engine = build_engine(models[0], quantization="fp8", exact=exact)
         layers = [layer for layer in engine.runner.target.modules() if isinstance(layer, FP8Linear)]
@@ -65,7 +65,7 @@ def check_tokens(tokens: list[int], expected: Answer, tie: float) -> None:
     assert tokens[place] == expected.logprobs.top_ids[place][1]
 
 
-def test_the_option_quantises_all_but_head_and_embedding(models: tuple[Path, Path]) -> None:
+def test_the_option_quantises_all_but_head_and_embedding(models):
     target, _ = models
     plain = build_engine(target)
     fp8 = build_engine(target, quantization="fp8")

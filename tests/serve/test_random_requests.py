@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ MOST_TRIES = 200
 
 
 @pytest.fixture(scope="module", params=[build_engine, pytest.param(build_overlapping, marks=SLOW)])
-def engine(request: pytest.FixtureRequest, shallow: Path) -> Iterator[Engine]:
+def engine(request, shallow) -> Iterator[Engine]:
     options = {"max_model_len": CONTEXT, "kv_cache_tokens": 128, "page_size": 1, "grammar_drafts": True}
     built = request.param(shallow, "ngram", **options)
     yield built
@@ -40,17 +39,17 @@ def engine(request: pytest.FixtureRequest, shallow: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def frontend(engine: Engine, shallow: Path) -> Frontend:
+def frontend(engine, shallow) -> Frontend:
     config = ServeConfig(target=str(shallow), draft="ngram", served_model_name=MODEL, max_running=8, max_waiting=8)
     return Frontend(config, engine.info)
 
 
 @pytest.fixture(scope="module")
-def bystanders(shallow: Path) -> dict[str, tuple[Request, list[int]]]:
+def bystanders(shallow) -> dict[str, tuple[Request, list[int]]]:
     """Requests of every kind, with what each answers alone, by id."""
     prompt = load_tokenizer(shallow, False)("Tom has 12 boxes. How many").input_ids
     grammar = Grammar("regex", "[a-c ]{5,30}")
-    kinds: list[dict[str, Any]] = [
+    kinds = [
         *SAMPLINGS.values(),
         {"min_tokens": 20, "bad_words": ((5, 6), (11,)), "temperature": 0.5},
         {"grammar": grammar, "temperature": 1.0},
@@ -124,13 +123,7 @@ def answer_all(engine: Engine, beside: Request, answers: dict[str, Answer]) -> t
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(30, marks=SLOW)])
-def test_accepted_bodies_leave_the_engine_and_other_answers_alone(
-    rounds: int,
-    engine: Engine,
-    frontend: Frontend,
-    bystanders: dict[str, tuple[Request, list[int]]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_accepted_bodies_leave_the_engine_and_other_answers_alone(rounds, engine, frontend, bystanders, caplog):
     """Every field of every endpoint, in each round."""
     rng = random.Random(rounds)
     reasons = Counter[str]()

@@ -46,7 +46,7 @@ NEEDED = {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "input"
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=100, deadline=None)
 @given(fields=BODIES)
-def test_a_refused_body_is_a_sentence(kind: Any, fields: dict[str, Any]) -> None:
+def test_a_refused_body_is_a_sentence(kind, fields):
     needed = {name: value for name, value in NEEDED.items() if name in kind.model_fields and kind is not TokenizeBody}
     assert len(refusal(lambda: read_whole(kind, needed | fields))) <= MAX_ERROR_CHARS
 
@@ -73,13 +73,13 @@ def refusal(read: Callable[[], object]) -> str:
 
 @settings(max_examples=200, deadline=None)
 @given(schema=SENT)
-def test_a_refused_schema_is_a_sentence(schema: Any) -> None:
+def test_a_refused_schema_is_a_sentence(schema):
     assert len(refusal(lambda: rewrite(schema))) <= MAX_ERROR_CHARS
 
 
 @settings(max_examples=200, deadline=None)
 @given(name=st.sampled_from([field.name for field in fields(SamplingParams)]), fault=SENT)
-def test_refused_sampling_params_are_a_sentence(name: str, fault: Any) -> None:
+def test_refused_sampling_params_are_a_sentence(name, fault):
     """Python's own integers have more digits than JSON's may."""
     for value in (fault, 10**10_000, [10**10_000]):
         values = {"max_tokens": 5, name: value}

@@ -36,7 +36,7 @@ def requests_of_all_kinds() -> list[Request]:
     """Long prompts that begin alike; sampled in every way, two with log-probabilities each, two under masks."""
     shared = random_prompt(20, 99)
     masked = {"min_tokens": 9, "bad_words": ((5, 6),)}
-    extra: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"prompt_logprobs": 1}, masked]
+    extra = [{}, {"logprobs": 2}, {"prompt_logprobs": 1}, masked]
     kinds = [*SAMPLINGS.values(), *reversed(SAMPLINGS.values())]
     return [
         make_request(
@@ -81,15 +81,13 @@ def check_elsewhere(cases: Sequence[tuple[str, str]], options: dict[str, Any], f
 
 
 @pytest.mark.slow  # ranks execute an engine's plans in tests/serve/test_tensor_parallel.py
-def test_recorded_steps_give_the_same_bits_elsewhere(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_steps_give_the_same_bits_elsewhere(target, tmp_path, monkeypatch):
     check_elsewhere(list(product(DRAFTERS, BUILDS)), {"target": target, "device": "cpu"}, tmp_path, monkeypatch)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_and_on_a_gpu(dtype: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_and_on_a_gpu(dtype, target, tmp_path, monkeypatch):
     attention = "prefill=sdpa,verify=triton,draft=triton"
     options = {"target": target, "device": "cuda", "dtype": dtype, "attention": attention}
     check_elsewhere(list(product(DRAFTERS, ["engine"])), options, tmp_path, monkeypatch)

@@ -7,12 +7,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from slipstream.serve import logs
 from slipstream.serve.http import request_log
-from slipstream.serve.http.launch import Server
 from slipstream.tests.serve.fake_server import COMPLETIONS, RESPONSES, wait_until
 
 HEADER = "X-Request-Id"
@@ -34,7 +32,7 @@ def lines() -> Iterator[list[dict[str, Any]]]:
     warnings.showwarning = warn
 
 
-def test_every_request_has_an_id_and_a_line(client: httpx.Client, lines: list[dict[str, Any]]) -> None:
+def test_every_request_has_an_id_and_a_line(client, lines):
     body = {"prompt": "abc", "max_tokens": 7, "n": 2}
     answer = client.post(COMPLETIONS, json=body, headers={HEADER: "trace-1/a"})
     assert answer.headers[HEADER] == "trace-1/a"
@@ -61,9 +59,7 @@ def test_every_request_has_an_id_and_a_line(client: httpx.Client, lines: list[di
     assert all(line["seconds"] >= 0 and line["time"].endswith("Z") for line in entries)
 
 
-def test_a_text_log_has_a_line_for_each_refused_request(
-    client: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_log_has_a_line_for_each_refused_request(client, caplog, monkeypatch):
     monkeypatch.setattr(request_log, "TEXT_LINES", 10**6)  # others of this server may have been refused before
     assert client.post(COMPLETIONS, json={"prompt": "secret", "max_tokens": 2}).status_code == 200
     body = {"prompt": "secret", "stream_options": {"include_usage": True}}
@@ -78,7 +74,7 @@ def test_a_text_log_has_a_line_for_each_refused_request(
     assert "secret" not in caplog.text
 
 
-def test_a_flood_of_refused_requests_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flood_of_refused_requests_is_counted(caplog):
     line = {"status": 400, "method": "GET", "path": "/", "error": "no", "client": None, "request_id": "r"}
 
     async def flood(refusals: request_log.Refusals) -> None:
@@ -96,9 +92,7 @@ def test_a_flood_of_refused_requests_is_counted(caplog: pytest.LogCaptureFixture
     assert last.startswith("400 GET /: no")
 
 
-def test_an_internal_error_is_found_by_its_request_id(
-    client: httpx.Client, server: Server, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_internal_error_is_found_by_its_request_id(client, server, lines, monkeypatch):
     def break_down(*_: object, **__: object) -> None:
         raise RuntimeError("secret")
 

@@ -93,14 +93,14 @@ def count(start: int, length: int) -> list[int]:
 
 
 @each_case()
-def test_what_can_never_run_is_refused(prompt_len: int, max_tokens: int, message: str) -> None:
+def test_what_can_never_run_is_refused(prompt_len, max_tokens, message):
     recorder = Recorder(num_pages=21)
     with pytest.raises(ValueError, match=message):
         recorder.add("a", count(0, prompt_len), max_tokens)
     assert not recorder.scheduler.has_work
 
 
-def test_ids_are_unique_while_a_request_lives() -> None:
+def test_ids_are_unique_while_a_request_lives():
     recorder = Recorder()
     recorder.add("a", [5])
     with pytest.raises(ValueError, match="id 'a' belongs to a request that has not ended"):
@@ -109,7 +109,7 @@ def test_ids_are_unique_while_a_request_lives() -> None:
     recorder.add("a", [5])
 
 
-def test_the_largest_request_that_fits_runs_to_its_end_alone() -> None:
+def test_the_largest_request_that_fits_runs_to_its_end_alone():
     recorder = Recorder(num_pages=21)
     recorder.add("a", count(0, 40), 36)
     recorder.prefill()
@@ -121,7 +121,7 @@ def test_the_largest_request_that_fits_runs_to_its_end_alone() -> None:
 # Order
 
 
-def test_prompts_are_cut_by_the_budget_and_taken_in_order() -> None:
+def test_prompts_are_cut_by_the_budget_and_taken_in_order():
     recorder = Recorder(prefill_budget=10)
     for name, start, length in (("a", 0, 12), ("b", 100, 5), ("c", 200, 30)):
         recorder.add(name, count(start, length))
@@ -134,7 +134,7 @@ def test_prompts_are_cut_by_the_budget_and_taken_in_order() -> None:
     assert recorder.prefill() == [("c", 3, 13)]
 
 
-def test_a_step_has_so_many_chunks() -> None:
+def test_a_step_has_so_many_chunks():
     recorder = Recorder(prefill_budget=16, max_chunks=3)
     for name, length in (("a", 1), ("b", 5), ("c", 20), ("d", 1), ("e", 1), ("f", 1)):
         recorder.add(name, count(10 * ord(name), length))
@@ -144,7 +144,7 @@ def test_a_step_has_so_many_chunks() -> None:
     assert recorder.prefill() == [("e", 0, 1), ("f", 0, 1)]
 
 
-def test_a_step_without_tokens_for_prompts_admits_no_one() -> None:
+def test_a_step_without_tokens_for_prompts_admits_no_one():
     recorder = Recorder()
     recorder.add("a", [5])
     for num_tokens in (0, -3):
@@ -152,7 +152,7 @@ def test_a_step_without_tokens_for_prompts_admits_no_one() -> None:
     assert recorder.scheduler.num_running == 0
 
 
-def test_no_prompt_follows_in_a_step_that_has_enough_tokens() -> None:
+def test_no_prompt_follows_in_a_step_that_has_enough_tokens():
     recorder = Recorder()
     for token, (name, length) in enumerate((("a", 3), ("b", 4), ("c", 20), ("d", 1))):
         recorder.add(name, [token] * length)
@@ -170,7 +170,7 @@ def test_no_prompt_follows_in_a_step_that_has_enough_tokens() -> None:
     assert next_chunks(16, 5) == [("c", 18, 20), ("d", 0, 1)]
 
 
-def test_prompts_are_computed_while_others_decode() -> None:
+def test_prompts_are_computed_while_others_decode():
     """Chunks of any size ride with the requests that decode; a prompt that ends decodes from the next step on."""
     recorder = Recorder()
     recorder.add("a", [5])
@@ -184,7 +184,7 @@ def test_prompts_are_computed_while_others_decode() -> None:
     assert recorder.decoding() == ["a", "b"]
 
 
-def test_a_large_prompt_is_not_overtaken() -> None:
+def test_a_large_prompt_is_not_overtaken():
     recorder = Recorder(num_pages=21)
     recorder.add("a", count(0, 40), 20)
     recorder.prefill()
@@ -197,7 +197,7 @@ def test_a_large_prompt_is_not_overtaken() -> None:
     assert [name for name, _, _ in recorder.prefill()] == ["large", "small"]
 
 
-def test_those_behind_a_large_prompt_go_on_if_it_is_aborted_or_another_tenant_comes() -> None:
+def test_those_behind_a_large_prompt_go_on_if_it_is_aborted_or_another_tenant_comes():
     recorder = Recorder(num_pages=21)
     recorder.add("a", count(0, 40), 20)
     recorder.prefill()
@@ -212,7 +212,7 @@ def test_those_behind_a_large_prompt_go_on_if_it_is_aborted_or_another_tenant_co
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tenants_share_slots_and_keep_their_order(seed: int) -> None:
+def test_tenants_share_slots_and_keep_their_order(seed):
     rng = random.Random(seed)
     recorder = Recorder(num_pages=200, max_running=6)
     scheduler = recorder.scheduler
@@ -244,7 +244,7 @@ def test_tenants_share_slots_and_keep_their_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("lookahead", "cached"), [(0, 8), (1, 4)])
-def test_a_prompt_reuses_pages_up_to_its_lookahead(lookahead: int, cached: int) -> None:
+def test_a_prompt_reuses_pages_up_to_its_lookahead(lookahead, cached):
     recorder = Recorder(lookahead=lookahead)
     recorder.add("a", [*count(0, 8), 50, 51, 52])
     recorder.prefill()
@@ -256,7 +256,7 @@ def test_a_prompt_reuses_pages_up_to_its_lookahead(lookahead: int, cached: int) 
     assert output.stats.cached_tokens == cached
 
 
-def test_a_prompt_in_cache_is_computed_from_its_last_page_on() -> None:
+def test_a_prompt_in_cache_is_computed_from_its_last_page_on():
     recorder = Recorder()
     recorder.add("a", count(0, 8))
     recorder.add("b", count(0, 8))
@@ -265,7 +265,7 @@ def test_a_prompt_in_cache_is_computed_from_its_last_page_on() -> None:
     assert recorder.prefill() == [("c", 4, 8)]
 
 
-def test_an_answer_is_reused_by_the_next_turn() -> None:
+def test_an_answer_is_reused_by_the_next_turn():
     recorder = Recorder(lookahead=1)
     recorder.add("a", count(0, 5), 8)
     recorder.prefill()
@@ -278,7 +278,7 @@ def test_an_answer_is_reused_by_the_next_turn() -> None:
 # When pages run out
 
 
-def test_the_newest_is_preempted_and_resumes_before_others_with_its_tokens() -> None:
+def test_the_newest_is_preempted_and_resumes_before_others_with_its_tokens():
     recorder = Recorder(num_pages=21, max_running=2)
     recorder.add("a", count(0, 12), 60)
     recorder.add("b", count(100, 12), 60)
@@ -305,7 +305,7 @@ def test_the_newest_is_preempted_and_resumes_before_others_with_its_tokens() -> 
     assert output.stats.completion_tokens == 2 + num_b_tokens == 2 + 2 * output.stats.rounds
 
 
-def test_a_half_computed_prompt_is_preempted_and_keeps_its_pages_in_cache() -> None:
+def test_a_half_computed_prompt_is_preempted_and_keeps_its_pages_in_cache():
     recorder = Recorder(num_pages=21, prefill_budget=12)
     recorder.add("a", count(0, 12), 60)
     recorder.prefill()
@@ -318,7 +318,7 @@ def test_a_half_computed_prompt_is_preempted_and_keeps_its_pages_in_cache() -> N
     assert recorder.prefill() == [("b", 12, 24)]
 
 
-def test_who_decodes_takes_the_pages_of_a_prompt_before_its_next_chunk() -> None:
+def test_who_decodes_takes_the_pages_of_a_prompt_before_its_next_chunk():
     """In one step: the newest is preempted for the nodes of an older one, and none of its tokens is computed."""
     recorder = Recorder(num_pages=21, prefill_budget=2)
     recorder.add("a", count(0, 2), 70)
@@ -335,7 +335,7 @@ def test_who_decodes_takes_the_pages_of_a_prompt_before_its_next_chunk() -> None
     assert recorder.prefill() == [("b", computed // 4 * 4, computed // 4 * 4 + 2)]
 
 
-def test_admission_leaves_a_page_for_each_running_sequence() -> None:
+def test_admission_leaves_a_page_for_each_running_sequence():
     recorder = Recorder(num_pages=21)
     recorder.add("a", count(0, 12), 20)
     recorder.prefill()
@@ -358,7 +358,7 @@ def window_pages(num_pages: int, window: int = 8) -> WindowPages:
     return WindowPages(num_pages, 4, window, RESERVE)
 
 
-def test_what_never_fits_a_window_group_is_refused() -> None:
+def test_what_never_fits_a_window_group_is_refused():
     recorder = Recorder(windows=(window_pages(100), window_pages(4)))
     recorder.add("short", count(0, 4), 4)
     message = (
@@ -368,7 +368,7 @@ def test_what_never_fits_a_window_group_is_refused() -> None:
         recorder.add("long", count(0, 4), 5)
 
 
-def test_pages_of_a_window_come_with_chunks_and_decodes_and_go_with_what_they_commit() -> None:
+def test_pages_of_a_window_come_with_chunks_and_decodes_and_go_with_what_they_commit():
     recorder = Recorder(windows=(window_pages(20),), prefill_budget=20)
     recorder.add("a", count(0, 50))
     windows = []
@@ -384,7 +384,7 @@ def test_pages_of_a_window_come_with_chunks_and_decodes_and_go_with_what_they_co
     assert (sequence.table.groups[0].first, sequence.table.groups[0].end) == (17, 20)
 
 
-def test_sequences_wait_for_the_quotas_of_windows() -> None:
+def test_sequences_wait_for_the_quotas_of_windows():
     recorder = Recorder(windows=(window_pages(9),))
     for name, start in (("a", 0), ("b", 100), ("c", 200)):
         recorder.add(name, count(start, 4), 40)
@@ -397,7 +397,7 @@ def test_sequences_wait_for_the_quotas_of_windows() -> None:
 
 
 @pytest.mark.parametrize("num_decodes", range(1, 9))
-def test_an_answer_is_reused_by_the_next_turn_with_windows(num_decodes: int) -> None:
+def test_an_answer_is_reused_by_the_next_turn_with_windows(num_decodes):
     """Whatever its length, up to the last full page."""
     recorder = Recorder(windows=(window_pages(40), window_pages(40, window=3)))
     recorder.add("a", count(0, 13), num_decodes + 1)

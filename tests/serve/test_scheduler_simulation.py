@@ -60,7 +60,7 @@ def digests(namespace: str, tokens: list[int], num_in_blocks: int, version: str)
 def answer_alone(request: Request) -> tuple[list[int], FinishReason]:
     params = request.params
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else STOP_IDS)}
-    answer: list[int] = []
+    answer = []
     while len(answer) < params.max_tokens:
         answer.append(next_token(request.prompt + answer))
         if answer[-1] in stop_ids:
@@ -263,14 +263,14 @@ class Simulation:
         cache = self.cache
         size = self.page_size
         prompt = request.prompt
-        texts: dict[Node | None, list[int]] = {cache._root: []}
-        by_text: dict[tuple[int, ...], Node] = {}  # with the tokens looked ahead at
+        texts = {cache._root: []}
+        by_text = {}  # with the tokens looked ahead at
         for node in nodes_of(cache):
             namespace, *tokens = node.key
             if node.parent in texts and namespace == request.cache_namespace:
                 by_text[*texts[node.parent], *tokens] = node
                 texts[node] = texts[node.parent] + tokens[:size]
-        path: list[Node] = []
+        path = []
         for end in range(size, len(prompt) - max(self.lookahead, 1) + 1, size):
             node = by_text.get(tuple(prompt[: end + self.lookahead]))
             if node is None:
@@ -515,14 +515,7 @@ def random_request(rng: random.Random, number: int, stems: list[list[int]]) -> R
         ((600, 3, 1000), 4, 1, 0, (), 4),  # pages of ends of prompts, which no other text may read
     ],
 )
-def test_random_operations(
-    sizes: tuple[int, int, int],
-    page_size: int,
-    lookahead: int,
-    max_in_flight: int,
-    windows: tuple[int, ...],
-    grid: int,
-) -> None:
+def test_random_operations(sizes, page_size, lookahead, max_in_flight, windows, grid):
     """sizes: tokens that the cache holds, max_running and the most prompt tokens of a step; grid: of states, in
     pages, at most 16 tokens."""
     tokens, max_running, prefill_budget = sizes
@@ -579,9 +572,7 @@ def test_random_operations(
     ("sizes", "page_size", "lookahead", "max_in_flight", "windows", "grid"),
     pairwise([(112, 1), (160, 3), (600, 8)], [1, 4], [0, 1, 2], [0, 3], [(), (3, 16)], [4, 8]),
 )
-def test_random_arrivals_in_idle_time(
-    sizes: tuple[int, int], page_size: int, lookahead: int, max_in_flight: int, windows: tuple[int, ...], grid: int
-) -> None:
+def test_random_arrivals_in_idle_time(sizes, page_size, lookahead, max_in_flight, windows, grid):
     """sizes: tokens that the cache holds, and max_running; grid: of states, in tokens. Requests, many of which go on
     with an ended text, come after any number of chunks."""
     tokens, max_running = sizes
@@ -591,7 +582,7 @@ def test_random_arrivals_in_idle_time(
     simulation = Simulation(setting, rng)
     scheduler = simulation.scheduler
     prompts = IdlePrompts(scheduler, grid, most_rows=16)
-    ended: deque[Request] = deque(maxlen=4)  # their next turns
+    ended = deque(maxlen=4)  # their next turns
     number = 0
 
     def note(sequence: Sequence) -> None:

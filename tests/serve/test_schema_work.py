@@ -66,7 +66,7 @@ def objects(size: int, **fields: Any) -> list[Schema]:
 
 def shared(size: int) -> Schema:
     """Each level is in 64 alternatives of the next."""
-    schema: Schema = {"type": "string"}
+    schema = {"type": "string"}
     for level in range(size):
         alternatives = [{"type": "object", "required": [f"r{level}{index}"]} for index in range(8)]
         inner = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
@@ -76,7 +76,7 @@ def shared(size: int) -> Schema:
 
 def chain(size: int, width: int) -> Schema:
     """Alternatives by references."""
-    definitions: Schema = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * width} for i in range(size)}
+    definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * width} for i in range(size)}
     return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{size}": {"type": "integer"}}}
 
 
@@ -120,7 +120,7 @@ FAMILIES: dict[str, tuple[Callable[[int], Schema], int]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hostile_schemas_are_read_in_linear_time_or_refused(family: str) -> None:
+def test_hostile_schemas_are_read_in_linear_time_or_refused(family):
     make, size = FAMILIES[family]
     counts = []
     for number in (max(size // 16, 1), max(size // 8, 2), size):
@@ -133,7 +133,7 @@ def test_hostile_schemas_are_read_in_linear_time_or_refused(family: str) -> None
         assert counts[1] < 2.3 * counts[0] + 200
 
 
-def test_what_people_send_is_far_from_the_limit() -> None:
+def test_what_people_send_is_far_from_the_limit():
     parts = [{"type": "string", "description": "a text " * 5}, {"type": ["integer", "null"], "minimum": 0}]
     fields = {f"field_{index}": parts[index % 2] for index in range(12)}
     definitions = {f"D{i}": {"type": "object", "properties": fields, "required": [*fields]} for i in range(40)}
@@ -159,7 +159,7 @@ PATTERNS: dict[str, Callable[[int], str]] = {
 
 
 @pytest.mark.parametrize("family", PATTERNS)
-def test_hostile_patterns_are_read_once(family: str) -> None:
+def test_hostile_patterns_are_read_once(family):
     for number in (1000, 30_000):
         pattern = PATTERNS[family](number)
         assert lines_of(functools.partial(whole, pattern)) < 20 * len(pattern) + 200
@@ -169,7 +169,7 @@ SLOW_FORMS = [pytest.param(form, marks=pytest.mark.slow) for form in ("hermes", 
 
 
 @pytest.mark.parametrize("form", ["llama_pythonic", *SLOW_FORMS])
-def test_hostile_tools_are_read_in_counted_work(form: str) -> None:
+def test_hostile_tools_are_read_in_counted_work(form):
     schemas = [make(max(size // 3, 1)) for make, size in FAMILIES.values()]
     tools = []
     for index, schema in enumerate(schemas):
@@ -182,7 +182,7 @@ def test_hostile_tools_are_read_in_counted_work(form: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_types_of_hostile_parameters_are_read_in_counted_work(family: str) -> None:
+def test_types_of_hostile_parameters_are_read_in_counted_work(family):
     make, size = FAMILIES[family]
     schema = make(size)
     definitions = schema.pop("$defs", {})
@@ -225,7 +225,7 @@ class Grower:
         return {**schema, "$defs": self.definitions} if isinstance(schema, dict) else schema
 
     def value(self, depth: int = 2) -> Any:
-        scalars: list[Any] = [0, 1, 1.0, -1, 2, 2.5, True, False, None, "", "a", "b", "1", 2**53, -(2**63), 1e300]
+        scalars = [0, 1, 1.0, -1, 2, 2.5, True, False, None, "", "a", "b", "1", 2**53, -(2**63), 1e300]
         if depth == 0 or self.rng.random() < 0.6:
             return self.rng.choice(scalars)
         if self.rng.random() < 0.5:
@@ -235,7 +235,7 @@ class Grower:
     def schema(self, depth: int) -> Schema:
         inner = functools.partial(self.schema, depth - 1)
         some = range(self.rng.randrange(1, 4))
-        kinds: list[Callable[[], Schema]] = [
+        kinds = [
             lambda: {"enum": [self.value() for _ in some]},
             lambda: {"const": self.value()},
             lambda: {"type": self.rng.choice(["object", "array", "string", "integer", "number", "boolean", "null"])},
@@ -289,11 +289,11 @@ def grown(seeds: range) -> Iterator[tuple[Schema, list[Any]]]:
 
 
 @pytest.mark.parametrize("seeds", [range(500), pytest.param(range(500, 60_000), marks=pytest.mark.slow)])
-def test_small_schemas_of_hostile_kinds_mean_what_jsonschema_says(seeds: range) -> None:
+def test_small_schemas_of_hostile_kinds_mean_what_jsonschema_says(seeds):
     assert compare(grown(seeds)) > 0.34 * len(seeds)
 
 
-def test_what_is_beside_one_another_holds_together() -> None:
+def test_what_is_beside_one_another_holds_together():
     """allOf, $ref and keywords beside them."""
     rng = random.Random(0)
     parts = table_of(__file__, "parts")
@@ -307,7 +307,7 @@ def test_what_is_beside_one_another_holds_together() -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 3000), marks=pytest.mark.slow)])
-def test_mixed_hostile_schemas_are_read_or_refused_within_the_steps(seeds: range) -> None:
+def test_mixed_hostile_schemas_are_read_or_refused_within_the_steps(seeds):
     """Two kinds at a time, one within the other where a place is left."""
     for seed in seeds:
         rng = random.Random(seed)

@@ -10,7 +10,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -64,7 +63,7 @@ def draft_folder(path: Path) -> str:
         ("mtp", ["drafter.hidden", *TREE, *NGRAM_FIRST, "drafter.token_map_dynamic", "drafter.token_map_size"]),
     ],
 )
-def test_the_options_are_frozen(draft: str, extra: list[str]) -> None:
+def test_the_options_are_frozen(draft, extra):
     parser = build_parser(options_class(draft), prog="serve", description="")
     names = option_names(parser)
     assert " ".join(name for name in names if name not in extra) == OPTIONS
@@ -72,7 +71,7 @@ def test_the_options_are_frozen(draft: str, extra: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", ["serving.md", "http_api.md"])
-def test_pages_name_options_that_exist(page: str, tmp_path: Path) -> None:
+def test_pages_name_options_that_exist(page, tmp_path):
     names = {"config", "help", "fast"}
     for draft in ("ngram", draft_folder(tmp_path / "draft")):
         names |= set(option_names(build_parser(options_class(draft), prog="serve", description="")))
@@ -94,20 +93,20 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return error
 
 
-def test_the_draft_decides_which_options_there_are(tmp_path: Path) -> None:
+def test_the_draft_decides_which_options_there_are(tmp_path):
     draft = draft_folder(tmp_path / "draft")
     config = read_config(["--draft", draft, "--drafter.depth", "5", "--max-model-len", "64", "--trust-remote-code"])
     assert (config.draft, config.drafter["depth"], config.target) == (draft, 5, "")
     assert (config.max_model_len, config.trust_remote_code) == (64, True)
 
 
-def test_exact_and_fast(tmp_path: Path) -> None:
+def test_exact_and_fast(tmp_path):
     draft = draft_folder(tmp_path / "draft")
     for argv, exact in (([], None), (["--exact"], True), (["--fast"], False), (["--no-exact", "--port", "1"], False)):
         assert read_config(["--draft", draft, *argv]).exact is exact
 
 
-def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> None:
+def test_flags_win_over_files_and_later_files_over_earlier(tmp_path):
     draft = draft_folder(tmp_path / "draft")
     first = tmp_path / "a.yaml"
     second = tmp_path / "b.yaml"
@@ -123,15 +122,13 @@ def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> No
 
 
 @each_case()
-def test_bad_files_end_with_a_sentence(
-    tmp_path: Path, text: str, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_files_end_with_a_sentence(tmp_path, text, words, capsys):
     (tmp_path / "serve.yaml").write_text(text)
     error = refusal(["--config", str(tmp_path / "serve.yaml")], capsys)
     assert all(word in error for word in words), error
 
 
-def test_help_and_wrong_options_of_drafts_load_no_torch(tmp_path: Path) -> None:
+def test_help_and_wrong_options_of_drafts_load_no_torch(tmp_path):
     """Drafters without files, and a checkpoint. Options are spelled as the documentation does."""
     (tmp_path / "config.json").write_text('{"architectures": ["DFlash2DraftModel"]}')
     script = f"""
@@ -165,7 +162,7 @@ assert not loaded, loaded
         assert words in ended.stderr
 
 
-def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         read_config(["--draft", draft_folder(tmp_path / "draft"), "--print-config"])
     assert ended.value.code == 0
@@ -173,12 +170,12 @@ def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @each_case()
-def test_bad_options_end_with_a_sentence(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_end_with_a_sentence(argv, words, capsys):
     error = refusal(argv, capsys)
     assert all(word in error for word in words), error
 
 
-def test_what_a_failed_start_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_failed_start_says(tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for host, words, remedy in (
@@ -197,14 +194,12 @@ def test_what_a_failed_start_says(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == f"serve: error: checkpoint {target} is cut short; fetch it again\n"
 
 
-def test_missing_inputs_and_bad_keys_are_named_before_the_target_is_read(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_inputs_and_bad_keys_are_named_before_the_target_is_read(tmp_path, capfd):
     target = str(write_target(tmp_path))
     empty = tmp_path / "keys"
     empty.touch()
     for name in ("chat_template", "api_key_file", "kv_cache_dtype", "target"):
-        options: dict[str, Any] = {"target": target, name: f"{'fp8:' * (name == 'kv_cache_dtype')}/no/{name}"}
+        options = {"target": target, name: f"{'fp8:' * (name == 'kv_cache_dtype')}/no/{name}"}
         assert run(ServeConfig(**options), EngineClient(FakeEngine)) == 1
         assert capfd.readouterr().err.startswith(f"serve: error: {name} /no/{name} does not exist; name ")
     engine = EngineClient(FakeEngine)
@@ -215,7 +210,7 @@ def test_missing_inputs_and_bad_keys_are_named_before_the_target_is_read(
 
 
 @pytest.mark.slow  # the real engine's process
-def test_a_target_that_does_not_exist(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_does_not_exist(capfd):
     assert run(ServeConfig(target="/no/such/target", port=0), EngineClient()) == 1
     error = capfd.readouterr().err
     assert error.startswith("serve: error: ")
@@ -235,7 +230,7 @@ def ended_by(server: subprocess.Popen[str], end: signal.Signals) -> str:
     return error
 
 
-def test_a_signal_ends_both_processes(byte_target: str) -> None:
+def test_a_signal_ends_both_processes(byte_target):
     with start(byte_target) as server, ThreadPoolExecutor() as pool:
         first, second, url = read_banner(server)
         assert Path(byte_target).name in first
@@ -251,7 +246,7 @@ def test_a_signal_ends_both_processes(byte_target: str) -> None:
         ending.result()
 
 
-def test_what_cannot_be_saved_at_the_end_is_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_saved_at_the_end_is_one_sentence(caplog):
     server, engine = socket.socketpair()
     for message in (EngineConfig(target="x"), [None]):
         Pipe(server).send(message)
@@ -261,7 +256,7 @@ def test_what_cannot_be_saved_at_the_end_is_one_sentence(caplog: pytest.LogCaptu
 
 
 @pytest.mark.slow  # tests/serve/test_process.py stops a loading engine within this process
-def test_ctrl_c_while_the_engine_loads(byte_target: str) -> None:
+def test_ctrl_c_while_the_engine_loads(byte_target):
     with start(byte_target, "never_start") as server:
         # Not just any child: multiprocessing's resource tracker starts before it.
         children = psutil.Process(server.pid).children
@@ -272,7 +267,7 @@ def test_ctrl_c_while_the_engine_loads(byte_target: str) -> None:
 
 @pytest.mark.slow  # the real engine's process
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_first_process_of_a_container(end: signal.Signals, byte_target: str) -> None:
+def test_a_signal_ends_the_first_process_of_a_container(end, byte_target):
     """While it reads its options and loads. The system drops signals for which such a process has no handler."""
     container = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
     try:

@@ -24,13 +24,13 @@ from slipstream.tests.sources import TINY
 
 def ask(client: openai.OpenAI) -> list[Any]:
     """Answers of all kinds, and their log-probabilities."""
-    messages: Any = [{"role": "user", "content": "Tom has 3 boxes of 12 eggs. How many eggs does he have?"}]
-    options: dict[str, Any] = {"model": MODEL, "messages": messages, "seed": 1, "max_tokens": 24, "temperature": 0.8}
+    messages = [{"role": "user", "content": "Tom has 3 boxes of 12 eggs. How many eggs does he have?"}]
+    options = {"model": MODEL, "messages": messages, "seed": 1, "max_tokens": 24, "temperature": 0.8}
     answer = client.chat.completions.create(**options, logprobs=True, top_logprobs=2).choices[0]
     assert answer.logprobs is not None
     assert answer.logprobs.content is not None
     stream = client.chat.completions.create(**options, stream=True, stop=["5"])
-    schema: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": correctness.PERSON}}
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": correctness.PERSON}}
     person = client.chat.completions.create(**options | {"max_tokens": 60}, response_format=schema)
     return [
         answer.message.content,
@@ -42,14 +42,14 @@ def ask(client: openai.OpenAI) -> list[Any]:
 
 @contextmanager
 def served(tp: int, device: str = "cpu") -> Iterator[tuple[Server, openai.OpenAI]]:
-    options: dict[str, Any] = {"target": str(TINY), "draft": "ngram", "device": device, "kv_cache_tokens": 8192}
+    options = {"target": str(TINY), "draft": "ngram", "device": device, "kv_cache_tokens": 8192}
     config = ServeConfig(**options, tp=tp, port=0, served_model_name=MODEL)
     with serving(config, build_engine) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
         yield server, client
 
 
 @pytest.mark.slow
-def test_a_server_of_two_ranks_answers_as_one_of_one() -> None:
+def test_a_server_of_two_ranks_answers_as_one_of_one():
     """And leaves no process."""
     answers = []
     for tp in (1, 2):
@@ -90,13 +90,13 @@ def processes_of(server: Server) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=[GPU, TWO_GPUS])]
 )
-def test_a_lost_rank_ends_the_server(device: str, rank: int, number: int, sentence: str) -> None:
+def test_a_lost_rank_ends_the_server(device, rank, number, sentence):
     """The open request gets an error, /health is red, and no process is left."""
     assert teams.SILENCE_SECONDS + teams.BEAT_SECONDS < 5
     sentence = sentence.format("cpu" if device == "cpu" else "cuda:1")
     with served(2, device) as (server, client):
         processes = processes_of(server)
-        options: dict[str, Any] = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 1500, "temperature": 1.0}
+        options = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 1500, "temperature": 1.0}
         stream = client.completions.create(**options, stream=True, extra_body={"ignore_eos": True})
         next(iter(stream))
         processes[rank].send_signal(number)

@@ -84,9 +84,7 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_ends_the_server_before_its_engine_is_ready(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_ends_the_server_before_its_engine_is_ready(name, tmp_path, capsys):
     spoil, message = FAULTS[name]
     folder = tmp_path / "target"
     shutil.copytree(TINY, folder)
@@ -106,7 +104,7 @@ def test_a_fault_ends_the_server_before_its_engine_is_ready(
     assert " ".join(capsys.readouterr().err.split()).count("serve: error: ") == 1
 
 
-def test_a_port_has_one_server_though_connections_of_the_last_linger(byte_target: str) -> None:
+def test_a_port_has_one_server_though_connections_of_the_last_linger(byte_target):
     with bind("127.0.0.1", 0) as listener, user_error(r"Address already in use.*another --port"):
         bind(*listener.getsockname())
     with serving(ServeConfig(target=byte_target, port=0)) as server:
@@ -116,10 +114,8 @@ def test_a_port_has_one_server_though_connections_of_the_last_linger(byte_target
         bind(*place)
 
 
-def test_what_the_target_cannot_do_is_refused_before_its_weights_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    downloads: list[str] = []
+def test_what_the_target_cannot_do_is_refused_before_its_weights_come(tmp_path, monkeypatch):
+    downloads = []
 
     def fetch(*_: object, allow_patterns: list[str], **__: object) -> str:
         downloads.extend(allow_patterns)
@@ -134,13 +130,13 @@ def test_what_the_target_cannot_do_is_refused_before_its_weights_come(
     assert [pattern for pattern in downloads if pattern.endswith(".safetensors")]
 
 
-def test_texts_of_another_tokenizer_are_not_learnt_from(tmp_path: Path) -> None:
+def test_texts_of_another_tokenizer_are_not_learnt_from(tmp_path):
     for name in ("report.json", "dataset_dict.json"):
         (tmp_path / name).write_text('{"tokenizer_hash": "0"}')
     with user_error("^learn.data .* was prepared with another tokenizer"):
         check_files(ServeConfig(target=str(TINY), learn=LearnOptions(device="cpu", data=str(tmp_path))))
 
 
-def test_the_bundled_targets_have_no_fault() -> None:
+def test_the_bundled_targets_have_no_fault():
     for folder in sorted(TINY.parent.glob("tiny-*-target")) + [TINY]:
         check_files(ServeConfig(target=str(folder)))

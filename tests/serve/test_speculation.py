@@ -60,12 +60,12 @@ def with_speculation(requests: list[Request], speculation: Speculation, every: i
 
 
 @pytest.fixture(scope="module")
-def expected(target: Path) -> dict[str, list[int]]:
+def expected(target) -> dict[str, list[int]]:
     return plain_answers(target, requests_of())
 
 
 @pytest.fixture(scope="module")
-def build(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
+def build(target, tmp_path_factory) -> Build:
     """(drafter, engine options, with `make` for another builder) -> engine. The drafts know some of the answers."""
     folder = tmp_path_factory.mktemp("drafts")
     drafted_engines(target, folder, texts_of(target, [request for request in requests_of() if request.id not in "14"]))
@@ -78,7 +78,7 @@ def build(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 
 def build_played(target: Path, draft: Path | str, **options: Any) -> Engine:
-    config: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
+    config = {"max_running": 8, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     return play(EngineConfig(target=str(target), draft=str(draft), **config | options))
 
 
@@ -113,9 +113,7 @@ class Watcher:
 
 
 @pytest.mark.parametrize(("drafter", "make"), rotating(DRAFTED, [build_engine, build_overlapping, build_played]))
-def test_a_request_without_drafts_has_one_node_in_every_step(
-    drafter: str, make: Callable[..., Engine], build: Build, expected: dict[str, list[int]]
-) -> None:
+def test_a_request_without_drafts_has_one_node_in_every_step(drafter, make, build, expected):
     """Beside others, which go on drafting; also in the slot of one of these."""
     engine = build(drafter, make, max_running=4)
     if make is build_overlapping:
@@ -138,9 +136,7 @@ def test_a_request_without_drafts_has_one_node_in_every_step(
 
 @pytest.mark.parametrize("make", [build_engine, build_played])
 @pytest.mark.parametrize("drafter", ["eagle3", "ngram"])
-def test_requests_without_drafts_teach_nothing(
-    drafter: str, make: Callable[..., Engine], build: Build, expected: dict[str, list[int]]
-) -> None:
+def test_requests_without_drafts_teach_nothing(drafter, make, build, expected):
     """Where none wants drafts no draft runs, nothing is looked up and nothing is counted."""
     engine = build(drafter, make)
     before = engine.metrics()
@@ -156,7 +152,7 @@ def test_requests_without_drafts_teach_nothing(
         assert drafts_of(engine) == {}
 
 
-def test_a_step_is_sized_by_those_that_draft(build: Build) -> None:
+def test_a_step_is_sized_by_those_that_draft(build):
     """A fixed width holds for them alone."""
     engine = build("eagle3", width=4)
     plans = list[StepPlan]()
@@ -194,9 +190,7 @@ def explain(answer: Answer, rounds: list[tuple[list[list[int]], int]]) -> list[t
 
 
 @pytest.mark.parametrize(("drafter", "make"), rotating(DRAFTED, [build_engine, build_overlapping, build_played]))
-def test_a_trace_says_where_each_token_comes_from(
-    drafter: str, make: Callable[..., Engine], build: Build, expected: dict[str, list[int]]
-) -> None:
+def test_a_trace_says_where_each_token_comes_from(drafter, make, build, expected):
     """Against the proposals on the device, with the passes' numbers of verified nodes: what was held back was not
     refused. Refused n-grams are named where the request's own text goes on with them."""
     engine = build(drafter, make)
@@ -262,9 +256,7 @@ def check_counts(answer: Answer) -> None:
 @pytest.mark.parametrize(
     ("drafter", "make"), rotating(["eagle3 tree", "ngram first"], [build_engine, build_overlapping])
 )
-def test_a_trace_survives_preemption_prefix_hits_and_ends(
-    drafter: str, make: Callable[..., Engine], build: Build, expected: dict[str, list[int]]
-) -> None:
+def test_a_trace_survives_preemption_prefix_hits_and_ends(drafter, make, build, expected):
     """Rounds go on counting; a token that a prompt's pass gives when a request resumes is the target's. What the engine
     counts for /metrics is the sum of all that."""
     engine = build(drafter, make, page_size=1)
@@ -297,14 +289,14 @@ def test_a_trace_survives_preemption_prefix_hits_and_ends(
     assert max(answer.counts.cached_tokens for answer in answers.values()) > 8
 
 
-def test_a_trace_of_a_request_without_drafts(build: Build, expected: dict[str, list[int]]) -> None:
+def test_a_trace_of_a_request_without_drafts(build, expected):
     requests = with_speculation(requests_of(), Speculation(enabled=False, trace=True))
     for name, answer in run(build("eagle3"), requests).items():
         trace = [entry._replace(rows=0) for entry in answer.trace]
         assert trace == [TokenTrace("target", 0, number) for number in range(len(expected[name]))]
 
 
-def test_a_trace_tells_the_rows_of_each_pass(build: Build) -> None:
+def test_a_trace_tells_the_rows_of_each_pass(build):
     """The rows of all requests: two without drafts, their prompts included, and one with drafts."""
     requests = with_speculation(requests_of(2), Speculation(enabled=False, trace=True))
     engine = build("eagle3", prefill_budget=64)
@@ -325,7 +317,7 @@ def rows_of(plan: StepPlan) -> int:
 
 
 @pytest.mark.parametrize("make", [build_engine, build_overlapping])
-def test_proposals_are_copied_only_where_somebody_traces(make: Callable[..., Engine], build: Build) -> None:
+def test_proposals_are_copied_only_where_somebody_traces(make, build):
     engine = build("eagle3", make, max_running=2)
     plans = list[StepPlan]()
     engine.trace = lambda event, plan: plans.append(plan) if event == "launched" else None
@@ -338,7 +330,7 @@ def test_proposals_are_copied_only_where_somebody_traces(make: Callable[..., Eng
     assert not plans[-1].returns_proposals
 
 
-def test_what_cannot_be_asked() -> None:
+def test_what_cannot_be_asked():
     for value, message in (
         ({"enable": True}, "speculation.enable does not exist; valid: enabled, trace"),
         ({"enabled": 1}, "speculation.enabled is 1; it must be true or false"),

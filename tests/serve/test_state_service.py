@@ -39,14 +39,14 @@ LAYERS = (2, 0)
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("target")
     save_random_target(FAMILIES["qwen3"], path)
     return path
 
 
 @pytest.fixture
-def engine(target: Path, tmp_path: Path) -> Iterator[StateEngine]:
+def engine(target, tmp_path) -> Iterator[StateEngine]:
     engine = StateEngine(target, Address("", path=str(tmp_path / "engine")), ["first key", "second key"])
     yield engine
     engine.close()
@@ -60,7 +60,7 @@ def request(seed: int = 0, size: int = FAMILIES["qwen3"].hidden_size, **changes:
     rows = torch.tensor([0, 1, 2, 5, 6, 12, 13, 14, 20])
     final_rows = torch.tensor([2, 20])
     places = {"aux_states": torch.empty(len(rows), len(LAYERS), size), "final": torch.empty(len(final_rows), size)}
-    fields: dict[str, Any] = {"layers": LAYERS, "tokens": tokens, "positions": positions, "rows": rows}
+    fields = {"layers": LAYERS, "tokens": tokens, "positions": positions, "rows": rows}
     return StateRequest(**fields | {"final_rows": final_rows, "places": places} | changes)
 
 
@@ -70,7 +70,7 @@ def expected(target: Path, query: StateRequest) -> tuple[Tensor, Tensor]:
     return aux_states.flatten(0, 1)[query.rows].unflatten(1, (len(LAYERS), -1)), final.flatten(0, 1)[query.final_rows]
 
 
-def test_states_are_those_of_the_target_in_process(target: Path, engine: StateEngine) -> None:
+def test_states_are_those_of_the_target_in_process(target, engine):
     client = StateClient("endpoint", [engine.address], "second key", 5.0)
     check_states(client, target, [request(seed) for seed in range(7)])
     client.close()
@@ -84,7 +84,7 @@ def check_states(client: StateClient, target: Path, requests: list[StateRequest]
             assert torch.equal(query.places[name], states)
 
 
-def test_a_client_closes_in_the_middle_of_answers(engine: StateEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_closes_in_the_middle_of_answers(engine, caplog):
     """Open requests end, and no engine is called lost."""
     client = StateClient("endpoint", [engine.address], "second key", 5.0)
     futures = [client.ask(request(seed)) for seed in range(20)]
@@ -100,7 +100,7 @@ def test_a_client_closes_in_the_middle_of_answers(engine: StateEngine, caplog: p
 
 
 @pytest.mark.parametrize(("key", "sentence"), [(None, "asks for a key"), ("wrong", "not one of the engine's")])
-def test_nobody_gets_anything_without_a_key(engine: StateEngine, key: str | None, sentence: str) -> None:
+def test_nobody_gets_anything_without_a_key(engine, key, sentence):
     with pytest.raises(RefusedError, match=sentence):
         StateClient("endpoint", [engine.address], key, 5.0)
     with socket.socket(socket.AF_UNIX) as end:
@@ -114,7 +114,7 @@ def test_nobody_gets_anything_without_a_key(engine: StateEngine, key: str | None
     assert engine.num_passes == 0
 
 
-def test_an_impostor_without_the_key_is_refused(tmp_path: Path) -> None:
+def test_an_impostor_without_the_key_is_refused(tmp_path):
     path = str(tmp_path / "impostor")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
@@ -166,7 +166,7 @@ class Proxy:
             end.close()
 
 
-def test_damage_and_cuts_are_noticed_and_asked_again(target: Path, engine: StateEngine, tmp_path: Path) -> None:
+def test_damage_and_cuts_are_noticed_and_asked_again(target, engine, tmp_path):
     path = str(tmp_path / "proxy")
     Proxy(engine.address, path, ["damage", "cut", "damage"])
     client = StateClient("endpoint", [Address("", path=path)], "first key", 5.0)
@@ -174,7 +174,7 @@ def test_damage_and_cuts_are_noticed_and_asked_again(target: Path, engine: State
     client.close()
 
 
-def test_a_request_that_always_fails_ends(engine: StateEngine, tmp_path: Path) -> None:
+def test_a_request_that_always_fails_ends(engine, tmp_path):
     path = str(tmp_path / "proxy")
     Proxy(engine.address, path, ["damage"] * 20)
     client = StateClient("endpoint", [Address("", path=path)], "first key", 5.0)
@@ -195,7 +195,7 @@ def test_a_request_that_always_fails_ends(engine: StateEngine, tmp_path: Path) -
         ({"layers": (0.5,)}, "layers must be whole numbers"),
     ],
 )
-def test_wrong_requests_are_refused_and_others_go_on(engine: StateEngine, changes: Any, sentence: str) -> None:
+def test_wrong_requests_are_refused_and_others_go_on(engine, changes, sentence):
     client = StateClient("endpoint", [engine.address], "first key", 5.0)
     futures = [client.ask(request()), client.ask(request(**changes)), client.ask(request(2))]
     with pytest.raises(RefusedError, match=sentence):
@@ -221,7 +221,7 @@ NO_FRAMES = (
 @pytest.mark.parametrize(
     "hello", [{"proof": "é", "nonce": "1"}, {"proof": "\ud800", "nonce": "\ud800"}, {"proof": [], "nonce": {}}]
 )
-def test_a_proof_may_be_anything(engine: StateEngine, hello: dict[str, Any]) -> None:
+def test_a_proof_may_be_anything(engine, hello):
     with socket.socket(socket.AF_UNIX) as end:
         end.connect(engine.address.place)
         stranger = Connection(end)
@@ -231,7 +231,7 @@ def test_a_proof_may_be_anything(engine: StateEngine, hello: dict[str, Any]) -> 
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_is_no_frame_ends_its_connection_alone(engine: StateEngine) -> None:
+def test_what_is_no_frame_ends_its_connection_alone(engine):
     client = StateClient("endpoint", [engine.address], "first key", 5.0)
     for meta in NO_FRAMES:
         stranger, _ = connect(engine.address, "first key", 5.0)
@@ -242,9 +242,7 @@ def test_what_is_no_frame_ends_its_connection_alone(engine: StateEngine) -> None
     client.close()
 
 
-def test_a_fault_of_the_system_ends_no_service(
-    engine: StateEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_of_the_system_ends_no_service(engine, monkeypatch, caplog):
     """As when this process has too many files open."""
     monkeypatch.setattr(state_service, "RETRY_SECONDS", 0.01)
     service = engine.service
@@ -255,9 +253,7 @@ def test_a_fault_of_the_system_ends_no_service(
     connect(engine.address, "first key", 5.0)[0].close()
 
 
-def test_more_connections_than_there_are_places_are_turned_away(
-    engine: StateEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_connections_than_there_are_places_are_turned_away(engine, monkeypatch):
     monkeypatch.setattr("slipstream.serve.engine.state_service.MOST_CONNECTIONS", 2)
     client = StateClient("endpoint", [engine.address], "first key", 5.0)
     other, _ = connect(engine.address, "first key", 5.0)
@@ -270,7 +266,7 @@ def test_more_connections_than_there_are_places_are_turned_away(
     client.close()
 
 
-def test_a_client_that_reads_nothing_holds_few_requests_and_others_are_served(engine: StateEngine) -> None:
+def test_a_client_that_reads_nothing_holds_few_requests_and_others_are_served(engine):
     connection, _ = connect(engine.address, "first key", 30.0)
     connection.end.settimeout(0.3)
     query = request()
@@ -288,7 +284,7 @@ def test_a_client_that_reads_nothing_holds_few_requests_and_others_are_served(en
     connection.close()
 
 
-def test_a_refusal_ends_all_connections(engine: StateEngine, tmp_path: Path) -> None:
+def test_a_refusal_ends_all_connections(engine, tmp_path):
     """Another target, engines that differ, and one of several that does not answer."""
     save_random_target(FAMILIES["gemma3"], tmp_path / "other")
     other = StateEngine(tmp_path / "other", Address("", path=str(tmp_path / "second")), ["first key"])
@@ -302,9 +298,7 @@ def test_a_refusal_ends_all_connections(engine: StateEngine, tmp_path: Path) -> 
     other.close()
 
 
-def test_an_engine_that_ends_keeps_no_client_that_it_greets(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_ends_keeps_no_client_that_it_greets(target, tmp_path, monkeypatch):
     engine = StateEngine(target, Address("", path=str(tmp_path / "engine")))
     greet = state_service.greet_client
 
@@ -320,11 +314,11 @@ def test_an_engine_that_ends_keeps_no_client_that_it_greets(
     engine.close()
 
 
-def test_clients_take_turns(target: Path, tmp_path: Path) -> None:
+def test_clients_take_turns(target, tmp_path):
     engine = StateEngine(target, Address("", path=str(tmp_path / "engine")))
     clients = [StateClient("endpoint", [engine.address], None, 30.0) for _ in range(3)]
     futures = [[client.ask(request(seed)) for seed in range(6)] for client in clients]
-    ends: list[int] = []
+    ends = []
     for index, answers in enumerate(futures):
         answers[-1].add_done_callback(lambda _, index=index: ends.append(index))  # type: ignore[misc]
     for answers in futures:
@@ -336,7 +330,7 @@ def test_clients_take_turns(target: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_gives_states_beside_its_answers(tmp_path: Path) -> None:
+def test_a_server_gives_states_beside_its_answers(tmp_path):
     """With two ranks; the answers are those of a server that gives none."""
     target = ROOT / "assets" / "tiny-target"
     size = load_config(target).hidden_size
@@ -347,8 +341,8 @@ def test_a_server_gives_states_beside_its_answers(tmp_path: Path) -> None:
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
         texts.append(str(answer["choices"][0]["token_ids"]))
 
-    options: dict[str, Any] = {"target": str(target), "port": 0, "kv_cache_tokens": 256}
-    texts: list[str] = []
+    options = {"target": str(target), "port": 0, "kv_cache_tokens": 256}
+    texts = []
     with serving(ServeConfig(**options), build_engine) as server:
         ask(server, texts)
     with serving(ServeConfig(**options, tp=2, states=path), build_engine) as server:
@@ -367,9 +361,9 @@ def test_a_server_gives_states_beside_its_answers(tmp_path: Path) -> None:
         torch.testing.assert_close(query.places["final"], final, rtol=1e-4, atol=1e-5)
 
 
-def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_others_reach_needs_a_key(monkeypatch):
     monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
-    nothing: Any = None
+    nothing = None
     config = ServeConfig(target="x", states="0.0.0.0:8199")
     for start in (Guard.of, partial(open_service, engine_path=Path(), passes=nothing, post=nothing, listener=nothing)):
         with user_error("there is no API key; add --api-key-file"):
@@ -379,10 +373,10 @@ def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatc
         ServeConfig(target="x", states="8:x")
 
 
-def test_an_address_that_another_engine_has_is_refused_by_name(engine: StateEngine) -> None:
+def test_an_address_that_another_engine_has_is_refused_by_name(engine):
     """Before anything is loaded; also while that one loads, and though connections of the one before linger."""
     path = engine.address.path
-    pipe: Any = Mock()
+    pipe = Mock()
     load = Mock()
     with pytest.raises(SystemExit):
         start_engine(load, ServeConfig(target="x", states=path), pipe, SimpleQueue())
@@ -412,7 +406,7 @@ def shared_files() -> int:
     return sum(link.is_symlink() and "memfd:states" in str(link.readlink()) for link in links)
 
 
-def test_states_pass_through_memory_that_is_freed_with_the_connection(target: Path, engine: StateEngine) -> None:
+def test_states_pass_through_memory_that_is_freed_with_the_connection(target, engine):
     before = shared_files()
     client = StateClient("endpoint", [engine.address], "first key", 30.0, device=CPU)
     check_states(client, target, [wide_request(seed) for seed in (0, 1, 6, 2, 9, 4)])  # blocks grow
@@ -421,7 +415,7 @@ def test_states_pass_through_memory_that_is_freed_with_the_connection(target: Pa
     wait_until(lambda: shared_files() == before, "the end of shared memory")
 
 
-def test_a_client_that_keeps_its_slots_gets_no_more_states(engine: StateEngine) -> None:
+def test_a_client_that_keeps_its_slots_gets_no_more_states(engine):
     memory = memory_name(CPU)
     connection, _ = connect(engine.address, "first key", 30.0, memory)
     query = request()
@@ -442,7 +436,7 @@ def test_a_client_that_keeps_its_slots_gets_no_more_states(engine: StateEngine) 
     other.close()
 
 
-def test_a_client_that_asks_on_and_returns_nothing_is_left(engine: StateEngine) -> None:
+def test_a_client_that_asks_on_and_returns_nothing_is_left(engine):
     """Its threads and its memory are free again."""
     connection, _ = connect(engine.address, "first key", 30.0, memory_name(CPU))
     query = request()
@@ -465,9 +459,7 @@ def fail(*_: object) -> None:
 
 
 @pytest.mark.parametrize("fault", [{"copy": flip}, {"__init__": fail}])
-def test_what_memory_does_not_bring_comes_through_the_socket(
-    target: Path, engine: StateEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Any
-) -> None:
+def test_what_memory_does_not_bring_comes_through_the_socket(target, engine, monkeypatch, caplog, fault):
     for name, function in fault.items():
         monkeypatch.setattr(HostView, name, function)
     client = StateClient("endpoint", [engine.address], "first key", 30.0, device=CPU)
@@ -480,7 +472,7 @@ def test_what_memory_does_not_bring_comes_through_the_socket(
     client.close()
 
 
-def test_a_request_is_asked_again_as_it_was(target: Path, engine: StateEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_asked_again_as_it_was(target, engine, monkeypatch):
     """Where the engine is lost as its memory has been read: the next one may send states through the socket."""
     send = Connection.send
     query = wide_request(2)
@@ -501,9 +493,7 @@ def test_a_request_is_asked_again_as_it_was(target: Path, engine: StateEngine, m
     client.close()
 
 
-def test_another_machine_gets_no_handle(
-    engine: StateEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_machine_gets_no_handle(engine, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr("slipstream.models.states.client.memory_name", lambda _: "elsewhere")
     client = StateClient("endpoint", [engine.address], "first key", 30.0, device=CPU)
@@ -513,7 +503,7 @@ def test_another_machine_gets_no_handle(
     client.close()
 
 
-def test_memory_without_a_handle_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_without_a_handle_is_freed(monkeypatch):
     class Memory:
         is_free = False
 
@@ -535,7 +525,7 @@ def test_memory_without_a_handle_is_freed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.gpu
-def test_memory_of_a_gpu_is_read_by_another_process() -> None:
+def test_memory_of_a_gpu_is_read_by_another_process():
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
     sizes = [9, 100, 5_000_000, 70]  # the block grows

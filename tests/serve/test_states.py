@@ -118,7 +118,7 @@ class Situations:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     folders = {}
     for name in HYBRIDS:
         folder = folders[name] = tmp_path_factory.mktemp("hybrids")
@@ -129,7 +129,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def references(folders: dict[str, Path]) -> dict[str, Reference]:
+def references(folders) -> dict[str, Reference]:
     return {name: Reference.load(SPECS[name], folders[name] / "target") for name in HYBRIDS}
 
 
@@ -174,9 +174,7 @@ def check_traffic(
         [("delta nets", "tree", NUM_REQUESTS), ("recurrent", "ngram", NUM_REQUESTS)],
     ),
 )
-def test_states_are_those_of_the_text(
-    name: str, drafter: str, num_requests: int, folders: dict[str, Path], references: dict[str, Reference]
-) -> None:
+def test_states_are_those_of_the_text(name, drafter, num_requests, folders, references):
     """Rounds of a request without drafts after others with, and beside those of others; slots used again."""
     situations = check_traffic(name, drafter, folders[name], references[name], num_requests)
     assert (situations.beside_drafts > 0) == (drafter != "none")
@@ -186,7 +184,7 @@ def test_states_are_those_of_the_text(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_states_of_captured_passes(drafter: str, folders: dict[str, Path], references: dict[str, Reference]) -> None:
+def test_states_of_captured_passes(drafter, folders, references):
     name = "recurrent"
     options = {"captured": True, "prefill_budget": 32, "prefill_graph_tokens": 32}
     check_traffic(name, drafter, folders[name], references[name], 3 * NUM_REQUESTS, **options)
@@ -194,16 +192,14 @@ def test_states_of_captured_passes(drafter: str, folders: dict[str, Path], refer
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_states_on_a_gpu(drafter: str, folders: dict[str, Path], references: dict[str, Reference]) -> None:
+def test_states_on_a_gpu(drafter, folders, references):
     name = "delta nets"
     check_traffic(name, drafter, folders[name], references[name], 6 * NUM_REQUESTS, device="cuda")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["ngram", "tree"])
-def test_states_of_the_kernels(
-    drafter: str, folders: dict[str, Path], references: dict[str, Reference], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_of_the_kernels(drafter, folders, references, monkeypatch):
     """The kernels that a GPU runs, interpreted."""
     monkeypatch.setattr(recurrence, "use_triton", lambda _: True)
     check_traffic("delta nets", drafter, folders["delta nets"], references["delta nets"], NUM_REQUESTS)
@@ -213,14 +209,7 @@ def test_states_of_the_kernels(
     ("name", "drafter", "captured"),
     gate_of(product(HYBRIDS, DRAFTERS, [False, True]), [("recurrent", "tree", True)]),
 )
-def test_states_of_idle_time(
-    name: str,
-    drafter: str,
-    captured: bool,
-    folders: dict[str, Path],
-    references: dict[str, Reference],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_states_of_idle_time(name, drafter, captured, folders, references, monkeypatch):
     """After each chunk of a conversation that has ended; its next turn goes on from the last one."""
     monkeypatch.setattr(idle, "SLOW_MS", math.inf)
     oracle = StateOracle(references[name])
@@ -246,9 +235,7 @@ def test_states_of_idle_time(
 @pytest.mark.parametrize(
     ("name", "drafter"), gate_of(product(HYBRIDS, ["none", "chain"]), [("recurrent", "none"), ("recurrent", "chain")])
 )
-def test_conversations_behind_a_shared_beginning_are_hit(
-    name: str, drafter: str, folders: dict[str, Path], references: dict[str, Reference]
-) -> None:
+def test_conversations_behind_a_shared_beginning_are_hit(name, drafter, folders, references):
     """The beginning ends off the grid, where no state was kept: the second conversation keeps one there for others, and
     its own turns are found all the same."""
     oracle = StateOracle(references[name])
@@ -268,9 +255,7 @@ def test_conversations_behind_a_shared_beginning_are_hit(
 
 
 @pytest.mark.parametrize("drafter", ["none", "tree"])
-def test_an_abort_in_mid_prompt_leaves_nothing(
-    drafter: str, folders: dict[str, Path], references: dict[str, Reference]
-) -> None:
+def test_an_abort_in_mid_prompt_leaves_nothing(drafter, folders, references):
     """The next request has its slot and its entry, and begins like it."""
     name = "recurrent"
     oracle = StateOracle(references[name])

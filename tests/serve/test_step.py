@@ -1,14 +1,10 @@
 """Steps after a longer proposal, and steps that emit as many tokens as they are told."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from slipstream.serve.engine.budget import Choice
 from slipstream.tests.pairwise import some_of
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.serve.engine_runs import (
     build_engine,
     make_request,
@@ -20,9 +16,7 @@ from slipstream.tests.serve.engine_runs import (
 
 
 @pytest.mark.parametrize("widths", [(8, 3, 8), (8, 1, 8), (4, 8, 2)])
-def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
-    widths: tuple[int, ...], make_target: MakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(widths, make_target, tmp_path, monkeypatch):
     save_random_draft(make_target("llama"), tmp_path / "draft")
     engine = build_engine(make_target("llama"), tmp_path / "draft", drafter={"depth": 7})
     engine.add(make_request("0", random_prompt(5, 0), max_tokens=60, ignore_eos=True))
@@ -39,9 +33,9 @@ def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
 
 
 @pytest.mark.parametrize("accept_length", some_of([1.0, 1.3, 2.99, 4.0], [1.3, 4.0]))
-def test_an_engine_emits_as_many_as_it_is_told(accept_length: float, make_target: MakeTarget, tmp_path: Path) -> None:
+def test_an_engine_emits_as_many_as_it_is_told(accept_length, make_target, tmp_path):
     save_random_draft(make_target("llama"), tmp_path / "draft")
-    options: dict[str, Any] = {"simulate_accept_length": accept_length, "kv_cache_tokens": 4096}
+    options = {"simulate_accept_length": accept_length, "kv_cache_tokens": 4096}
     engine = build_engine(make_target("llama"), tmp_path / "draft", **options)
     requests = sized_requests(range(1, 9), max_tokens=61, ignore_eos=True)
     answers = run(engine, requests)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slipstream.models.files.cost_tables import CostTables
-from slipstream.serve.engine.step_costs import Costs, FittedCosts, StepCosts
+from slipstream.serve.engine.step_costs import FittedCosts, StepCosts
 
 TARGET = {1: 4.0, 8: 4.2, 64: 5.0, 128: 8.0}
 DRAFT = {(1, 1): 0.1, (1, 4): 1.0, (8, 1): 0.2, (8, 4): 1.5}
@@ -21,7 +21,7 @@ def step_ms(rows: int, requests: int, width: int) -> float:
     return 3.0 + 0.4 * rows + requests * (0.3 + 0.15 * (width - 1)) + 0.8 * (width > 1)
 
 
-def test_passes_are_filled_up_to_what_was_measured() -> None:
+def test_passes_are_filled_up_to_what_was_measured():
     costs = StepCosts(TABLES)
     assert [costs.target(rows, filtered=False) for rows in (1, 2, 8, 65, 256)] == [4.0, 4.2, 4.2, 8.0, 16.0]
     assert [costs.round_up(rows) for rows in (1, 2, 128, 200)] == [1, 8, 128, 200]
@@ -37,7 +37,7 @@ def test_passes_are_filled_up_to_what_was_measured() -> None:
     assert FittedCosts(20).passes(3, 50, stride=8).tolist() == [3, 11, 19]
 
 
-def test_passes_slower_than_larger_ones_are_left_out() -> None:
+def test_passes_slower_than_larger_ones_are_left_out():
     target = {1: 4.0, 2: 4.05, 4: 4.0, 64: 9.0, 128: 8.0, 256: 8.5, 512: 12.0}
     tables = CostTables({"plain": target, "all": dict.fromkeys(target, 1.0)}, TABLES.draft).without_slow()
     assert list(tables.target["plain"].values()) == [4.0, 4.05, 4.0, 8.0, 8.5, 12.0], "about as fast ones stay"
@@ -45,14 +45,14 @@ def test_passes_slower_than_larger_ones_are_left_out() -> None:
     assert StepCosts(tables).round_up(33) == 128
 
 
-def test_no_table_of_drafts_means_that_they_take_no_time() -> None:
+def test_no_table_of_drafts_means_that_they_take_no_time():
     costs = StepCosts(CostTables(TABLES.target, {"plain": {}, "all": {}}))
     assert costs.draft(4, 1, filtered=True) == 0
     costs.observe(1, 1, 1, 5.0, filtered=True)
     assert costs.time(1, 1, 1, filtered=True) == 5.0
 
 
-def test_all_steps_learn_from_each() -> None:
+def test_all_steps_learn_from_each():
     costs = StepCosts(TABLES)
     for _ in range(400):
         costs.observe(8, 8, 4, 2 * 5.7, filtered=False)
@@ -62,7 +62,7 @@ def test_all_steps_learn_from_each() -> None:
     assert costs.slower == pytest.approx(2, rel=0.05)
 
 
-def test_parts_are_told_apart_where_steps_differ() -> None:
+def test_parts_are_told_apart_where_steps_differ():
     """The target takes what its table says, but passes of 64 rows 20 % longer; drafts of 4 nodes 30 %."""
     costs = StepCosts(TABLES)
     rng = random.Random(0)
@@ -77,7 +77,7 @@ def test_parts_are_told_apart_where_steps_differ() -> None:
     assert costs.error() < 0.02
 
 
-def test_a_size_that_is_faster_than_measured_stays_so_while_others_are_used() -> None:
+def test_a_size_that_is_faster_than_measured_stays_so_while_others_are_used():
     """As with experts: text reads fewer than the random tokens of start-up, unless there is one row."""
     costs = StepCosts(TABLES)
     for rows, ms, steps in ((1, 4.1, 200), (8, 0.8 * 4.4, 30), (1, 4.1, 500)):
@@ -88,7 +88,7 @@ def test_a_size_that_is_faster_than_measured_stays_so_while_others_are_used() ->
 
 
 @pytest.mark.parametrize("costs", [StepCosts(TABLES), FittedCosts(128)])
-def test_a_disturbance_moves_little(costs: Costs) -> None:
+def test_a_disturbance_moves_little(costs):
     for _ in range(100):
         costs.observe(8, 8, 4, 5.7, filtered=False)
     costs.observe(8, 8, 4, 1000.0, filtered=False)
@@ -99,7 +99,7 @@ def test_a_disturbance_moves_little(costs: Costs) -> None:
     assert costs.error() < 0.01, "the median"
 
 
-def test_slow_steps_are_foreseen() -> None:
+def test_slow_steps_are_foreseen():
     costs = StepCosts(TABLES)
     for step in range(400):
         costs.observe(8, 8, 4, 5.7 * (1.4 if step % 10 == 0 else 1.0), filtered=False)
@@ -110,7 +110,7 @@ def test_slow_steps_are_foreseen() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_fit_finds_the_coefficients(seed: int) -> None:
+def test_a_fit_finds_the_coefficients(seed):
     costs = FittedCosts(1024)
     rng = random.Random(seed)
     for step in range(1500):
@@ -125,7 +125,7 @@ def test_a_fit_finds_the_coefficients(seed: int) -> None:
     assert costs.error() < 0.06
 
 
-def test_a_fit_learns_which_numbers_of_rows_are_fast() -> None:
+def test_a_fit_learns_which_numbers_of_rows_are_fast():
     """A library may compute 8 rows as fast as 5, and take longer for a ninth."""
     costs = FittedCosts(256)
     rng = random.Random(0)
@@ -143,7 +143,7 @@ def test_a_fit_learns_which_numbers_of_rows_are_fast() -> None:
     assert costs.error() < 0.06
 
 
-def test_a_fit_forgets_nothing_of_steps_that_are_not_taken_now() -> None:
+def test_a_fit_forgets_nothing_of_steps_that_are_not_taken_now():
     costs = FittedCosts(1024)
     for width in (8, 4, 2, 1) * 10:
         costs.observe(4 * width, 4, width, step_ms(4 * width, 4, width), filtered=False)
@@ -155,7 +155,7 @@ def test_a_fit_forgets_nothing_of_steps_that_are_not_taken_now() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_coefficient_of_a_fit_is_negative(seed: int) -> None:
+def test_no_coefficient_of_a_fit_is_negative(seed):
     """Whatever was measured."""
     costs = FittedCosts(256)
     rng = random.Random(seed)
@@ -169,7 +169,7 @@ def test_no_coefficient_of_a_fit_is_negative(seed: int) -> None:
     assert np.isfinite(costs.targets(np.arange(1, 100), filtered=True)).all()
 
 
-def test_a_fit_starts_from_the_fastest_of_its_first_steps() -> None:
+def test_a_fit_starts_from_the_fastest_of_its_first_steps():
     """The first one compiles."""
     costs = FittedCosts(256)
     for ms in (3000.0, *[step_ms(8, 1, 8)] * 7):
@@ -178,7 +178,7 @@ def test_a_fit_starts_from_the_fastest_of_its_first_steps() -> None:
     assert costs.time(1, 1, 1, filtered=False) < step_ms(8, 1, 8)
 
 
-def test_filtered_steps_of_a_fit_take_longer_by_a_factor() -> None:
+def test_filtered_steps_of_a_fit_take_longer_by_a_factor():
     costs = FittedCosts(256)
     rng = random.Random(0)
     for step in range(2000):
@@ -189,7 +189,7 @@ def test_filtered_steps_of_a_fit_take_longer_by_a_factor() -> None:
     assert ratio == pytest.approx(1.4, rel=0.05)
 
 
-def test_tables_as_json() -> None:
+def test_tables_as_json():
     assert CostTables.from_json(json.loads(json.dumps(TABLES.to_json()))) == TABLES
 
 
@@ -210,14 +210,14 @@ def test_tables_as_json() -> None:
         lambda data: data["draft"]["plain"].pop(),
     ],
 )
-def test_other_json_is_refused(damage) -> None:  # type: ignore[no-untyped-def]
+def test_other_json_is_refused(damage):  # type: ignore[no-untyped-def]
     data = TABLES.to_json()
     damage(data)
     with pytest.raises(ValueError, match="no tables of step times"):
         CostTables.from_json(data)
 
 
-def test_one_request_does_not_make_drafting_for_many_seem_dear() -> None:
+def test_one_request_does_not_make_drafting_for_many_seem_dear():
     """A draft's passes take their time for any number of requests: what one request shows of them is not multiplied."""
     costs = FittedCosts(1024)
     rng = random.Random(0)

@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.kernels.attention.ragged import plan_work, ragged_attention
-from slipstream.kernels.launch import Op
 from slipstream.kernels.speculation.ragged import admit, lay_out, select_heads, store, verify_rows
 from slipstream.models.files.cost_tables import MODES, CostTables
 from slipstream.serve.engine import cost_files, draft_windows, graph_keys
@@ -31,7 +29,7 @@ from slipstream.serve.request import Request
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import gate_of, some_of
-from slipstream.tests.random_targets import CAPPED, MakeTarget
+from slipstream.tests.random_targets import CAPPED
 from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.serve.engine_runs import (
     Tokens,
@@ -58,7 +56,7 @@ Recorded = list[tuple[StepPlan, StepOutput | None]]
 
 
 @pytest.fixture(scope="module")
-def configure(make_target: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> Configure:
+def configure(make_target, tmp_path_factory) -> Configure:
     """(family, name in DRAFTERS, engine options) -> options of an engine."""
 
     @cache
@@ -141,13 +139,8 @@ def check_states(runner: ModelRunner, other: ModelRunner) -> None:
     + [pytest.param(*case, marks=pytest.mark.slow) for case in product(DRAFTERS, [16], CAPPED)],
 )
 def test_captured_steps_equal_those_launched_as_they_are(
-    drafter: str,
-    page_size: int,
-    family: str,
-    configure: Configure,
-    make_target: MakeTarget,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    drafter, page_size, family, configure, make_target, monkeypatch
+):
     """Step by step, whatever each computes: any budget of nodes, any chunks of prompts beside them, any width, tables
     that prefer any nodes. Requests of all kinds come, are aborted, preempted and continued from cached pages, and get
     the tokens that they get without a draft."""
@@ -186,13 +179,7 @@ BESIDE_ATTENTION = (admit, lay_out, select_heads, store, verify_rows)
     ],
     ids=["chains", "trees", "chains, attention", "trees, attention"],
 )
-def test_the_kernels_of_captured_steps(
-    drafter: str,
-    ops: tuple[Op[..., Any], ...],
-    configure: Configure,
-    make_target: MakeTarget,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_kernels_of_captured_steps(drafter, ops, configure, make_target, monkeypatch):
     """The kernels of a ragged pass, interpreted."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU")
@@ -211,7 +198,7 @@ def test_the_kernels_of_captured_steps(
 
 
 @pytest.fixture(scope="module")
-def traffic(target: Path) -> tuple[dict[str, Request], Tokens]:
+def traffic(target) -> tuple[dict[str, Request], Tokens]:
     """Requests of all kinds, and their answers without a draft."""
     kinds = kinds_of_requests(random.Random(1), count=16, longest=60)
     return kinds, tokens_of(run(build_engine(target, kv_cache_tokens=4096), list(kinds.values())))
@@ -219,13 +206,7 @@ def traffic(target: Path) -> tuple[dict[str, Request], Tokens]:
 
 @pytest.mark.parametrize("num_requests", [24, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["mixed"]))
-def test_mixed_traffic_with_aborts_and_preemption(
-    drafter: str,
-    num_requests: int,
-    configure: Configure,
-    traffic: tuple[dict[str, Request], Tokens],
-    target: Path,
-) -> None:
+def test_mixed_traffic_with_aborts_and_preemption(drafter, num_requests, configure, traffic, target):
     """With the policy's own choices, and as if memory had not held some graphs."""
     rng = random.Random(1)
     kinds, expected = traffic
@@ -258,7 +239,7 @@ def test_mixed_traffic_with_aborts_and_preemption(
         assert drafts_of(engine)
 
 
-def test_a_step_with_one_filtered_request_is_chosen_by_filtered_times(configure: Configure) -> None:
+def test_a_step_with_one_filtered_request_is_chosen_by_filtered_times(configure):
     engine = play(configure("qwen3", "eagle3", kv_cache_tokens=900, max_running=4))
     steps = engine.runner.steps
     drafts = engine.runner.drafts
@@ -293,7 +274,7 @@ LENGTHS = (1, 5, 31, 32, 33, 64, 70, 95, 130)  # around captured sizes, and beyo
         [("eagle3 tree", 16, 96), ("dflash", 1, 40)],
     ),
 )
-def test_prompts_of_all_lengths(drafter: str, page_size: int, captured: int, configure: Configure) -> None:
+def test_prompts_of_all_lengths(drafter, page_size, captured, configure):
     """Answers, what of the drafts was accepted, and the KV of target and draft; again with a filled cache."""
     requests = sized_requests(LENGTHS, max_tokens=4, temperature=0.6, top_k=30)
     options = {"page_size": page_size, "max_running": 6, "kv_cache_tokens": 4096, "prefill_budget": 96}
@@ -310,7 +291,7 @@ def test_prompts_of_all_lengths(drafter: str, page_size: int, captured: int, con
 
 @pytest.mark.parametrize("max_size", [32, 100, 1024, 4096])
 @pytest.mark.parametrize(("sizes", "wasted"), [(buckets, 0.5), (prompt_sizes, 0.25)])
-def test_sizes_waste_little(sizes: Callable[[int], list[int]], wasted: float, max_size: int) -> None:
+def test_sizes_waste_little(sizes, wasted, max_size):
     tried_sizes = sizes(max_size)
     assert tried_sizes == sorted(set(tried_sizes))
     assert tried_sizes[-1] == max_size
@@ -321,13 +302,13 @@ def test_sizes_waste_little(sizes: Callable[[int], list[int]], wasted: float, ma
 
 @pytest.mark.parametrize("rows", [32, 1024, 1280, 4096])
 @pytest.mark.parametrize("max_size", [5, 80, 1040])
-def test_every_number_of_rows_with_logits_has_a_pass(rows: int, max_size: int) -> None:
+def test_every_number_of_rows_with_logits_has_a_pass(rows, max_size):
     tried_sizes = head_sizes(rows, max_size)
     assert tried_sizes == sorted(set(tried_sizes))
     assert tried_sizes[-1] == min(rows, max_size)
 
 
-def test_without_prompts_there_are_no_sizes_for_them() -> None:
+def test_without_prompts_there_are_no_sizes_for_them():
     assert prompt_sizes(0) == []
 
 
@@ -348,13 +329,13 @@ def without_graphs(engine: Engine, keys: Collection[StepKey]) -> GraphTable:
 
 
 @pytest.fixture
-def engine(configure: Configure) -> Engine:
+def engine(configure) -> Engine:
     options = {"prefill_graph_tokens": 1024, "prefill_budget": 1024, "max_running": MOST_CHUNKS + 4}
     return play(configure("qwen3", "eagle3", kv_cache_tokens=4096, **options))
 
 
 @pytest.mark.parametrize("mode", ["greedy", "plain", "all"])
-def test_which_captured_pass_takes_what(mode: SamplingMode, engine: Engine) -> None:
+def test_which_captured_pass_takes_what(mode, engine):
     graphs = engine.planner.graphs
 
     def rows(*chunks: PromptChunk, num_decoding: int = 0, nodes: int = 0) -> tuple[int, int] | None:
@@ -386,16 +367,14 @@ def test_which_captured_pass_takes_what(mode: SamplingMode, engine: Engine) -> N
     assert rows(chunk_of(0, 33)) is rows(num_decoding=1, nodes=1) is None
 
 
-def test_long_prompts_are_captured_ones_until_their_kernels_are_compiled(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_prompts_are_captured_ones_until_their_kernels_are_compiled(engine, monkeypatch):
     monkeypatch.setattr(graph_keys, "MOST_PAIRS", 0)
     for is_ready in (False, True):
         monkeypatch.setattr(type(engine.runner.passes.attention["prefill"]), "is_ready", is_ready)
         assert (engine.planner.graphs.step(step_of(chunk_of(0, 33))) is None) == is_ready
 
 
-def test_kernels_for_prompts_take_many_tokens_earlier() -> None:
+def test_kernels_for_prompts_take_many_tokens_earlier():
     chunks = (chunk_of(4096, 5120), chunk_of(16_384, 17_408), chunk_of(0, 2048), chunk_of(2048, 4096))
     assert [graph_keys.is_long([chunk]) for chunk in chunks] == [False, True, False, True]
 
@@ -403,7 +382,7 @@ def test_kernels_for_prompts_take_many_tokens_earlier() -> None:
 @pytest.mark.parametrize(
     ("drafter", "captured"), gate_of(product(["none", "eagle3"], [96, 40]), [("none", 96), ("eagle3", 40)])
 )
-def test_every_step_fits_a_captured_one(drafter: str, captured: int, configure: Configure) -> None:
+def test_every_step_fits_a_captured_one(drafter, captured, configure):
     """Many short prompts at once, long ones among them: chunks are cut so that no pass runs kernel by kernel."""
     options = {
         "prefill_graph_tokens": captured,
@@ -421,7 +400,7 @@ def test_every_step_fits_a_captured_one(drafter: str, captured: int, configure: 
     assert any(plan.slots and plan.chunks for plan, _ in recorded)
 
 
-def test_prompts_may_be_left_uncaptured(configure: Configure) -> None:
+def test_prompts_may_be_left_uncaptured(configure):
     config = configure("qwen3", "eagle3", prefill_graph_tokens=0, kv_cache_tokens=4096)
     engine = play(config)
     requests = sized_requests(LENGTHS, max_tokens=6)
@@ -434,7 +413,7 @@ def test_prompts_may_be_left_uncaptured(configure: Configure) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["eagle3 tree", "dflash"])
-def test_padding_is_written_to_the_dump_page_only(drafter: str, configure: Configure) -> None:
+def test_padding_is_written_to_the_dump_page_only(drafter, configure):
     """Whatever of the cache has no owner stays as it was, while passes are captured and as they are replayed."""
     engine = play(configure("qwen3", drafter, page_size=1, kv_cache_tokens=2048))
     steps = engine.runner.steps
@@ -480,9 +459,7 @@ class FakeEvent:
 
 
 @pytest.mark.parametrize("sizes", [(64, None), (96, 48)], ids=["requests fill a pass", "no request fills a pass"])
-def test_the_largest_passes_are_timed(
-    sizes: tuple[int, int | None], configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_largest_passes_are_timed(sizes, configure, monkeypatch):
     """All the sizes that costs are asked for, each time on as many random nodes, which leave nothing behind."""
     captured, longest = sizes
     options = {"prefill_graph_tokens": captured, "max_model_len": longest}
@@ -493,8 +470,8 @@ def test_the_largest_passes_are_timed(
     assert steps is not None
     assert drafts is not None
     before = state.proposals.clone()
-    embedded: list[Tensor] = []
-    timed: dict[Any, list[tuple[int, Tensor]]] = {}  # by key: nodes that were verified, and the tokens of the rows
+    embedded = []
+    timed = {}  # by key: nodes that were verified, and the tokens of the rows
     replay = steps._replay
 
     def replay_and_look(key: Any) -> None:
@@ -527,9 +504,7 @@ def test_the_largest_passes_are_timed(
 
 
 @pytest.mark.parametrize("damage", [None, "target", "draft"])
-def test_step_times_of_other_sizes_are_measured_again(
-    damage: str | None, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_times_of_other_sizes_are_measured_again(damage, configure, tmp_path, monkeypatch):
     monkeypatch.setenv(cost_files.FOLDER_VARIABLE, str(tmp_path))
     runner = build_played(configure("qwen3", "eagle3 tree")).runner
     steps = runner.steps
@@ -556,7 +531,7 @@ def test_step_times_of_other_sizes_are_measured_again(
     assert cost_files.load(key) == json.loads(json.dumps(tables.to_json()))
 
 
-def test_a_dropped_size_is_taken_by_a_larger_one(configure: Configure) -> None:
+def test_a_dropped_size_is_taken_by_a_larger_one(configure):
     engine = build_played(configure("qwen3", "eagle3 tree"))
     steps = engine.runner.steps
     assert steps is not None

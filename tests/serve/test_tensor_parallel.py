@@ -27,10 +27,10 @@ from slipstream.serve.exact_check import ExactCheckConfig, check
 from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
-from slipstream.tests.mtp_targets import KINDS, MakeMTP
+from slipstream.tests.mtp_targets import KINDS
 from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
-from slipstream.tests.random_targets import SHAPE, MakeTarget, save_random_target
+from slipstream.tests.random_targets import SHAPE, save_random_target
 from slipstream.tests.serve import correctness
 from slipstream.tests.serve.engine_runs import Answer, make_request, random_prompt, run, sized_requests, tokens_of
 from slipstream.tests.serve.fake_server import wait_until
@@ -67,7 +67,7 @@ GATE = [("qwen2-moe", "tree", 2), ("qwen3-5", "ngram", 2)]
 
 @pytest.fixture(scope="module")
 def make_team() -> Iterator[MakeTeam]:
-    running: dict[int, Team] = {}
+    running = {}
 
     def make(world: int) -> Team:
         if world not in running:
@@ -99,7 +99,7 @@ def answers_of(
     target: Path, requests: Sequence[Request], make_team: MakeTeam, world: int, **options: Any
 ) -> tuple[dict[str, Answer], Engine]:
     """The answers of an engine of `world` ranks, whose steps verify and draft any numbers of nodes."""
-    config: dict[str, Any] = {"target": str(target), "device": "cpu", "tp": world, **SIZES}
+    config = {"target": str(target), "device": "cpu", "tp": world, **SIZES}
     engine = build(read_plan(EngineConfig(**config | options)), team=make_team(world) if world > 1 else None)
     engine.planner.policy = AnyPolicy(engine.planner, random.Random(0))
     answers = run(engine, list(requests))
@@ -136,7 +136,7 @@ def check_alike(answers: dict[str, Answer], expected: dict[str, Answer]) -> None
             assert correctness.is_near(getattr(answer, field), getattr(expected[name], field)), (name, field)
 
 
-def test_ranks_swap_the_draft_together(make_target: MakeTarget, make_team: MakeTeam, tmp_path: Path) -> None:
+def test_ranks_swap_the_draft_together(make_target, make_team, tmp_path):
     """After random steps, while requests run: a rank with other weights would propose, and so verify, other nodes. Each
     draft is accepted as in an engine of one rank, which has its rows of the target's head, too."""
     target = make_target("qwen2-moe")
@@ -169,9 +169,7 @@ def test_ranks_swap_the_draft_together(make_target: MakeTarget, make_team: MakeT
     ("family", "drafter", "world"),
     gate_of([(family, name, world) for world in (2, 4) for family in FAMILIES for name in DRAFTERS], GATE),
 )
-def test_answers_do_not_depend_on_the_number_of_ranks(
-    family: str, drafter: str, world: int, make_target: MakeTarget, make_team: MakeTeam, tmp_path: Path
-) -> None:
+def test_answers_do_not_depend_on_the_number_of_ranks(family, drafter, world, make_target, make_team, tmp_path):
     """Requests of all kinds with prefix hits, chunks of prompts, preemption, masks and log-probabilities."""
     target = make_target(family)
     draft, options = DRAFTERS[drafter]
@@ -194,7 +192,7 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
     ("family", "world"),
     gate_of([*((family, world) for world in (2, 4) for family in WHOLE), ("qwen2-moe", 2)], [("qwen2-moe", 2)]),
 )
-def test_answers_with_whole_experts(family: str, world: int, make_target: MakeTarget, make_team: MakeTeam) -> None:
+def test_answers_with_whole_experts(family, world, make_target, make_team):
     """A mixture's shared expert is cut, and belongs to rank 0's sum."""
     target = make_target(family)
     answers, engine = answers_of(target, long_requests(), make_team, world, ep=True)
@@ -209,7 +207,7 @@ def test_answers_with_whole_experts(family: str, world: int, make_target: MakeTa
 @pytest.mark.parametrize(
     ("kind", "world"), gate_of([(kind, world) for world in (2, 4) for kind in KINDS], [(next(iter(KINDS)), 2)])
 )
-def test_mtp_heads_draft_alike(kind: str, world: int, make_mtp: MakeMTP, make_team: MakeTeam) -> None:
+def test_mtp_heads_draft_alike(kind, world, make_mtp, make_team):
     target = make_mtp(kind).folder
     requests = sized_requests((1, 9, 33), temperature=0.0)
     expected, _ = answers_of(target, requests, make_team, 1, **HYBRID_SIZES)
@@ -229,9 +227,7 @@ def draft_for(target: Path, drafter: str, folder: Path, answers: dict[str, Answe
 @pytest.mark.slow
 @grouped("kind", "world")
 @pytest.mark.parametrize(("kind", "world", "drafter"), FEATURES)
-def test_every_feature_on_bundled_targets(
-    kind: str, drafter: str, world: int, make_team: MakeTeam, tmp_path: Path
-) -> None:
+def test_every_feature_on_bundled_targets(kind, drafter, world, make_team, tmp_path):
     """The cases of docs/correctness.md."""
     target = correctness.find_target(kind, tmp_path)
     expected = correctness.answers_alone(target)
@@ -263,14 +259,14 @@ def answers_on_gpus(make: MakeTeam, tp: int, dtype: str) -> dict[str, Answer]:
 @grouped("dtype")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("drafter", correctness.DRAFTERS)
-def test_on_gpus(dtype: str, drafter: str, gpu_team: MakeTeam, tmp_path: Path) -> None:
+def test_on_gpus(dtype, drafter, gpu_team, tmp_path):
     """Captured passes of the bundled target; in fp32 also against one GPU, whose sums have another order."""
     expected = answers_on_gpus(gpu_team, 2, dtype)
     if dtype == "float32":
         assert not correctness.differences(expected, answers_on_gpus(gpu_team, 1, dtype))
     draft = draft_for(TINY, drafter, tmp_path, expected)
     requests = correctness.requests_of(TINY, correctness.all_cases())
-    config: dict[str, Any] = {"device": "cuda", "dtype": dtype, **FEW}
+    config = {"device": "cuda", "dtype": dtype, **FEW}
     answers, engine = answers_of(
         TINY, requests, gpu_team, 2, draft=draft, drafter=correctness.DRAFTERS[drafter][1], **config
     )
@@ -281,14 +277,14 @@ def test_on_gpus(dtype: str, drafter: str, gpu_team: MakeTeam, tmp_path: Path) -
 @GPU
 @TWO_GPUS
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_sums_in_the_order_of_any_number_of_gpus(kind: str, gpu_team: MakeTeam, tmp_path: Path) -> None:
+def test_sums_in_the_order_of_any_number_of_gpus(kind, gpu_team, tmp_path):
     """In bf16, bit for bit; of layers wide enough for leaves."""
     sizes = SHAPE | {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
     experts = {"num_experts": 8, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}
     save_random_target(LlamaConfig(**sizes) if kind == "dense" else Qwen2MoeConfig(**sizes, **experts), tmp_path)
     answers = []
     for world in (1, 2):
-        options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "tp_exact": True}
+        options = {"device": "cuda", "dtype": "bfloat16", "tp_exact": True}
         answers.append(answers_of(tmp_path, long_requests(), gpu_team, world, **options)[0])
     assert tokens_of(answers[1]) == tokens_of(answers[0])
     for name, answer in answers[0].items():
@@ -296,11 +292,9 @@ def test_sums_in_the_order_of_any_number_of_gpus(kind: str, gpu_team: MakeTeam, 
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_captured_passes_and_their_replay(
-    world: int, target: Path, draft: Path, make_team: MakeTeam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_passes_and_their_replay(world, target, draft, make_team, tmp_path, monkeypatch):
     """Ranks that execute the plans of an engine get its bits; they need not be those of its processes."""
-    options: dict[str, Any] = {"draft": str(draft), "drafter": {"depth": 3}, **SIZES, "max_running": 2}
+    options = {"draft": str(draft), "drafter": {"depth": 3}, **SIZES, "max_running": 2}
     config = EngineConfig(target=str(target), device="cpu", tp=world, **options)
     team = make_team(world)
     engine = build(gpu_plan(config), play_all, equal_costs, team)
@@ -316,7 +310,7 @@ def test_captured_passes_and_their_replay(
     again.close()
 
 
-def test_room_is_that_of_the_smallest_device(target: Path, make_team: MakeTeam) -> None:
+def test_room_is_that_of_the_smallest_device(target, make_team):
     """Memory is measured in each process, and rank 0 plans with the least."""
     config = EngineConfig(target=str(target), device="cpu", tp=2, max_running=2, max_model_len=64)
     engine = build(read_plan(config), team=make_team(2))
@@ -327,7 +321,7 @@ def test_room_is_that_of_the_smallest_device(target: Path, make_team: MakeTeam) 
     engine.close()
 
 
-def test_an_error_of_a_rank_names_it(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_rank_names_it(target, tmp_path, monkeypatch):
     """The ranks end, none is left, and every later call says the same. They find the modules of rank 0: those that it
     finds by its sys.path alone, and not those of the working directory."""
     (tmp_path / "random.py").write_text("raise RuntimeError('a file of the user')")
@@ -338,7 +332,7 @@ def test_an_error_of_a_rank_names_it(target: Path, tmp_path: Path, monkeypatch: 
     team = Team(2, CPU)
     config = EngineConfig(target=str(target), device="cpu", tp=2, kv_cache_tokens=512)
     engine = build(read_plan(config), team=team)
-    reports: list[str] = []
+    reports = []
     engine.watch(reports.append)
     engine.add(make_request("0", random_prompt(9, 0), max_tokens=200))
     engine.step()
@@ -362,15 +356,13 @@ def test_an_error_of_a_rank_names_it(target: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=[GPU, TWO_GPUS])]
 )
-def test_a_lost_rank_ends_all(
-    device: str, number: int, sentence: str, busy: bool, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_rank_ends_all(device, number, sentence, busy, target, monkeypatch):
     """Whether it serves or waits; and so does an interrupt in a step, after which ranks are out of step."""
     monkeypatch.setattr(teams, "SILENCE_SECONDS", 1.0)
     config = EngineConfig(target=str(target), device=device, tp=2, kv_cache_tokens=512)
     engine = build(read_plan(config))
     assert engine.team is not None
-    reports: list[str] = []
+    reports = []
     engine.watch(reports.append)
     process = engine.team.members[0].process
     if busy:
@@ -389,7 +381,7 @@ def test_a_lost_rank_ends_all(
 
 
 @pytest.mark.slow
-def test_an_interrupt_within_a_step_ends_the_ranks(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_within_a_step_ends_the_ranks(target, monkeypatch):
     config = EngineConfig(target=str(target), device="cpu", tp=2, kv_cache_tokens=512)
     engine = build(read_plan(config))
     assert engine.team is not None
@@ -406,7 +398,7 @@ def test_an_interrupt_within_a_step_ends_the_ranks(target: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_ranks_that_draw_other_tokens_end(target: Path) -> None:
+def test_ranks_that_draw_other_tokens_end(target):
     """Here by other noise on rank 0; each would go on with a text of its own."""
     config = EngineConfig(target=str(target), device="cpu", tp=2, kv_cache_tokens=512, max_model_len=256)
     engine = build(read_plan(config))
@@ -429,7 +421,7 @@ def interrupt(_: object) -> None:
 
 
 @pytest.mark.slow
-def test_idle_work_and_the_next_turn(make_team: MakeTeam) -> None:
+def test_idle_work_and_the_next_turn(make_team):
     """The next turn finds what ranks have computed of an ended conversation."""
     turns = []
     for world in (1, 2):
@@ -448,7 +440,7 @@ def test_idle_work_and_the_next_turn(make_team: MakeTeam) -> None:
 
 
 @pytest.mark.slow
-def test_llm_over_ranks() -> None:
+def test_llm_over_ranks():
     """In the caller's process, which may run another group of processes: the ranks leave that alone."""
     params = SamplingParams(max_tokens=16, temperature=0.7, seed=3)
     answers = []
@@ -459,18 +451,16 @@ def test_llm_over_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_exact_check_compares_numbers_of_ranks(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options: dict[str, Any] = {"requests": 3, "output_len": 6, "longest_prompt": 20}
-    engine: dict[str, Any] = {"exact": None, "device": "cpu"}
+def test_exact_check_compares_numbers_of_ranks(target, capsys):
+    options = {"requests": 3, "output_len": 6, "longest_prompt": 20}
+    engine = {"exact": None, "device": "cpu"}
     assert check(ExactCheckConfig(target=str(target), tp=[1, 2], engine=engine, **options)) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if "3 of 3" in line]
     assert [sum(f"tp {tp} " in row for row in rows) for tp in (1, 2)] == [4, 4]
 
 
 @each_case()
-def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(
-    family: str, options: dict[str, Any], message: str, make_target: MakeTarget, tmp_path: Path
-) -> None:
+def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(family, options, message, make_target, tmp_path):
     target = make_target(family)
     if "draft" in options:
         save_random_draft(target, tmp_path / "eagle3")
@@ -480,7 +470,7 @@ def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(
         read_plan(EngineConfig(target=str(target), device="cpu", **options))
 
 
-def test_ranks_need_as_many_equal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_need_as_many_equal_devices(monkeypatch):
     gpu = DeviceFacts("cuda", name="H200")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")

@@ -1,9 +1,7 @@
 """/tokenize and /detokenize: what the model is sent for a text or for messages, and back."""
 
 from dataclasses import replace
-from pathlib import Path
 
-import httpx
 import jinja2
 import pytest
 
@@ -13,7 +11,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import CHAT, HELLO, SPECIAL, client_of, serving
 
 
-def test_tokenizer_info_tells_what_clients_need_to_render_prompts(client: httpx.Client) -> None:
+def test_tokenizer_info_tells_what_clients_need_to_render_prompts(client):
     """As lm-eval reads it (tokenizer_backend=remote): special tokens whose ids /tokenize gives, and the template."""
     info = client.get("/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token"], info["pad_token"]) == (SPECIAL[0], None, None)
@@ -24,7 +22,7 @@ def test_tokenizer_info_tells_what_clients_need_to_render_prompts(client: httpx.
     assert tokens == client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
 
 
-def test_a_chat_template_of_a_file_is_served(byte_target: str, tmp_path: Path) -> None:
+def test_a_chat_template_of_a_file_is_served(byte_target, tmp_path):
     """For chats and /tokenize, and for what tells the form of calls; a file that is none ends the start."""
     file = tmp_path / "other.jinja"
     file.write_text(

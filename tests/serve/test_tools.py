@@ -4,7 +4,7 @@ alone, and by an engine with every drafter."""
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +91,13 @@ def check_calls(parts: Parts, schemas: dict[str, Any] = SCHEMAS) -> None:
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
-def sampler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
+def sampler(request, tmp_path_factory) -> Iterator[Sampler]:
     new_sampler = Sampler(request.param, tmp_path_factory.mktemp(request.param))
     yield new_sampler
     new_sampler.grammars.close()
 
 
-def test_calls_are_valid_in_every_form(sampler: Sampler) -> None:
+def test_calls_are_valid_in_every_form(sampler):
     ended = 0
     for tool_choice, is_parallel in (("required", True), ("required", False), (NAMED, False)):
         answers = sampler.chat.answer(read_choice(TOOLS, tool_choice, is_parallel), sampler.prompt, None)
@@ -114,7 +114,7 @@ def test_calls_are_valid_in_every_form(sampler: Sampler) -> None:
     assert ended >= 4
 
 
-def test_strict_tools_are_called_as_their_schemas_say_and_content_is_free(sampler: Sampler) -> None:
+def test_strict_tools_are_called_as_their_schemas_say_and_content_is_free(sampler):
     tools = [tool("weather", WEATHER, strict=True), tool("now", NO_ARGUMENTS, strict=True)]
     answers = sampler.chat.answer(read_choice(tools, "auto", True), sampler.prompt, None)
     calls = 0
@@ -127,7 +127,7 @@ def test_strict_tools_are_called_as_their_schemas_say_and_content_is_free(sample
     assert calls or sampler.chat.tools.at_start, "these begin with a call seldom"
 
 
-def test_content_with_a_grammar_or_calls(sampler: Sampler) -> None:
+def test_content_with_a_grammar_or_calls(sampler):
     assert sampler.chat.tools is not None
     is_strict = sampler.chat.tools.arguments == "quoted"  # others end too seldom by chance
     tools = [tool(name, schema, strict=is_strict) for name, schema in SCHEMAS.items()]
@@ -142,7 +142,7 @@ def test_content_with_a_grammar_or_calls(sampler: Sampler) -> None:
     assert kinds
 
 
-def test_quoted_arguments_are_valid_at_every_depth(tmp_path: Path) -> None:
+def test_quoted_arguments_are_valid_at_every_depth(tmp_path):
     inner = {"type": "object", "properties": {"on": {"type": "boolean"}, "tags": {"type": "array", "items": {"$ref":
              "#/$defs/tag"}}}, "required": ["tags"]}  # fmt: skip
     schema = {"type": "object", "properties": {"inner": inner, "last": {"type": ["null", "integer"]}},
@@ -165,7 +165,7 @@ def test_quoted_arguments_are_valid_at_every_depth(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hermes(tmp_path_factory) -> Path:
     return write_target("hermes", tmp_path_factory.mktemp("hermes") / "target")
 
 
@@ -173,14 +173,14 @@ DRAFTERS = ("none", "eagle3", "eagle3 tree", "ngram")
 
 
 @pytest.fixture(scope="module")
-def build(hermes: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
+def build(hermes, tmp_path_factory) -> Build:
     folder = tmp_path_factory.mktemp("drafts")
     save_random_draft(hermes, folder / "eagle3", 1500)
     return engines_of(hermes, folder, grammar_drafts=True)
 
 
 @pytest.fixture(scope="module")
-def mix(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
+def mix(hermes) -> tuple[list[Request], dict[str, AnswerFormat]]:
     """Enforced calls, and JSON after reasoning: begun by the prompt, begun by the answer if it likes, ended before."""
     tokenizer = AutoTokenizer.from_pretrained(hermes)
     chat = ChatFormat(tokenizer, "auto", "auto")
@@ -189,7 +189,7 @@ def mix(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
     prompt = tokenizer("What is the weather?\n").input_ids
     opened = [*prompt, ids("<think>")]
     closed = [*prompt, ids("<think>"), ids("</think>")]
-    kinds: dict[str, tuple[Sequence[int], ToolChoice, Grammar | None]] = {
+    kinds = {
         "required": (prompt, read_choice(TOOLS, "required", True), None),
         "named": (closed, read_choice(TOOLS, NAMED, False), None),
         "strict": (prompt, read_choice([tool("now", NO_ARGUMENTS, strict=True)], "auto", True), None),
@@ -211,17 +211,12 @@ def mix(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
 
 
 @pytest.fixture(scope="module")
-def expected(build: Build, mix: tuple[list[Request], dict[str, AnswerFormat]]) -> Tokens:
+def expected(build, mix) -> Tokens:
     return tokens_of(run(build("none", grammar_drafts=False), mix[0]))
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["eagle3 tree"]))
-def test_answers_are_the_same_with_every_drafter(
-    drafter: str,
-    build: Build,
-    mix: tuple[list[Request], dict[str, AnswerFormat]],
-    expected: Tokens,
-) -> None:
+def test_answers_are_the_same_with_every_drafter(drafter, build, mix, expected):
     requests, formats = mix
     answers = run(build(drafter), requests)
     assert tokens_of(answers) == expected
@@ -241,7 +236,7 @@ def test_answers_are_the_same_with_every_drafter(
     assert ends >= 6
 
 
-def test_only_spaces_of_json_are_before_it(hermes: Path) -> None:
+def test_only_spaces_of_json_are_before_it(hermes):
     """After reasoning: readers of JSON refuse others."""
     tokenizer = AutoTokenizer.from_pretrained(hermes)
     prompt = [tokenizer.convert_tokens_to_ids("<think>")]
@@ -255,7 +250,7 @@ def test_only_spaces_of_json_are_before_it(hermes: Path) -> None:
         assert matcher.accept_string(space) == (space in " \t\r\n"), ascii(space)
 
 
-def test_chat_offline(hermes: Path) -> None:
+def test_chat_offline(hermes):
     with LLM(str(hermes), kv_cache_tokens=2048, max_running=4) as llm:
         question = [{"role": "user", "content": "What is the weather?"}]
         params = SamplingParams(
@@ -274,7 +269,7 @@ def test_chat_offline(hermes: Path) -> None:
             llm.chat(question, params, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "other"}})
 
 
-def test_tools_need_a_form_and_a_template(hermes: Path) -> None:
+def test_tools_need_a_form_and_a_template(hermes):
     tokenizer = AutoTokenizer.from_pretrained(hermes)
     choice = read_choice(TOOLS, "auto", True)
     with pytest.raises(ToolError, match="tool_parser is none; start the server with --tool-parser and one of harmony"):
@@ -306,7 +301,7 @@ FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
         ),
     ],
 )
-def test_flat_tools_are_those_of_chat(flat: Any, nested: Any) -> None:
+def test_flat_tools_are_those_of_chat(flat, nested):
     null = {"async": None, "defer_loading": False, "allowed_callers": ["direct"], "output_schema": None}
     choice = read_choice([{**tool, **null} for tool in FLAT], flat, None, is_flat=True)
     expected = read_choice(TOOLS, nested, None)
@@ -315,7 +310,7 @@ def test_flat_tools_are_those_of_chat(flat: Any, nested: Any) -> None:
     assert [tool.field for tool in choice.tools] == ["tools.0.parameters", "tools.1.parameters"]
 
 
-def test_allowed_tools_are_those_that_may_be_called() -> None:
+def test_allowed_tools_are_those_that_may_be_called():
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}
     choice = read_choice(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed}, None)
     assert [tool.name for tool in choice.tools] == ["weather", "now"], "the prompt names all"
@@ -325,7 +320,7 @@ def test_allowed_tools_are_those_that_may_be_called() -> None:
     assert read_choice(TOOLS, "none", None) == ToolChoice()
 
 
-def test_a_schema_that_cannot_be_enforced_is_named_and_refused_only_then(hermes: Path) -> None:
+def test_a_schema_that_cannot_be_enforced_is_named_and_refused_only_then(hermes):
     chat = ChatFormat(AutoTokenizer.from_pretrained(hermes), "auto", "auto")
     odd = tool("odd", {"type": "object", "properties": {"a": {"not": {}}}})
     assert chat.answer(read_choice([odd], "auto", None), [5], None).grammar is None
@@ -337,15 +332,13 @@ def test_a_schema_that_cannot_be_enforced_is_named_and_refused_only_then(hermes:
 
 def alternatives(last: dict[str, Any]) -> dict[str, Any]:
     """9^6 times the last, by references, in 2 KiB."""
-    definitions: dict[str, Any] = {
-        f"d{index}": {"anyOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 9} for index in range(6)
-    }
+    definitions = {f"d{index}": {"anyOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 9} for index in range(6)}
     definitions["d6"] = last
     return {"type": "object", "properties": {"x": {"$ref": "#/$defs/d0"}}, "required": ["x"], "$defs": definitions}
 
 
 @pytest.mark.parametrize("form", ["qwen3_coder", "deepseek_v3_2"])
-def test_alternatives_that_are_one_are_written_once(form: str, tmp_path: Path) -> None:
+def test_alternatives_that_are_one_are_written_once(form, tmp_path):
     chat = ChatFormat(load(form, tmp_path / "target"), "auto", "auto")
     for last in ({"type": "boolean"}, {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/d0"}]}):
         choice = read_choice([tool("f", alternatives(last), strict=True)], "required", True)
@@ -374,7 +367,7 @@ def optional_keywords() -> dict[str, Any]:
         ("llama_pythonic", optional_keywords(), '"properties" at the root has more than 64 optional ones'),
     ],
 )
-def test_small_schemas_of_large_grammars_are_refused(form: str, schema: Any, words: str, tmp_path: Path) -> None:
+def test_small_schemas_of_large_grammars_are_refused(form, schema, words, tmp_path):
     """Before their elements are made, which would take minutes and all memory."""
     chat = ChatFormat(load(form, tmp_path / "target"), "auto", "auto")
     with pytest.raises(ToolError, match=words):

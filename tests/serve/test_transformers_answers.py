@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -12,7 +11,7 @@ from slipstream.tests.serve.transformers_answers import AnswersConfig, Differenc
 from slipstream.tests.sources import TINY
 
 
-def test_answers_with_a_draft_are_those_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_with_a_draft_are_those_of_transformers(capsys):
     engine = {"device": "cpu", "kv_cache_tokens": 4096}
     config = AnswersConfig(
         target=str(TINY), draft="ngram", questions=["gsm8k"], num_questions=3, max_tokens=40, engine=engine
@@ -21,7 +20,7 @@ def test_answers_with_a_draft_are_those_of_transformers(capsys: pytest.CaptureFi
     assert "3 of 3 answers are those of transformers: 120 tokens in" in capsys.readouterr().out
 
 
-def test_another_token_and_an_early_end_are_noticed() -> None:
+def test_another_token_and_an_early_end_are_noticed():
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     llm = LLM(str(TINY), device="cpu", kv_cache_tokens=1024)
     prompt = [5, 6, 7]

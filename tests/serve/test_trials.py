@@ -109,7 +109,7 @@ def played(play: Callable[[Desk], Awaitable[None]], seconds: float = LIMIT) -> N
     asyncio.run(run())
 
 
-def test_everyone_has_a_short_try_before_anyones_second() -> None:
+def test_everyone_has_a_short_try_before_anyones_second():
     async def play(desk: Desk) -> None:
         await desk.ask("slow", "slower", "quick")
         await desk.end("slow", TooLong())
@@ -129,7 +129,7 @@ def test_everyone_has_a_short_try_before_anyones_second() -> None:
     played(play)
 
 
-def test_what_nobody_wants_any_more_is_cancelled() -> None:
+def test_what_nobody_wants_any_more_is_cancelled():
     async def play(desk: Desk) -> None:
         await desk.ask("running", "queued", "shared", "shared", "last")
         await desk.leave("queued")
@@ -154,7 +154,7 @@ def test_what_nobody_wants_any_more_is_cancelled() -> None:
     played(play)
 
 
-def test_too_many_are_refused() -> None:
+def test_too_many_are_refused():
     async def play(desk: Desk) -> None:
         names = [f"quick {index}" for index in range(MOST_SHORT + 1)]  # one of them runs
         await desk.ask(names[0])
@@ -176,7 +176,7 @@ def test_too_many_are_refused() -> None:
     played(play)
 
 
-def test_translations_are_forgotten_where_they_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_translations_are_forgotten_where_they_take_too_much_memory(monkeypatch):
     async def play(desk: Desk) -> None:
         monkeypatch.setattr("slipstream.serve.grammar.trials.MOST_REMEMBERED", 3 * (LEAST_SIZE + len("translated 1")))
         for text in "1", "2", "3", "1", "4":
@@ -190,7 +190,7 @@ def test_translations_are_forgotten_where_they_take_too_much_memory(monkeypatch:
     played(play)
 
 
-def test_only_verdicts_are_remembered() -> None:
+def test_only_verdicts_are_remembered():
     """Whether a trial takes too long, crashes or cannot begin, says nothing of the next."""
 
     async def play(desk: Desk) -> None:
@@ -213,7 +213,7 @@ def test_only_verdicts_are_remembered() -> None:
 
 
 @pytest.mark.parametrize("is_always", [False, True])
-def test_a_grammar_is_refused_for_its_own_slowness(is_always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_refused_for_its_own_slowness(is_always, monkeypatch):
     """A busy machine may slow down a mask, or all of them a little."""
     steps = itertools.cycle([0.5] if is_always else [0, 0.5, 0, 0.01, 0, 0.03])
     now = itertools.accumulate(steps).__next__
@@ -241,7 +241,7 @@ QUICK = Grammar("json_schema", '{"type": "string", "maxLength": 9}')
 QUICK_OBJECT = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}')
 
 
-def test_a_server_tries_grammars_with_its_own_limit_of_white_space() -> None:
+def test_a_server_tries_grammars_with_its_own_limit_of_white_space():
     async def admitted(config: ServeConfig) -> Grammar:
         async with prepare(config, bind(config.host, config.port), EngineClient(FakeEngine)) as server:
             return await server.api.trials.admit(QUICK_OBJECT)
@@ -250,9 +250,7 @@ def test_a_server_tries_grammars_with_its_own_limit_of_white_space() -> None:
     assert asyncio.run(admitted(config)) == translate(QUICK_OBJECT, 3)
 
 
-def test_trials_end_within_their_limits_and_none_hurts_another(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_trials_end_within_their_limits_and_none_hurts_another(monkeypatch, capfd):
     """One process, started as a server starts it, is loaded for all of them."""
     forked = trial.subprocess
     monkeypatch.setattr(trial, "subprocess", subprocess)
@@ -302,7 +300,7 @@ def test_trials_end_within_their_limits_and_none_hurts_another(
         asyncio.run(run(process))
 
 
-def test_without_a_process_nothing_is_tried() -> None:
+def test_without_a_process_nothing_is_tried():
     async def run() -> None:
         process = TrialProcess(partial(load_tokenizer, TINY / "missing"))
         with pytest.raises(Unavailable, match="does not start"):
@@ -311,7 +309,7 @@ def test_without_a_process_nothing_is_tried() -> None:
     asyncio.run(run())
 
 
-def test_clients_learn_what_is_wrong_with_a_grammar_before_a_stream_begins(byte_target: str) -> None:
+def test_clients_learn_what_is_wrong_with_a_grammar_before_a_stream_begins(byte_target):
     with (
         serving(ServeConfig(target=byte_target, port=0)) as server,
         client_of(server) as client,

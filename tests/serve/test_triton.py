@@ -15,7 +15,7 @@ from slipstream.tests.serve.attention_passes import PASSES, RAGGED, Scene
 UNIFORM = [name for name, case in PASSES.items() if not case.prompt]
 
 
-def test_head_dims_up_to_512_are_served() -> None:
+def test_head_dims_up_to_512_are_served():
     layers = {dim: (asking_layer(head_dim=dim).spec,) for dim in (8, 64, 80, 128, 256, 512, 1024)}
     faults = {
         dim: Backend.fault(KVFormat(torch.device("cuda"), torch.bfloat16, layer)) for dim, layer in layers.items()
@@ -29,7 +29,7 @@ def test_head_dims_up_to_512_are_served() -> None:
 @pytest.mark.parametrize("name", UNIFORM)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
 @torch.inference_mode()
-def test_equals_sdpa_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> None:
+def test_equals_sdpa_in_fp32(name, head_dim, dtype):
     expected, kv = Scene(PASSES[name], head_dim, torch.float32, "cuda").attend(SDPABackend)
     out, stored = Scene(PASSES[name], head_dim, dtype, "cuda").attend(Backend)
     torch.testing.assert_close(stored.float(), kv, atol=3e-2, rtol=1e-2)
@@ -41,7 +41,7 @@ def test_equals_sdpa_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
 @torch.inference_mode()
-def test_ragged_passes_equal_the_references_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> None:
+def test_ragged_passes_equal_the_references_in_fp32(name, head_dim, dtype):
     """And a replay, which plans its work anew, equals the pass."""
     case = RAGGED[name]
     reference = Scene(case, head_dim, torch.float32, "cpu")

@@ -38,12 +38,12 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target_path(tmp_path_factory) -> Path:
     return save_target("qwen3", tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="session")
-def gemma_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gemma_path(tmp_path_factory) -> Path:
     return save_target("gemma2-free-scores", tmp_path_factory.mktemp("gemma"))
 
 
@@ -57,12 +57,12 @@ def save_target(family: str, path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def target_model(target_path: Path) -> PreTrainedModel:
+def target_model(target_path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(target_path).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="session")
-def token_map(target_model: PreTrainedModel) -> TokenMap:
+def token_map(target_model) -> TokenMap:
     """Every other token from 5 on, so that draft ids are far from target ids."""
     counts = torch.zeros(target_model.config.vocab_size, dtype=torch.int64)
     counts[5 : 5 + 2 * DRAFT_VOCAB_SIZE : 2] = 3
@@ -77,7 +77,7 @@ def random_parts(
     torch.manual_seed(3)
     config = TargetSpec.from_json(AutoConfig.for_model(**target.config.to_dict()).to_dict())
     size = None if ids is None else len(ids)
-    draft: Any = network(network.Config.from_target(config, draft_vocab_size=size, **fields))
+    draft = network(network.Config.from_target(config, draft_vocab_size=size, **fields))
     if ids is not None:
         draft.set_vocabulary(ids)
     for parameter in draft.parameters():
@@ -95,7 +95,7 @@ def make_eagle3(target: PreTrainedModel, ids: torch.Tensor, **fields: Any) -> Ea
 
 
 @pytest.fixture
-def training(target_model: PreTrainedModel, token_map: TokenMap) -> Eagle3Training:
+def training(target_model, token_map) -> Eagle3Training:
     return make_eagle3(target_model, token_map.ids)
 
 
@@ -106,16 +106,14 @@ def training(target_model: PreTrainedModel, token_map: TokenMap) -> Eagle3Traini
     ],
     ids=" ".join,
 )
-def flagged_training(
-    request: pytest.FixtureRequest, target_model: PreTrainedModel, token_map: TokenMap
-) -> Eagle3Training:
+def flagged_training(request, target_model, token_map) -> Eagle3Training:
     """With flags of EAGLE-3.1, norms of queries and keys, or two layers."""
     return make_eagle3(target_model, token_map.ids, **request.param)
 
 
 def random_document(generator: torch.Generator, vocab_size: int = 120) -> Document:
     """One to three turns, each a prompt of 2 to 9 tokens and an answer of 1 to 9."""
-    mask: list[bool] = []
+    mask = []
     for _ in range(int(torch.randint(1, 4, (), generator=generator))):
         prompt, answer = torch.randint(1, 10, (2,), generator=generator).tolist()
         mask += [False] * (prompt + 1) + [True] * answer
@@ -131,12 +129,12 @@ def documents(seed: int) -> list[list[Document]]:
 def random_dataset(count: int, seed: int) -> Dataset:
     generator = torch.Generator().manual_seed(seed)
     documents = [random_document(generator) for _ in range(count)]
-    columns: dict[str, list[Any]] = {"input_ids": [ids for ids, _ in documents], "loss_mask": [m for _, m in documents]}
+    columns = {"input_ids": [ids for ids, _ in documents], "loss_mask": [m for _, m in documents]}
     return Dataset.from_dict(columns)
 
 
 @pytest.fixture(scope="session")
-def save_data(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> SaveData:
+def save_data(target_path, tmp_path_factory) -> SaveData:
     def save(train: Dataset, heldout: Dataset, **changes: Any) -> Path:
         path = tmp_path_factory.mktemp("data")
         splits = DatasetDict(train=train, heldout=heldout)
@@ -153,12 +151,12 @@ def save_data(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Sa
 
 
 @pytest.fixture(scope="session")
-def data_path(save_data: SaveData) -> Path:
+def data_path(save_data) -> Path:
     return save_data(random_dataset(60, seed=1), random_dataset(9, seed=2))
 
 
 @pytest.fixture(scope="session")
-def capture_to(target_path: Path, data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> CaptureTo:
+def capture_to(target_path, data_path, tmp_path_factory) -> CaptureTo:
     """Captures to a new folder, in fp32 unless told; `changes` replace or add options."""
 
     def run(*words: str, **changes: Any) -> Path:
@@ -172,20 +170,20 @@ def capture_to(target_path: Path, data_path: Path, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="session")
-def stores(capture_to: CaptureTo) -> dict[str, Path]:
+def stores(capture_to) -> dict[str, Path]:
     """With the state after the final norm of supervised tokens, and of all."""
     return {"supervised": capture_to("--layers", "3", "2", "0"), "all": capture_to("--layers", "0", "2", "3", "4")}
 
 
 @pytest.fixture(scope="session")
-def vocabulary_path(token_map: TokenMap, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vocabulary_path(token_map, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("vocabulary") / "map.safetensors"
     token_map.write(path)
     return path
 
 
 @pytest.fixture(scope="session")
-def run_flags(target_path: Path, data_path: Path, vocabulary_path: Path) -> Callable[..., list[str]]:
+def run_flags(target_path, data_path, vocabulary_path) -> Callable[..., list[str]]:
     """Flags of a run of 6 steps in a second, for any program; `changes` replace or add options, __ for the dot."""
     standard = {
         "target": target_path,
@@ -209,13 +207,13 @@ def run_flags(target_path: Path, data_path: Path, vocabulary_path: Path) -> Call
 
 
 @pytest.fixture(scope="session")
-def arguments(run_flags: Callable[..., list[str]]) -> Callable[..., list[str]]:
+def arguments(run_flags) -> Callable[..., list[str]]:
     """`run_flags` for train/eagle3.py."""
     return partial(run_flags, draft__aux_layers="[2, 0, 4]", draft__ttt_steps=3)
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, arguments: Callable[..., list[str]]) -> Path:
+def finished(tmp_path_factory, arguments) -> Path:
     """A run of train/eagle3.py that nothing disturbed. Tests that change it copy it."""
     output = tmp_path_factory.mktemp("finished")
     main(arguments(output))

@@ -26,7 +26,7 @@ NUM_PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
 def train(flags: list[str], stop_in: int | None) -> list[list[int]]:
     """Tokens of each document that this process was given as new. The run saves after the step that follows."""
-    documents: list[list[int]] = []
+    documents = []
     train_step = Loop.train_step
 
     def noted(rows: PackedRows, *share: Any) -> Iterator[tuple[Batch, bool]]:

@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from slipstream.models.files.checkpoint import tokenizer_hash
-from slipstream.tests.train.conftest import SaveData, random_dataset
+from slipstream.tests.train.conftest import random_dataset
 from slipstream.tests.user_errors import user_error
 from slipstream.train.batches import (
     Batch,
@@ -27,9 +26,9 @@ from slipstream.train.windows import WindowLayout, measure
 
 def naive_pack(lengths: list[int], capacity: int) -> list[list[int]]:
     """Longest first, each to the row where it leaves the least room, the most recent one among equals."""
-    rows: list[list[int]] = []
-    rooms: list[int] = []
-    stamp: list[int] = []
+    rows = []
+    rooms = []
+    stamp = []
     for tick, item in enumerate(sorted(range(len(lengths)), key=lambda item: -lengths[item])):
         fitting = [row for row, room in enumerate(rooms) if room >= lengths[item]]
         if fitting:
@@ -46,12 +45,12 @@ def naive_pack(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_packing_is_best_fit_decreasing(seed: int) -> None:
+def test_packing_is_best_fit_decreasing(seed):
     lengths = np.random.default_rng(seed).integers(1, 21, 100)
     assert pack(lengths, 20) == naive_pack(lengths.tolist(), 20)
 
 
-def test_measure_counts_what_can_be_learnt() -> None:
+def test_measure_counts_what_can_be_learnt():
     documents = [
         ([1] * 6, [False, False, True, True, False, True]),  # 3 supervised, two of them adjacent
         ([1] * 6, [False, True, False, True, False, True]),  # never two in a row
@@ -71,7 +70,7 @@ def test_measure_counts_what_can_be_learnt() -> None:
     assert (rows.num_dropped, rows.num_supervised) == (3, 8)
 
 
-def test_collate_lays_documents_out_with_padding() -> None:
+def test_collate_lays_documents_out_with_padding():
     batch = collate([[([1, 2, 3], [False, True, True]), ([4, 5], [True, True])], [([6, 7, 8, 9], [False] * 4)]], 3)
     assert batch.tokens.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]]
     assert batch.documents.tolist() == [[0, 0, 0, 1, 1], [2, 2, 2, -1, -1]]
@@ -112,7 +111,7 @@ def all_documents(rows: PackedRows) -> list[tuple[int, ...]]:
     return sorted(tuple(rows.dataset[document]["input_ids"][:40]) for row in rows.rows for document in row)
 
 
-def test_an_epoch_is_a_permutation_and_epochs_differ(rows: PackedRows) -> None:
+def test_an_epoch_is_a_permutation_and_epochs_differ(rows):
     """Rows one by one: batches of more span epochs."""
     batches = [batch for batch, is_new in take(rows, 2 * len(rows), size=1) if is_new]
     first = batches[: len(rows)]
@@ -123,7 +122,7 @@ def test_an_epoch_is_a_permutation_and_epochs_differ(rows: PackedRows) -> None:
     assert torch.cat([batch.numbers for batch in batches]).tolist() == list(range(2 * len(rows)))
 
 
-def test_order_goes_on_from_any_row_across_epochs(rows: PackedRows) -> None:
+def test_order_goes_on_from_any_row_across_epochs(rows):
     count = 2 * len(rows) + 3
     batches = [batch for batch, _ in take(rows, count, size=1)]
     for start in (1, len(rows) - 1, len(rows), len(rows) + 1, count - 1):
@@ -135,7 +134,7 @@ def test_order_goes_on_from_any_row_across_epochs(rows: PackedRows) -> None:
             assert torch.equal(batch.numbers, expected.numbers)
 
 
-def test_processes_share_the_batch_of_one(rows: PackedRows) -> None:
+def test_processes_share_the_batch_of_one(rows):
     batches = take(rows, 9, size=4)
     parts = [take(rows, 9, size=2, process=process, num=2) for process in range(2)]
     for (batch, _), (first, _), (second, _) in zip(batches, *parts, strict=True):
@@ -145,7 +144,7 @@ def test_processes_share_the_batch_of_one(rows: PackedRows) -> None:
 
 @pytest.mark.parametrize("num", [1, 2, 3])
 @pytest.mark.parametrize("stops", [(5,), (1, 6, 17)])
-def test_numbers_of_processes_may_follow_each_other(rows: PackedRows, num: int, stops: tuple[int, ...]) -> None:
+def test_numbers_of_processes_may_follow_each_other(rows, num, stops):
     """Two epochs in parts, each ending as a run that stops or ends does; every row of them comes twice."""
     documents = []
     bounds = [0, *stops, 2 * len(rows)]
@@ -160,7 +159,7 @@ def test_numbers_of_processes_may_follow_each_other(rows: PackedRows, num: int, 
 
 
 @pytest.mark.parametrize("num", [1, 2, 3])
-def test_a_filler_repeats_a_row_of_its_step(rows: PackedRows, num: int) -> None:
+def test_a_filler_repeats_a_row_of_its_step(rows, num):
     """In steps of two passes, the last one with one row: a row that is not finite may not end another row's step."""
     steps_by_process = [take(rows, 4, end=4 * num + 1, process=process, num=num) for process in range(num)]
     for step in (0, 1):
@@ -175,7 +174,7 @@ def test_a_filler_repeats_a_row_of_its_step(rows: PackedRows, num: int) -> None:
 
 
 @pytest.mark.parametrize("num", [1, 2, 3])
-def test_evaluation_sees_every_row_once_in_equally_many_batches(rows: PackedRows, num: int) -> None:
+def test_evaluation_sees_every_row_once_in_equally_many_batches(rows, num):
     batches_by_process = [list(evaluation_batches(rows, 2, process, num)) for process in range(num)]
     assert len({len(batches) for batches in batches_by_process}) == 1
     documents = [
@@ -184,15 +183,13 @@ def test_evaluation_sees_every_row_once_in_equally_many_batches(rows: PackedRows
     assert sorted(documents) == all_documents(rows)
 
 
-def test_a_split_that_supervises_nothing_is_refused() -> None:
+def test_a_split_that_supervises_nothing_is_refused():
     dataset = Dataset.from_dict({"input_ids": [[1, 2, 3]], "loss_mask": [[False] * 3]})
     with user_error("no document of 1 has two supervised tokens"):
         PackedRows(dataset, 8)
 
 
-def test_prepared_data_must_be_whole_and_of_this_tokenizer(
-    save_data: SaveData, target_path: Path, tmp_path: Path
-) -> None:
+def test_prepared_data_must_be_whole_and_of_this_tokenizer(save_data, target_path, tmp_path):
     expected = tokenizer_hash(AutoTokenizer.from_pretrained(target_path))
     some = random_dataset(4, seed=0)
     nothing = Dataset.from_dict({"input_ids": [], "loss_mask": []})

@@ -2,9 +2,7 @@
 starts, calibration, options."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,7 +98,7 @@ def plain_scorer_losses(training: DFlashTraining, slots: Slots, unary: Tensor, t
     assert scorer is not None
     K = slots.is_known.shape[1]
     names = ("scorer_ce", "scorer_regret")
-    losses: dict[str, Tensor] = {name: torch.zeros(len(slots.whole_blocks), K) for name in names}
+    losses = {name: torch.zeros(len(slots.whole_blocks), K) for name in names}
     places = slots.places.tolist()
     for b, block in enumerate(slots.whole_blocks.tolist()):
         slot_rows = [places.index(block * K + k) for k in range(K)]
@@ -123,7 +121,7 @@ def plain_scorer_losses(training: DFlashTraining, slots: Slots, unary: Tensor, t
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_tokens_have_weights_in_every_head(target_model: PreTrainedModel, name: str) -> None:
+def test_tokens_have_weights_in_every_head(target_model, name):
     training = rough_training(target_model, name)
     training.options = replace(training.options, anchors=100)
     check_weights(training, MAX_LENGTH)
@@ -131,9 +129,7 @@ def test_tokens_have_weights_in_every_head(target_model: PreTrainedModel, name: 
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("name", DRAFTS)
-def test_losses_and_gradients_are_those_of_whole_rows(
-    target_model: PreTrainedModel, token_map: TokenMap, name: str, reduced: bool
-) -> None:
+def test_losses_and_gradients_are_those_of_whole_rows(target_model, token_map, name, reduced):
     training = rough_training(target_model, name, token_map.ids if reduced else None)
     batch, _ = packed(5)
     total, _ = training.loss(batch)
@@ -156,7 +152,7 @@ def test_losses_and_gradients_are_those_of_whole_rows(
     assert_same_gradients(total, expected, training.draft)
 
 
-def test_dpace_weighs_mixtures_too(target_model: PreTrainedModel) -> None:
+def test_dpace_weighs_mixtures_too(target_model):
     """The weights are those that the losses alone would give."""
     training = rough_training(target_model, "dspark", loss="dpace")
     batch, _ = packed(0)
@@ -170,7 +166,7 @@ def test_dpace_weighs_mixtures_too(target_model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(("name", "depth"), rotating(["dflash2", "dspark", "gated", "lilicorr"], [4, 2]))
-def test_the_walk_equals_a_server_that_drafts_blocks(target_model: PreTrainedModel, name: str, depth: int) -> None:
+def test_the_walk_equals_a_server_that_drafts_blocks(target_model, name, depth):
     training = rough_training(target_model, name)
     training.depth = depth
     naive = NaiveDFlash(training.draft, *shared_weights(target_model))
@@ -179,7 +175,7 @@ def test_the_walk_equals_a_server_that_drafts_blocks(target_model: PreTrainedMod
     check_walk(training, naive, target_model, 4, depth)
 
 
-def test_identity_heads_give_the_drafts_own_tokens(target_model: PreTrainedModel) -> None:
+def test_identity_heads_give_the_drafts_own_tokens(target_model):
     """A draft that gets a convolution, a selector or a Markov head is what it was, bit for bit."""
     plain = make_training(target_model)
     batch, _ = packed(2)
@@ -194,7 +190,7 @@ def test_identity_heads_give_the_drafts_own_tokens(target_model: PreTrainedModel
         assert {name: metrics[name].tolist() for name in expected} == {n: x.tolist() for n, x in expected.items()}
 
 
-def test_what_a_warm_start_changes_is_reported(target_model: PreTrainedModel, token_map: TokenMap) -> None:
+def test_what_a_warm_start_changes_is_reported(target_model, token_map):
     source = make_training(target_model, token_map.ids, markov_rank=6).draft
     source_rows = source.get_parameter("markov_head.markov_w2.weight")
     fields = {"mask_token_id": 9, "aux_layers": (0, 1, 2), "sample_from_anchor": True, "num_layers": 1}
@@ -219,7 +215,7 @@ def test_what_a_warm_start_changes_is_reported(target_model: PreTrainedModel, to
     assert torch.equal(draft.fc.weight[:, 2 * size :], source.fc.weight[:, :size]), "layer 2's"
 
 
-def test_calibration_finds_what_the_head_should_have_said() -> None:
+def test_calibration_finds_what_the_head_should_have_said():
     """Logits that are twice too large and too low, in slots that depend on nothing else."""
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(20000, 3, generator=generator) + 0.5
@@ -242,7 +238,7 @@ def test_calibration_finds_what_the_head_should_have_said() -> None:
 
 
 @torch.no_grad()
-def test_calibration_takes_every_row_once_and_in_order(target_model: PreTrainedModel) -> None:
+def test_calibration_takes_every_row_once_and_in_order(target_model):
     """For any share of the rows among processes, of which one that runs out of rows repeats the first."""
     training = rough_training(target_model, "dspark").eval()
     rows = [[document] for row in documents(4) for document in row]
@@ -260,7 +256,7 @@ def test_calibration_takes_every_row_once_and_in_order(target_model: PreTrainedM
     assert fitted((0, True), (2, True), (1, True), (0, True)) != expected
 
 
-def test_lilicorr_has_no_confidence_head(target_model: PreTrainedModel) -> None:
+def test_lilicorr_has_no_confidence_head(target_model):
     with pytest.raises(ValueError, match="draft.confidence_head is true together with"):
         make_training(target_model, lilicorr=SCORER, confidence_head=True)
 
@@ -274,18 +270,14 @@ def test_lilicorr_has_no_confidence_head(target_model: PreTrainedModel) -> None:
         ({"lilicorr": SCORER}, {"ce": 1.0, "scorer_ce": 0.25, "scorer_regret": 0.25}),
     ],
 )
-def test_losses_follow_from_the_heads(
-    target_model: PreTrainedModel, fields: dict[str, Any], weights: dict[str, float]
-) -> None:
+def test_losses_follow_from_the_heads(target_model, fields, weights):
     assert make_training(target_model, **fields).losses == weights
 
 
-def test_a_run_continues_a_draft(
-    tmp_path: Path, target_path: Path, target_model: PreTrainedModel, run_flags: Callable[..., list[str]], capsys: Any
-) -> None:
+def test_a_run_continues_a_draft(tmp_path, target_path, target_model, run_flags, capsys):
     """With a confidence head, whose calibration the checkpoint holds; gates and norms, which no option names, come
     along."""
-    parts: dict[str, Any] = {"tap_norms": True, "context_norms": True, "gate": OutputGate(activation="sigmoid")}
+    parts = {"tap_norms": True, "context_norms": True, "gate": OutputGate(activation="sigmoid")}
     source = make_training(target_model, sample_from_anchor=True, **parts).draft
     (tmp_path / "draft").mkdir()
     write_draft(source, source.state_dict(), tmp_path / "draft", {})
@@ -316,7 +308,7 @@ def test_a_run_continues_a_draft(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dflash2", "dspark", "lilicorr"])
-def test_an_overfitted_draft_is_accepted_whole(target_model: PreTrainedModel, name: str) -> None:
+def test_an_overfitted_draft_is_accepted_whole(target_model, name):
     """Texts of the target's own, seen again and again: then every block of them is right."""
     training = rough_training(target_model, name)
     training.options = replace(training.options, anchors=100)

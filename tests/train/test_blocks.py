@@ -35,7 +35,7 @@ HEAD_DIM = 16
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_blocks_follow_the_rule(seed: int) -> None:
+def test_blocks_follow_the_rule(seed):
     batch, rows = packed(seed)
     anchors = []
     starts = []
@@ -62,7 +62,7 @@ def test_blocks_follow_the_rule(seed: int) -> None:
         assert all(a == b for a, b, is_counted in zip(block_labels, expected, count, strict=True) if is_counted)
 
 
-def test_anchors_depend_on_seed_and_row_alone() -> None:
+def test_anchors_depend_on_seed_and_row_alone():
     """A row draws the same anchors alone and in any batch; another epoch, row or seed draws others."""
     rows = [[([5] * 30, [False] * 3 + [True] * 27)] for _ in range(3)]
     batch = collate(rows, 64, first_number=40)
@@ -79,7 +79,7 @@ def test_anchors_depend_on_seed_and_row_alone() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 3, 1000])
-def test_anchors_are_drawn_from_the_possible_ones(limit: int) -> None:
+def test_anchors_are_drawn_from_the_possible_ones(limit):
     batch, _ = packed(2)
     width = batch.tokens.shape[1]
     anchors, stands_for = draw_anchors(batch, limit, seed=0)
@@ -149,9 +149,9 @@ def make_attention(
 @pytest.mark.parametrize(
     ("window", "non_causal"), [(None, False), (1, False), (3, False), (6, False), (20, False), (3, True), (20, True)]
 )
-def test_masks_equal_the_loops(window: int | None, non_causal: bool) -> None:
+def test_masks_equal_the_loops(window, non_causal):
     attention, rows, shape = make_attention(SDPABlockAttention)
-    mask: Mask = "block" if window is None or non_causal else "causal"
+    mask = "block" if window is None or non_causal else "causal"
     expected = naive_mask(attention.blocks, rows, shape, window, mask)
     assert torch.equal(dense(attention, window, mask), expected)
     assert torch.equal(dense(make_attention(FlexBlockAttention)[0], window, mask), expected)
@@ -186,7 +186,7 @@ def outputs_and_gradients(
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 4])
-def test_flex_equals_sdpa(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_equals_sdpa(window, monkeypatch):
     """Uncompiled, in autograd's own formulas; torch would refuse gradients on a CPU, where only tests want them."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     expected = outputs_and_gradients(SDPABlockAttention, window)
@@ -199,7 +199,7 @@ def test_flex_equals_sdpa(window: int | None, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-2), (torch.bfloat16, 5e-2)])
-def test_compiled_flex_equals_sdpa(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+def test_compiled_flex_equals_sdpa(window, dtype, tolerance):
     expected = outputs_and_gradients(SDPABlockAttention, window)
     results = outputs_and_gradients(FlexBlockAttention, window, "cuda", dtype)
     for result, reference in zip(results, expected, strict=True):
@@ -208,7 +208,7 @@ def test_compiled_flex_equals_sdpa(window: int | None, dtype: torch.dtype, toler
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_queries", [1, 20, 70, 127, 200])
-def test_compiled_flex_takes_few_queries(num_queries: int) -> None:
+def test_compiled_flex_takes_few_queries(num_queries):
     """As an evaluation has them; torch's decoding kernel failed on 70 with two query heads to a KV head."""
     q = torch.randn(num_queries, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, 300, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
@@ -220,7 +220,7 @@ def test_compiled_flex_takes_few_queries(num_queries: int) -> None:
     torch.testing.assert_close(output.float(), expected[0].transpose(0, 1), rtol=5e-2, atol=5e-2)
 
 
-def test_a_block_does_not_depend_on_the_others() -> None:
+def test_a_block_does_not_depend_on_the_others():
     """Nor on their order, for Flex; SDPA takes neighbours together and wants them ascending."""
     batch, _ = packed(1)
     anchors = possible_roots(batch)

@@ -9,10 +9,9 @@ import torch
 
 from slipstream.models.files.checkpoint import read_json
 from slipstream.tests.train.conftest import SaveData, documents, random_dataset
-from slipstream.tests.train.runs import Arguments, end_program, records, start_program
+from slipstream.tests.train.runs import end_program, records, start_program
 from slipstream.train import draft_setup, eagle3
 from slipstream.train.batches import collate
-from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.mixture import Mixture
 from slipstream.train.options import DataOptions
 from slipstream.train.report import ReportConfig, write_report
@@ -21,12 +20,12 @@ METRIC = "accept_length_by_category/"
 
 
 @torch.no_grad()
-def test_a_category_counts_as_its_documents_alone(training: Eagle3Training) -> None:
+def test_a_category_counts_as_its_documents_alone(training):
     """Also one that a batch lacks, so that all processes hold the same names; documents without one are in none."""
     training.eval()
     training.categories = ["math", "qa/short", "absent"]
     rows = documents(seed=1) + documents(seed=2)
-    names: list[str | None] = ["math", "qa/short", None, "math", "qa/short", "math"]
+    names = ["math", "qa/short", None, "math", "qa/short", "math"]
     batch = replace(collate(rows, 64), categories=names)
     _, metrics = training(batch)
     flat = [document for row in rows for document in row]
@@ -44,13 +43,7 @@ def save_categories(save_data: SaveData) -> Path:
     return save_data(train, heldout)
 
 
-def test_a_run_logs_and_draws_them(
-    tmp_path: Path,
-    arguments: Arguments,
-    save_data: SaveData,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_logs_and_draws_them(tmp_path, arguments, save_data, monkeypatch, capsys):
     monkeypatch.setattr(draft_setup, "MAX_CATEGORIES", 2)
     eagle3.main(arguments(tmp_path, data__path=save_categories(save_data), optim__steps=1))
     printed = capsys.readouterr().out
@@ -64,7 +57,7 @@ def test_a_run_logs_and_draws_them(
     assert re.findall("</i>([^<]*)<", legend[1]) == ["a b", "math"]
 
 
-def test_folders_with_and_without_categories_are_evaluated_together(save_data: SaveData) -> None:
+def test_folders_with_and_without_categories_are_evaluated_together(save_data):
     paths = [save_data(random_dataset(30, seed=5), random_dataset(4, seed=6)), save_categories(save_data)]
     mixture = Mixture.load({str(path): 1.0 for path in paths}, read_hash(paths[0]))
     options = DataOptions(path="", max_length=40)
@@ -81,7 +74,7 @@ def read_hash(path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_two_processes_find_what_one_does(tmp_path: Path, arguments: Arguments, save_data: SaveData) -> None:
+def test_two_processes_find_what_one_does(tmp_path, arguments, save_data):
     """A category of one document is on one process alone."""
     data = save_categories(save_data)
     single, pair = (

@@ -1,13 +1,10 @@
 """DFLASH's training against the draft run one block at a time, and the inputs that its loss must not depend on."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.layers.attention import AttentionLayer
 from slipstream.models.targets.families import OutputGate
 from slipstream.models.targets.frozen import TransformersTarget
@@ -41,7 +38,7 @@ def all_states(training: DFlashTraining, batch: Batch) -> tuple[Blocks, Tensor]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_state_is_the_one_of_the_block_alone(target_model: PreTrainedModel, variant: str) -> None:
+def test_every_state_is_the_one_of_the_block_alone(target_model, variant):
     training = make_training(target_model, **VARIANTS[variant])
     naive = NaiveDFlash(training.draft, *shared_weights(target_model))
     batch, rows = packed(1)
@@ -93,9 +90,7 @@ def naive_loss(
 
 
 @pytest.mark.parametrize(("limit", "reduced"), [(2, False), (5, True)])
-def test_loss_gradient_and_metrics_equal_the_loops(
-    target_model: PreTrainedModel, token_map: TokenMap, limit: int, reduced: bool
-) -> None:
+def test_loss_gradient_and_metrics_equal_the_loops(target_model, token_map, limit, reduced):
     training = make_training(
         target_model, token_map.ids if reduced else None, DraftOptions(anchors=limit, loss="decay")
     )
@@ -107,10 +102,10 @@ def test_loss_gradient_and_metrics_equal_the_loops(
 
 
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
-def test_only_counting_slots_get_a_gradient(target_model: PreTrainedModel, token_map: TokenMap, loss: str) -> None:
+def test_only_counting_slots_get_a_gradient(target_model, token_map, loss):
     """Slot 0 never does, nor one after the answer's end, nor one whose token the draft cannot propose."""
     training = make_training(target_model, token_map.ids, DraftOptions(anchors=EVERYTHING, loss=loss))
-    states: list[Tensor] = []
+    states = []
     training.draft.register_forward_hook(lambda _module, _inputs, output: states.append(output))
     batch, _ = packed(0)
     total, _ = training.loss(batch)
@@ -125,7 +120,7 @@ def test_only_counting_slots_get_a_gradient(target_model: PreTrainedModel, token
 
 
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
-def test_a_row_alone_is_the_row_in_a_batch(target_model: PreTrainedModel, loss: str) -> None:
+def test_a_row_alone_is_the_row_in_a_batch(target_model, loss):
     training = make_training(target_model, options=DraftOptions(anchors=4, loss=loss))
     rows = documents(3)
     together, metrics = training.loss(collate(rows, MAX_LENGTH, first_number=5))
@@ -136,11 +131,11 @@ def test_a_row_alone_is_the_row_in_a_batch(target_model: PreTrainedModel, loss: 
 
 
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
-def test_tokens_have_weights(target_model: PreTrainedModel, token_map: TokenMap, loss: str) -> None:
+def test_tokens_have_weights(target_model, token_map, loss):
     check_weights(make_training(target_model, token_map.ids, DraftOptions(anchors=EVERYTHING, loss=loss)), MAX_LENGTH)
 
 
-def test_few_anchors_estimate_the_loss_of_all(target_model: PreTrainedModel) -> None:
+def test_few_anchors_estimate_the_loss_of_all(target_model):
     """The mean over many draws is the sum over every possible anchor."""
     training = make_training(target_model, options=DraftOptions(anchors=EVERYTHING))
     rows = documents(0)
@@ -152,11 +147,11 @@ def test_few_anchors_estimate_the_loss_of_all(target_model: PreTrainedModel) -> 
     assert float(torch.stack(draws).std()) > 0.05 * float(exact)
 
 
-def test_the_draft_starts_as_the_targets_last_layers(target_model: PreTrainedModel) -> None:
+def test_the_draft_starts_as_the_targets_last_layers(target_model):
     """With the last layer's input as the last state, that layer's context keys and values are the target's own."""
     draft = make_training(target_model, aux_layers=(0, 2)).draft
     dflash.start_from_target(draft, TransformersTarget(target_model, (0, 2)))
-    stored: dict[int, tuple[Tensor, Tensor]] = {}
+    stored = {}
 
     class Recorder:
         def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
@@ -176,7 +171,7 @@ def test_the_draft_starts_as_the_targets_last_layers(target_model: PreTrainedMod
         assert torch.equal(layer_copy.self_attn.o_proj.weight, original.self_attn.o_proj.weight)
 
 
-def test_a_draft_with_convolutions_starts_as_the_targets_layers_and_keeps_them(target_model: PreTrainedModel) -> None:
+def test_a_draft_with_convolutions_starts_as_the_targets_layers_and_keeps_them(target_model):
     draft = make_training(target_model, aux_layers=(0, 2), conv_kernel_size=2).draft
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items() if "_conv." in name}
     dflash.start_from_target(draft, TransformersTarget(target_model, (0, 2)))
@@ -187,9 +182,7 @@ def test_a_draft_with_convolutions_starts_as_the_targets_layers_and_keeps_them(t
 
 
 @pytest.mark.parametrize("fields", [{"intermediate_size": 64}, {"num_layers": 5}, {"num_kv_heads": 1}])
-def test_a_draft_of_other_shapes_does_not_start_from_the_target(
-    target_model: PreTrainedModel, fields: dict[str, Any]
-) -> None:
+def test_a_draft_of_other_shapes_does_not_start_from_the_target(target_model, fields):
     draft = make_training(target_model, **fields).draft
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     sentence = dflash.start_from_target(draft, TransformersTarget(target_model, AUX_STATE_LAYERS))
@@ -198,9 +191,7 @@ def test_a_draft_of_other_shapes_does_not_start_from_the_target(
 
 
 @pytest.mark.parametrize(("reduced", "depth"), [(False, DEPTH), (True, 2)])
-def test_the_walk_equals_a_server_that_drafts_blocks(
-    target_model: PreTrainedModel, token_map: TokenMap, reduced: bool, depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_walk_equals_a_server_that_drafts_blocks(target_model, token_map, reduced, depth, monkeypatch):
     training = make_training(target_model, token_map.ids if reduced else None)
     training.depth = depth
     monkeypatch.setattr(dflash, "EVALUATED_AT_ONCE", 7)

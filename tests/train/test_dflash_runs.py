@@ -18,19 +18,19 @@ from slipstream.train.dflash import main
 
 
 @pytest.fixture(scope="module")
-def flags(run_flags: Callable[..., list[str]]) -> Callable[..., list[str]]:
+def flags(run_flags) -> Callable[..., list[str]]:
     sizes = {"draft__num_layers": 2, "draft__block_size": 5, "draft__mask_token_id": 7, "draft__anchors": 6}
     return partial(run_flags, draft__aux_layers="[2, 0, 4]", **sizes)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, flags: Callable[..., list[str]]) -> Path:
+def finished(tmp_path_factory, flags) -> Path:
     output = tmp_path_factory.mktemp("finished")
     main(flags(output, optim__name="muon"))
     return output
 
 
-def test_a_run_leaves_servable_checkpoints(finished: Path, target_path: Path) -> None:
+def test_a_run_leaves_servable_checkpoints(finished, target_path):
     config = load_draft(DFlash, finished / "best", load_config(target_path), None, torch.device("cpu")).config
     assert (config.block_size, config.num_layers, config.aux_layers) == (5, 2, (2, 0, 4))
     assert (config.draft_vocab_size, config.target) == (DRAFT_VOCAB_SIZE, str(target_path))
@@ -40,16 +40,14 @@ def test_a_run_leaves_servable_checkpoints(finished: Path, target_path: Path) ->
     assert "eval_accept_rate_4" not in lines[-1]
 
 
-def test_a_map_of_the_whole_vocabulary_is_left_out(
-    tmp_path: Path, target_path: Path, flags: Callable[..., list[str]]
-) -> None:
+def test_a_map_of_the_whole_vocabulary_is_left_out(tmp_path, target_path, flags):
     TokenMap.build(torch.ones(120, dtype=torch.int64), 120, [], {}).write(tmp_path / "map.safetensors")
     main(flags(tmp_path / "run", optim__steps=1, draft__vocabulary=tmp_path / "map.safetensors"))
     draft = load_draft(DFlash, tmp_path / "run" / "best", load_config(target_path), None, torch.device("cpu"))
     assert draft.target_ids is None
 
 
-def test_a_mask_token_is_found(target_path: Path) -> None:
+def test_a_mask_token_is_found(target_path):
     tokenizer = AutoTokenizer.from_pretrained(target_path)  # 120 words, nothing else
     assert default_mask_token(tokenizer, 128) == (120, "the first unused embedding")
     with pytest.raises(ValueError, match="name one by draft.mask_token_id"):

@@ -1,7 +1,6 @@
 """EAGLE's training against plain loops over documents, tokens and steps."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.models.drafts.eagle import Eagle
-from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.train.conftest import Document, documents, random_parts
@@ -60,13 +58,8 @@ def naive_terms(
     [(False, {}, 500), (True, {}, 10**6), (True, SEVERAL_STEPS, 500), (False, SEVERAL_STEPS, 10**6)],
 )
 def test_loss_gradient_and_metrics_equal_the_loops(
-    target_model: PreTrainedModel,
-    token_map: TokenMap,
-    options: dict[str, Any],
-    reduced: bool,
-    logits_at_once: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    target_model, token_map, options, reduced, logits_at_once, monkeypatch
+):
     monkeypatch.setattr(losses, "LOGITS_AT_ONCE", logits_at_once)
     ids = token_map.ids if reduced else torch.arange(120)
     training = make_training(target_model, ids if reduced else None, **options)
@@ -86,17 +79,17 @@ def test_loss_gradient_and_metrics_equal_the_loops(
     assert_same_gradients(loss, expected, training.draft)
 
 
-def test_tokens_have_weights(target_model: PreTrainedModel, token_map: TokenMap) -> None:
+def test_tokens_have_weights(target_model, token_map):
     check_weights(make_training(target_model, token_map.ids, **SEVERAL_STEPS), MAX_LENGTH)
 
 
-def test_the_walk_equals_a_server_that_runs_the_chain(target_model: PreTrainedModel) -> None:
+def test_the_walk_equals_a_server_that_runs_the_chain(target_model):
     training = make_training(target_model)
     naive = NaiveEagle(training.draft, *shared_weights(target_model))
     check_walk(training, naive, target_model, 0, DEPTH)
 
 
-def test_noise_spreads_by_the_documents_length(target_model: PreTrainedModel) -> None:
+def test_noise_spreads_by_the_documents_length(target_model):
     batch = collate([[([1] * 32, [True] * 32), ([2] * 16, [True] * 16)], [([3] * 48, [True] * 48)]], 64)
     assert document_lengths(batch.documents)[0, :48].tolist() == [32.0] * 32 + [16.0] * 16
     noise = make_training(target_model, noise_spread=0.2).noise(batch)
@@ -108,7 +101,7 @@ def test_noise_spreads_by_the_documents_length(target_model: PreTrainedModel) ->
         assert abs(float(values.mean())) < 0.1 * spread
 
 
-def test_noise_is_a_row_of_the_runs_own(target_model: PreTrainedModel) -> None:
+def test_noise_is_a_row_of_the_runs_own(target_model):
     """Neither the other rows of a batch nor how often it is asked for matter; the seed does."""
     training = make_training(target_model, noise_spread=0.2)
     rows = documents(4)
@@ -123,7 +116,7 @@ def test_noise_is_a_row_of_the_runs_own(target_model: PreTrainedModel) -> None:
     )
 
 
-def test_noise_reaches_the_loss_only(target_model: PreTrainedModel) -> None:
+def test_noise_reaches_the_loss_only(target_model):
     calm, noisy = (make_training(target_model, noise_spread=spread) for spread in (0.0, 0.5))
     batch = collate(documents(0), MAX_LENGTH)
     assert calm.loss(batch)[0] != noisy.loss(batch)[0]

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 from transformers import PreTrainedModel
 
-from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import some_of
 from slipstream.tests.random_targets import target_aux_states
@@ -55,9 +53,7 @@ def naive_terms(
         yield term.step, loss if term.is_known else None, term.agrees
 
 
-def test_a_batch_may_hold_fewer_rows_than_steps(
-    training: Eagle3Training, target_model: PreTrainedModel, token_map: TokenMap
-) -> None:
+def test_a_batch_may_hold_fewer_rows_than_steps(training, target_model, token_map):
     document = (list(range(20, 32)), [False] * 9 + [True] * 3)  # two rows ask
     terms = naive_terms(training, target_model, token_map.ids, document)
     expected = sum((DECAY**step * loss for step, loss, _ in terms if loss is not None), torch.zeros(()))
@@ -66,9 +62,9 @@ def test_a_batch_may_hold_fewer_rows_than_steps(
     assert [int(metrics[f"accept_rate_{step}"][1]) for step in range(STEPS)] == [2, 1, 0, 0]
 
 
-def test_rows_that_do_not_count_get_no_gradient(training: Eagle3Training) -> None:
+def test_rows_that_do_not_count_get_no_gradient(training):
     batch = collate(documents(0), 64)
-    logits: list[Tensor] = []
+    logits = []
     training.draft.lm_head.register_forward_hook(lambda _m, _i, output: logits.append(output))
     rows, _, _, final = training.read(batch, STEPS)
     in_vocabulary = training.draft.t2d[training.target.logits(final[rows.asking + 1], training.target_ids)[1]]
@@ -79,18 +75,18 @@ def test_rows_that_do_not_count_get_no_gradient(training: Eagle3Training) -> Non
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_layers": 2}], ids=str)
-def test_tokens_have_weights(target_model: PreTrainedModel, token_map: TokenMap, fields: dict[str, Any]) -> None:
+def test_tokens_have_weights(target_model, token_map, fields):
     training = make_eagle3(target_model, token_map.ids, **fields)
     training.state_weight = 0.5
     check_weights(training, 64)
 
 
-def test_the_walk_equals_a_server_that_runs_the_chain(training: Eagle3Training, target_model: PreTrainedModel) -> None:
+def test_the_walk_equals_a_server_that_runs_the_chain(training, target_model):
     naive = NaiveEagle3(training.draft, target_model.get_input_embeddings().weight)
     check_walk(training, naive, target_model, 0, DEPTH)
 
 
-def test_a_walk_without_a_round_has_no_length(training: Eagle3Training) -> None:
+def test_a_walk_without_a_round_has_no_length(training):
     """An answer of one token comes from the prompt's pass alone."""
     document = ([3, 4, 5, 6, 7], [False, True, False, True, True])
     metrics = training.evaluate(collate([[document]], 64))
@@ -98,15 +94,13 @@ def test_a_walk_without_a_round_has_no_length(training: Eagle3Training) -> None:
 
 
 @pytest.mark.parametrize("kind", some_of(FORMULAS, ["soft_ce", "lk"]))
-def test_loss_gradient_and_metrics_equal_the_loops(
-    kind: Any, training: Eagle3Training, target_model: PreTrainedModel, token_map: TokenMap
-) -> None:
+def test_loss_gradient_and_metrics_equal_the_loops(kind, training, target_model, token_map):
     training.options = DraftOptions(ttt_steps=STEPS, loss=kind)
     check_batch(training, target_model, token_map.ids, FORMULAS[kind])
 
 
 @pytest.mark.parametrize("norm_output", some_of([False, True], [True]))
-def test_states_are_taught_too(target_model: PreTrainedModel, token_map: TokenMap, norm_output: bool) -> None:
+def test_states_are_taught_too(target_model, token_map, norm_output):
     """At every counting (row, step), whether or not the draft's vocabulary has the target's best token."""
     training = make_eagle3(target_model, token_map.ids, norm_output=norm_output)
     rows = documents(1)
@@ -136,9 +130,7 @@ def test_states_are_taught_too(target_model: PreTrainedModel, token_map: TokenMa
     assert state_losses == pytest.approx(sums, rel=1e-4)
 
 
-def test_flags_of_eagle_3_1_are_trained(
-    flagged_training: Eagle3Training, target_model: PreTrainedModel, token_map: TokenMap
-) -> None:
+def test_flags_of_eagle_3_1_are_trained(flagged_training, target_model, token_map):
     check_batch(flagged_training, target_model, token_map.ids, FORMULAS["soft_ce"])
     naive = NaiveEagle3(flagged_training.draft, target_model.get_input_embeddings().weight)
     check_walk(flagged_training, naive, target_model, 1, DEPTH)

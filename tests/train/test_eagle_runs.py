@@ -1,27 +1,16 @@
 """A whole EAGLE run, and a server that accepts its proposals."""
 
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 from safetensors.torch import load_file
 
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
-from slipstream.tests.train.conftest import SaveData
 from slipstream.tests.train.runs import PROMPTS, emitted_per_round, records, save_answers
 from slipstream.train.eagle import EagleTraining, main
 
 DEPTH = 3
 
 
-def test_an_overfitted_draft_is_accepted_whole(
-    tmp_path: Path,
-    target_path: Path,
-    save_data: SaveData,
-    run_flags: Callable[..., list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_overfitted_draft_is_accepted_whole(tmp_path, target_path, save_data, run_flags, monkeypatch):
     """One batch learnt by heart: every round emits depth + 1 tokens."""
     monkeypatch.setattr(EagleTraining, "noise_spread", 0.0)
     params = SamplingParams(max_tokens=3 * (DEPTH + 1) + 1, temperature=0.0, ignore_eos=True)

@@ -16,7 +16,7 @@ def options(target: Path, data: Path, output: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
-def test_a_capture_from_an_engine(target_path: Path, data_path: Path, tmp_path: Path, dtype: str) -> None:
+def test_a_capture_from_an_engine(target_path, data_path, tmp_path, dtype):
     engine = StateEngine(target_path, Address("", path=str(tmp_path / "engine")))
     words = ["--layers", "2", "0", "--last-hidden", f"--dtype={dtype}"]
     main(options(target_path, data_path, tmp_path / "local", *words))
@@ -30,9 +30,7 @@ def test_a_capture_from_an_engine(target_path: Path, data_path: Path, tmp_path: 
     assert_same_states(remote, local, tolerance)
 
 
-def test_another_target_is_refused(
-    target_path: Path, gemma_path: Path, data_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_target_is_refused(target_path, gemma_path, data_path, tmp_path, capsys):
     engine = StateEngine(gemma_path, Address("", path=str(tmp_path / "engine")))
     with pytest.raises(SystemExit):
         main(options(target_path, data_path, tmp_path / "remote", f"--endpoint={engine.address}"))

@@ -7,9 +7,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from slipstream.models.states.address import Address
 from slipstream.models.states.client import StateRequest
 from slipstream.tests.state_engines import StateEngine
 from slipstream.tests.train.runs import (
-    Arguments,
     assert_same_run,
     end_program,
     records,
@@ -33,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def engine(target_path: Path, tmp_path: Path) -> Iterator[StateEngine]:
+def engine(target_path, tmp_path) -> Iterator[StateEngine]:
     engine = StateEngine(target_path, Address("", path=str(tmp_path / "engine")))
     yield engine
     engine.close()
@@ -45,9 +43,7 @@ def free_port() -> int:
         return int(end.getsockname()[1])
 
 
-def test_a_run_has_the_bits_of_one_with_the_target_in_process(
-    arguments: Arguments, finished: Path, engine: StateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_has_the_bits_of_one_with_the_target_in_process(arguments, finished, engine, tmp_path, monkeypatch):
     """Its states come through shared memory: with none to map the run would fail."""
     monkeypatch.setattr(StateRequest, "allocate", None)
     main(arguments(tmp_path / "run", states__endpoint=engine.address))
@@ -56,9 +52,7 @@ def test_a_run_has_the_bits_of_one_with_the_target_in_process(
 
 
 @pytest.mark.parametrize("kind", ["eagle", "dflash"])
-def test_other_drafts_get_the_states_that_they_read(
-    run_flags: Arguments, engine: StateEngine, tmp_path: Path, kind: str
-) -> None:
+def test_other_drafts_get_the_states_that_they_read(run_flags, engine, tmp_path, kind):
     """EAGLE reads the state after the final norm twice: as its input and to be taught."""
     program = {"eagle": eagle.main, "dflash": dflash.main}[kind]
     changes = {"draft__block_size": 4, "draft__mask_token_id": 7} if kind == "dflash" else {}
@@ -67,9 +61,7 @@ def test_other_drafts_get_the_states_that_they_read(
     assert_same_run(tmp_path / "remote", tmp_path / "in process")
 
 
-def test_states_in_fp8_are_those_of_a_capture_in_fp8(
-    arguments: Arguments, engine: StateEngine, capture_to: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_states_in_fp8_are_those_of_a_capture_in_fp8(arguments, engine, capture_to, tmp_path):
     stored = capture_to("--layers", "2", "0", "4", dtype="fp8")
     main(arguments(tmp_path / "stored", data__aux_states=stored))
     main(arguments(tmp_path / "remote", states__endpoint=engine.address, states__dtype="fp8"))
@@ -77,9 +69,7 @@ def test_states_in_fp8_are_those_of_a_capture_in_fp8(
         assert line == pytest.approx(expected, rel=1e-3)
 
 
-def test_two_engines_share_the_work_and_one_may_die(
-    arguments: Arguments, finished: Path, target_path: Path, tmp_path: Path
-) -> None:
+def test_two_engines_share_the_work_and_one_may_die(arguments, finished, target_path, tmp_path):
     engines = [StateEngine(target_path, Address("127.0.0.1", free_port()), ["k"]) for _ in range(2)]
     key = tmp_path / "key"
     key.write_text("k\n")
@@ -99,9 +89,7 @@ def test_two_engines_share_the_work_and_one_may_die(
     assert_same_run(tmp_path / "run", finished)
 
 
-def test_an_engine_that_comes_back_goes_on(
-    arguments: Arguments, finished: Path, target_path: Path, tmp_path: Path
-) -> None:
+def test_an_engine_that_comes_back_goes_on(arguments, finished, target_path, tmp_path):
     address = Address("127.0.0.1", free_port())
     engines = [StateEngine(target_path, address)]
 
@@ -121,9 +109,7 @@ def test_an_engine_that_comes_back_goes_on(
     assert_same_run(tmp_path / "run", finished)
 
 
-def test_a_run_ends_if_no_engine_is_left_and_continues_later(
-    arguments: Arguments, target_path: Path, tmp_path: Path
-) -> None:
+def test_a_run_ends_if_no_engine_is_left_and_continues_later(arguments, target_path, tmp_path):
     address = Address("", path=str(tmp_path / "engine"))
     engine = StateEngine(target_path, address)
 
@@ -147,7 +133,7 @@ def test_a_run_ends_if_no_engine_is_left_and_continues_later(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path / "run", 12).items())
 
 
-def test_the_run_starts_an_engine_and_ends_it(arguments: Arguments, finished: Path, tmp_path: Path) -> None:
+def test_the_run_starts_an_engine_and_ends_it(arguments, finished, tmp_path):
     before = children(os.getpid())
     main([*arguments(tmp_path / "run"), "--states.engine.device=cpu"])
     assert children(os.getpid()) == before
@@ -155,7 +141,7 @@ def test_the_run_starts_an_engine_and_ends_it(arguments: Arguments, finished: Pa
 
 
 @pytest.mark.slow
-def test_two_processes_share_a_started_engine_of_two_ranks(arguments: Arguments, tmp_path: Path) -> None:
+def test_two_processes_share_a_started_engine_of_two_ranks(arguments, tmp_path):
     flags = arguments(tmp_path / "run")
     end_program(start_program(ROOT / "train" / "eagle3.py", *flags, num_processes=2))
     flags = arguments(tmp_path / "remote")
@@ -169,7 +155,7 @@ def test_two_processes_share_a_started_engine_of_two_ranks(arguments: Arguments,
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_start_is_reported(arguments: Arguments, tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_is_reported(arguments, tmp_path):
     program = start_program(ROOT / "train" / "eagle3.py", *arguments(tmp_path / "run"), "--states.engine.tpp=2")
     printed, _ = program.communicate(timeout=300)
     assert program.returncode == 1
@@ -177,7 +163,7 @@ def test_an_engine_that_cannot_start_is_reported(arguments: Arguments, tmp_path:
     assert "ended with status 1" in printed
 
 
-def test_options_that_do_not_go_together(arguments: Arguments, tmp_path: Path, exits: Any) -> None:
+def test_options_that_do_not_go_together(arguments, tmp_path, exits):
     for flags, sentence in (
         (["--states.endpoint=nowhere"], "states.endpoint is 'nowhere'; give HOST:PORT"),
         (["--states.endpoint=/a/b", "--states.devices=1"], "give either"),
@@ -189,7 +175,7 @@ def test_options_that_do_not_go_together(arguments: Arguments, tmp_path: Path, e
             main([*arguments(tmp_path / "run"), *flags])
 
 
-def test_another_target_is_refused(arguments: Arguments, gemma_path: Path, tmp_path: Path) -> None:
+def test_another_target_is_refused(arguments, gemma_path, tmp_path):
     engine = StateEngine(gemma_path, Address("", path=str(tmp_path / "engine")))
     message = refusal(arguments(tmp_path / "run", states__endpoint=engine.address))
     engine.close()
@@ -197,7 +183,7 @@ def test_another_target_is_refused(arguments: Arguments, gemma_path: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_kills_at_random_points_lose_nothing(arguments: Arguments, tmp_path: Path) -> None:
+def test_kills_at_random_points_lose_nothing(arguments, tmp_path):
     """The trainer dies, and the engine that it has started."""
     main(arguments(tmp_path / "expected", optim__steps=40))
     flags = arguments(tmp_path / "run", optim__steps=40, checkpoint__every=2)

@@ -15,7 +15,7 @@ from slipstream.tests.expert_targets import EXPERT_FAMILIES
 from slipstream.tests.pairwise import grouped, rotating, some_of
 from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, save_random_target
 from slipstream.tests.sources import ROOT
-from slipstream.tests.train.runs import Arguments, assert_served, give_tokenizer, records
+from slipstream.tests.train.runs import assert_served, give_tokenizer, records
 from slipstream.train import dflash, eagle, eagle3
 
 # Later than the oldest transformers that we allow:
@@ -40,7 +40,7 @@ SHARDED = ("qwen3-30b-a3b", "gpt-oss-120b")
 
 
 @pytest.fixture(scope="module")
-def target_of(tmp_path_factory: pytest.TempPathFactory, target_path: Path) -> MakeTarget:
+def target_of(tmp_path_factory, target_path) -> MakeTarget:
     """family -> target, with the tokenizer that the data was prepared with."""
 
     @cache
@@ -59,7 +59,7 @@ def target_of(tmp_path_factory: pytest.TempPathFactory, target_path: Path) -> Ma
         ["gpt-oss", "qwen2-moe", "gemma2", "granite"],
     ),
 )
-def test_eagle3_trains(tmp_path: Path, arguments: Arguments, target_of: MakeTarget, family: str) -> None:
+def test_eagle3_trains(tmp_path, arguments, target_of, family):
     """Over the whole vocabulary: the best tokens of so small a model are few, and may all be outside another."""
     target = target_of(family)
     changes = {"target": target, "draft__vocabulary": "null", "optim__lr": 1e-3}
@@ -80,14 +80,7 @@ def test_eagle3_trains(tmp_path: Path, arguments: Arguments, target_of: MakeTarg
 @pytest.mark.parametrize(
     ("family", "program"), rotating(["gemma3", *LATER, "gpt-oss", "qwen3-moe", "mixtral"], PROGRAMS)
 )
-def test_every_draft_trains_and_changes_no_answer(
-    tmp_path: Path,
-    arguments: Arguments,
-    target_of: MakeTarget,
-    family: str,
-    program: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_draft_trains_and_changes_no_answer(tmp_path, arguments, target_of, family, program, capsys):
     """A block draft takes no layers of other kinds."""
     main, options = PROGRAMS[program]
     flags = arguments(tmp_path, target=target_of(family), optim__steps=2, checkpoint__every=2)
@@ -101,14 +94,7 @@ def test_every_draft_trains_and_changes_no_answer(
 
 
 @pytest.mark.parametrize(("program", "recipe"), [*product(("eagle3", "dflash"), FAMILY_OF)])
-def test_dry_runs_of_the_recipes(
-    tmp_path: Path,
-    target_of: MakeTarget,
-    data_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    program: str,
-    recipe: str,
-) -> None:
+def test_dry_runs_of_the_recipes(tmp_path, target_of, data_path, capsys, program, recipe):
     """With the tiny target of the family in place of the real one, as one process: a plan needs no other."""
     target = target_of(FAMILY_OF[recipe])
     flags = [f"--config={ROOT / 'configs' / program / recipe}.yaml", f"--target={target}", f"--output={tmp_path}"]

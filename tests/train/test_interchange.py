@@ -20,7 +20,6 @@ from slipstream.models.drafts.interchange import (
     RULES,
     SERVERS,
     Rule,
-    Server,
     broken_rules,
     draft_values,
     layout_for,
@@ -76,7 +75,7 @@ WriteDraft = Callable[..., Draft]
 
 
 @pytest.fixture
-def write(target_path: Path, data_path: Path, vocabulary_path: Path, tmp_path: Path) -> WriteDraft:
+def write(target_path, data_path, vocabulary_path, tmp_path) -> WriteDraft:
     """Writes an untrained draft as training does."""
 
     def run(drafter: str, *words: str) -> Draft:
@@ -102,9 +101,7 @@ def loads(server: str, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize(("drafter", "words", "server"), PARAMETERS)
-def test_what_a_server_loads_is_accepted_and_the_rest_refused(
-    drafter: str, words: tuple[str, ...], server: Any, write: WriteDraft, tmp_path: Path
-) -> None:
+def test_what_a_server_loads_is_accepted_and_the_rest_refused(drafter, words, server, write, tmp_path):
     draft = write(drafter, *words)
     rules = broken_rules(server, drafter, draft.values)
     config = json.loads((draft.folder / "config.json").read_text())
@@ -149,13 +146,13 @@ def assert_convert_agrees(drafter: str, draft: Draft, output: Path) -> None:
 
 
 @pytest.mark.parametrize(("server", "drafter"), [pair for pair in RULES if pair not in UNREAD])
-def test_the_defaults_that_interchange_chooses_load_there(server: str, drafter: str, write: WriteDraft) -> None:
+def test_the_defaults_that_interchange_chooses_load_there(server, drafter, write):
     """The default of `aux_layers` does not in a target of four layers or fewer, whose last it names."""
     layers = () if drafter == "eagle" else ("--draft.aux_layers=[0, 2]",)
     assert loads(server, write(drafter, f"--draft.interchange={server}", *layers).folder)
 
 
-def test_every_rule_is_tried() -> None:
+def test_every_rule_is_tried():
     from_files = ("attention_bias", "qkv_bias", "markov_head_type", *LAGUNA_PARTS)  # no options of training
     pairs = [(server, drafter) for server, drafter in RULES]
     tried = {
@@ -173,11 +170,9 @@ LAGUNA_PARTS: dict[str, Any] = {"tap_norms": True, "context_norms": True, "gate"
 
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("part", LAGUNA_PARTS)
-def test_parts_of_lagunas_drafts_load_in_its_makers_files_alone(
-    part: str, server: Server, make_target: Callable[[str], Path]
-) -> None:
+def test_parts_of_lagunas_drafts_load_in_its_makers_files_alone(part, server, make_target):
     target = load_config(make_target("qwen3"))
-    fields: dict[str, Any] = {"num_layers": 2, "mask_token_id": 7, "aux_layers": (0, 2), part: LAGUNA_PARTS[part]}
+    fields = {"num_layers": 2, "mask_token_id": 7, "aux_layers": (0, 2), part: LAGUNA_PARTS[part]}
     config = DFlashConfig.from_target(target, **fields)
     for values in (draft_values(config), values_of_json(config.to_json(), "dflash")):
         assert [rule.option for rule in broken_rules(server, "dflash", values)] == [part]
@@ -193,7 +188,7 @@ def options_of(words: tuple[str, ...]) -> dict[str, Any]:
 
 
 @each_case()
-def test_interchange_chooses_the_nearest_defaults(words: list[str], norms: list[str] | None, tmp_path: Path) -> None:
+def test_interchange_chooses_the_nearest_defaults(words, norms, tmp_path):
     """`norms` None: all."""
     (tmp_path / "file.yaml").write_text("draft:\n  interchange: sglang\n")
     options = [word.replace("FILE", str(tmp_path / "file.yaml")) for word in words]
@@ -203,7 +198,7 @@ def test_interchange_chooses_the_nearest_defaults(words: list[str], norms: list[
     )
 
 
-def test_a_default_that_the_user_writes_down_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_default_that_the_user_writes_down_is_refused(capsys):
     words = ["--target=t", "--output=o", "--data.path=d", "--draft.interchange=sglang", "--draft.norms=[qk_norm]"]
     with pytest.raises(SystemExit) as stop:
         parse(Eagle3Options, words, prog="", description="")

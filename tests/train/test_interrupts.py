@@ -5,13 +5,12 @@ import pty
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from slipstream.models.files.outputs import step_folders
 from slipstream.tests.sources import ROOT
-from slipstream.tests.train.runs import Arguments, heeded_signals
+from slipstream.tests.train.runs import heeded_signals
 
 TRAINER = """
 import os, signal, sys
@@ -47,14 +46,14 @@ def rest_of(reader: int) -> bytes:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_end_of_a_launcher_ends_a_run_saved(number: signal.Signals) -> None:
+def test_the_end_of_a_launcher_ends_a_run_saved(number):
     launcher, reader = start(sys.executable, "-c", LAUNCHER, launched=True)
     launcher.send_signal(number)
     assert launcher.wait() == -number
     assert rest_of(reader) == b"saved"
 
 
-def test_a_closed_terminal_and_a_lost_reader_end_a_run_saved() -> None:
+def test_a_closed_terminal_and_a_lost_reader_end_a_run_saved():
     for open_stream in (pty.openpty, os.pipe):
         near_end, far_end = open_stream()
         trainer, reader = start(sys.executable, "-c", launched=False, stdout=far_end, stderr=far_end)
@@ -67,9 +66,7 @@ def test_a_closed_terminal_and_a_lost_reader_end_a_run_saved() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_end_of_accelerate_launch_ends_a_run_saved(
-    number: signal.Signals, tmp_path: Path, arguments: Arguments
-) -> None:
+def test_the_end_of_accelerate_launch_ends_a_run_saved(number, tmp_path, arguments):
     flags = arguments(tmp_path, optim__steps=100_000, checkpoint__every=100_000, evaluation__every=100_000)
     config = ROOT / "configs" / "accelerate" / "cpu.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={config}", "train/eagle3.py", *flags]

@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,13 +40,7 @@ def curves() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp"])
-def test_losses_are_those_of_ddp(
-    name: str,
-    precision: str,
-    curves: dict[str, list[dict[str, Any]]],
-    arguments: Callable[..., list[str]],
-    tmp_path: Path,
-) -> None:
+def test_losses_are_those_of_ddp(name, precision, curves, arguments, tmp_path):
     if name.startswith("zero") and not find_spec("deepspeed"):
         pytest.skip("needs deepspeed")
     for strategy in ("ddp", name):

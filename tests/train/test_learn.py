@@ -41,7 +41,7 @@ LAYERS = {"eagle3": (3, 6), "eagle": (6,), "dflash": (5, 6)}  # whose states a d
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
+def trainer(tmp_path) -> Trainer:
     trainer = make_trainer("eagle3", tmp_path)
     set_length(trainer, 256)
     return trainer
@@ -51,7 +51,7 @@ def trainer(tmp_path: Path) -> Trainer:
 def answers() -> list[ServedText]:
     """An engine's answers, with the states that it has computed."""
     engine = build_engine(TINY, folder_of("eagle3"), device="cpu", keep_states=LAYERS["eagle3"])
-    texts: list[ServedText | None] = []
+    texts = []
     engine.on_states = lambda sequence, read: texts.append(text_of(sequence, read))
     run(engine, [make_request(str(seed), [1, 300 + seed, 17, 25], max_tokens=40) for seed in range(12)])
     return [entry for entry in texts if entry is not None]
@@ -62,7 +62,7 @@ def folder_of(draft: str) -> Path:
 
 
 def make_trainer(draft: str, folder: Path) -> Trainer:
-    job: dict[str, Any] = {"target": str(TINY), "draft": str(folder_of(draft)), "trust_remote_code": False}
+    job = {"target": str(TINY), "draft": str(folder_of(draft)), "trust_remote_code": False}
     job |= {"device": "cpu", "share": 1.0, "memory": 10**9, "data": None}
     return Trainer(LearnJob(**job, folder=str(folder), output=str(folder / "passed"), layers=[*LAYERS[draft]]))
 
@@ -89,11 +89,11 @@ def text(client: str, number: int, length: int = 10) -> ServedText:
     return ServedText(client, [number] * (length + 1), 4, torch.zeros(length, 2, 8))
 
 
-def test_a_flood_drives_out_nobody_else() -> None:
+def test_a_flood_drives_out_nobody_else():
     """Against a model: whoever has most gives way, oldest first; what gives way is returned."""
     generator = random.Random(0)
     ring = TextRing(40 * text("", 0).nbytes, count().__next__)
-    model: list[ServedText] = []
+    model = []
     for number in range(2000):
         client = generator.choice("aaaaaaaabc")
         new = text(client, number, generator.choice((5, 10, 20)))
@@ -117,7 +117,7 @@ def number_of(entry: ServedText) -> int:
     return entry.tokens[0]
 
 
-def test_the_past_is_a_sample_of_the_stream() -> None:
+def test_the_past_is_a_sample_of_the_stream():
     """A tenth of 3,000 texts is past: their mean age is that of all, and what is held out stays so."""
     random.seed(0)
     texts = (text("a", number) for number in range(3000))
@@ -131,7 +131,7 @@ def test_the_past_is_a_sample_of_the_stream() -> None:
         assert abs(mean - expected) < 4 * expected / math.sqrt(3 * len(past)), "four standard errors"
 
 
-def test_held_out_texts_are_never_trained_on() -> None:
+def test_held_out_texts_are_never_trained_on():
     """Nor are texts kept whose answers are beyond what is read of them."""
     texts = ServedTexts(10**9, 6)
     for number in range(80):
@@ -145,7 +145,7 @@ def test_held_out_texts_are_never_trained_on() -> None:
 
 
 @pytest.mark.parametrize(("salt", "length", "is_learnt"), [("", 9, True), ("salt", 9, False), ("", 6, False)])
-def test_texts_that_opted_out_are_not_taken(salt: str, length: int, is_learnt: bool) -> None:
+def test_texts_that_opted_out_are_not_taken(salt, length, is_learnt):
     """Nor those whose states are not all there."""
     params = SamplingParams(max_tokens=8)
     sequence = scheduler.Sequence.of(Request(id="a", prompt=[1, 2, 3], params=params, namespace=salt), frozenset(), 1)
@@ -158,11 +158,11 @@ def test_texts_that_opted_out_are_not_taken(salt: str, length: int, is_learnt: b
 
 
 @pytest.mark.parametrize(("num_prompt", "num_read"), [(30, [TEXT_LEN - 1]), (TEXT_LEN - 1, [])])
-def test_no_more_of_a_text_is_copied_than_a_trainer_reads(num_prompt: int, num_read: list[int]) -> None:
+def test_no_more_of_a_text_is_copied_than_a_trainer_reads(num_prompt, num_read):
     request = Request(id="a", prompt=[*range(num_prompt)], params=SamplingParams(max_tokens=8))
     sequence = scheduler.Sequence.of(request, frozenset(), 1)
     sequence.tokens += range(TEXT_LEN)
-    calls: list[int] = []
+    calls = []
 
     def read(count: int) -> Tensor:
         calls.append(count)
@@ -185,7 +185,7 @@ def served_texts(target: FrozenTarget, layers: tuple[int, ...]) -> list[ServedTe
 
 
 @pytest.mark.parametrize("draft", ["eagle3", "eagle", "dflash"])
-def test_states_in_memory_teach_as_the_targets_own(draft: str, tmp_path: Path) -> None:
+def test_states_in_memory_teach_as_the_targets_own(draft, tmp_path):
     trainer = make_trainer(draft, tmp_path)
     layers = LAYERS[draft]
     target = load_frozen_target(TINY, layers, CPU)
@@ -211,7 +211,7 @@ def test_states_in_memory_teach_as_the_targets_own(draft: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("draft", ["eagle3", "dflash"])
-def test_states_are_kept_in_fp8(draft: str, tmp_path: Path) -> None:
+def test_states_are_kept_in_fp8(draft, tmp_path):
     """They take half of the bytes of 16 bits, but for scales, and teach as what they decode to does."""
     trainer = make_trainer(draft, tmp_path)
     layers = LAYERS[draft]
@@ -230,7 +230,7 @@ def test_states_are_kept_in_fp8(draft: str, tmp_path: Path) -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
-def test_clients_and_the_past_have_their_share_of_an_epoch(trainer: Trainer) -> None:
+def test_clients_and_the_past_have_their_share_of_an_epoch(trainer):
     """Against a count of tokens: a flood takes half at most, and a text is read MOST_PASSES times at most."""
     set_length(trainer, 11)  # a row has a text
 
@@ -247,9 +247,7 @@ def test_clients_and_the_past_have_their_share_of_an_epoch(trainer: Trainer) -> 
 
 
 @each_case()
-def test_weights_are_offered_that_gain_and_do_not_forget(
-    before: list[float], after: list[float], best: list[float], is_offered: bool
-) -> None:
+def test_weights_are_offered_that_gain_and_do_not_forget(before, after, best, is_offered):
     assert is_better(Lengths(*before, {}), Lengths(*after, {}), Lengths(*best, {})) == is_offered
 
 
@@ -257,13 +255,13 @@ def test_weights_are_offered_that_gain_and_do_not_forget(
     ("before", "after", "best", "is_offered"),
     [(2.0, 1.91, 2.0, True), (2.0, 1.89, 1.8, False), (1.9, 1.89, 2.0, False)],
 )
-def test_nobody_pays_for_the_gain_of_others(before: float, after: float, best: float, is_offered: bool) -> None:
+def test_nobody_pays_for_the_gain_of_others(before, after, best, is_offered):
     lengths = [Lengths(recent, 0.0, {"b": client}) for recent, client in ((2.0, before), (3.0, after), (2.0, best))]
     assert is_better(*lengths) == is_offered
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 100), marks=pytest.mark.slow)])
-def test_noise_is_never_offered(trainer: Trainer, answers: list[ServedText], seeds: range) -> None:
+def test_noise_is_never_offered(trainer, answers, seeds):
     texts = answers[:4]
     loop = loop_of(trainer, texts, texts)
     before = trainer.accept_lengths(loop, trainer.serving)
@@ -276,7 +274,7 @@ def test_noise_is_never_offered(trainer: Trainer, answers: list[ServedText], see
         assert not is_better(before, trainer.accept_lengths(loop, weights), before), seed
 
 
-def test_evaluations_walk_each_held_out_text_once(trainer: Trainer, answers: list[ServedText]) -> None:
+def test_evaluations_walk_each_held_out_text_once(trainer, answers):
     """Whatever share of an epoch its client or the past would have."""
     parts = {"a": answers[:6], "b": answers[6:7], "past": answers[7:]}
 
@@ -319,21 +317,19 @@ def learn_from(
     answers: list[ServedText], trainer: Trainer, outcomes: Sequence[Outcome] = (), judge: Any = None
 ) -> None:
     """Three times the answers, up to the offer after the last outcome."""
-    channel: Any = FakeChannel(in_memory(answers * 3), [*outcomes], judge)
+    channel = FakeChannel(in_memory(answers * 3), [*outcomes], judge)
     with pytest.raises(Verdicts):
         learn(trainer.job, trainer, channel)
 
 
-def test_what_passed_is_kept_and_what_did_not_is_dropped(
-    trainer: Trainer, answers: list[ServedText], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_passed_is_kept_and_what_did_not_is_dropped(trainer, answers, tmp_path, monkeypatch):
     """At every moment the output is the last draft that passed, whole; from it a trainer goes on."""
     monkeypatch.setattr(learn_module, "STEPS", 4)
     monkeypatch.setattr(learn_module, "GAIN", 0.0)
     output = Path(trainer.job.output)
     dead = tmp_path / "step-4"  # a trainer that was killed in a trial had its weights there
     dead.mkdir()
-    offers: list[bytes] = []
+    offers = []
 
     def judge(folder: Path) -> None:
         if offers:
@@ -351,9 +347,7 @@ def test_what_passed_is_kept_and_what_did_not_is_dropped(
         torch.testing.assert_close(x, trainer.serving[name], rtol=2**-8, atol=0)
 
 
-def test_weights_that_went_astray_are_dropped(
-    trainer: Trainer, answers: list[ServedText], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_went_astray_are_dropped(trainer, answers, monkeypatch):
     """Training goes on from those that serve."""
     monkeypatch.setattr(learn_module, "STEPS", 1)
     trainer.load({name: 3 * x if x.is_floating_point() else x for name, x in trainer.serving.items()})
@@ -369,9 +363,7 @@ def test_weights_that_went_astray_are_dropped(
         assert torch.equal(x, trainer.serving[name]), name
 
 
-def test_a_trainer_rests_after_each_piece_of_work(
-    trainer: Trainer, answers: list[ServedText], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_rests_after_each_piece_of_work(trainer, answers, monkeypatch):
     """Steps and evaluations, three seconds for each that a forward pass takes, by a clock of its own."""
     monkeypatch.setattr(learn_module, "STEPS", 4)
     monkeypatch.setattr(learn_module, "GAIN", 0.0)
@@ -386,7 +378,7 @@ def test_a_trainer_rests_after_each_piece_of_work(
 
 
 @pytest.mark.parametrize("draft", ["eagle3", "eagle", "dflash"])
-def test_memory_is_taken_without_a_trace(draft: str, tmp_path: Path) -> None:
+def test_memory_is_taken_without_a_trace(draft, tmp_path):
     """The step is as long as any, and the trainer is as it was."""
     trainer = make_trainer(draft, tmp_path)
     set_length(trainer, 256)
@@ -403,7 +395,7 @@ def test_memory_is_taken_without_a_trace(draft: str, tmp_path: Path) -> None:
     assert trainer.progress == make_trainer(draft, tmp_path).progress
 
 
-def test_a_step_takes_as_many_rows_as_there_are_and_as_fit(trainer: Trainer, answers: list[ServedText]) -> None:
+def test_a_step_takes_as_many_rows_as_there_are_and_as_fit(trainer, answers):
     """At the rate for steps of so many tokens. Where memory lacks, of half as many."""
     assert [num_rows(length) for length in (1, 2048, 16384, 16385, 131072)] == [16384, 8, 1, 1, 1]
     first = trainer.weights()
@@ -433,7 +425,7 @@ def test_a_step_takes_as_many_rows_as_there_are_and_as_fit(trainer: Trainer, ans
         assert loop.schedule.optim.lr == pytest.approx(rate)
 
 
-def test_weights_are_measured_once_on_the_same_texts(trainer: Trainer, answers: list[ServedText]) -> None:
+def test_weights_are_measured_once_on_the_same_texts(trainer, answers):
     passes = []
     trainer.training.register_forward_hook(lambda *_: passes.append(1))
 
@@ -449,9 +441,7 @@ def test_weights_are_measured_once_on_the_same_texts(trainer: Trainer, answers: 
     lengths(9, 4, count=2)
 
 
-def test_evaluations_have_their_share_of_the_time(
-    trainer: Trainer, answers: list[ServedText], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluations_have_their_share_of_the_time(trainer, answers, monkeypatch):
     """By a clock of which every look takes a second. Rounds end where texts that stay bring no more."""
     monkeypatch.setattr(learn_module, "STEPS", 2)
     monkeypatch.setattr(learn_module, "EVALUATION_SHARE", 0.25)
@@ -474,7 +464,7 @@ def test_evaluations_have_their_share_of_the_time(
     assert trainer.seconds == {"steps": 9, "evaluations": 4}
 
 
-def test_texts_of_training_are_the_past(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_training_are_the_past(trainer, tmp_path, monkeypatch):
     """Up to the end of the first answer; not one whose states the engine had no memory for."""
     generator = torch.Generator().manual_seed(4)
     ids = [torch.randint(3, 4000, (length,), generator=generator).tolist() for length in (20, 9, 30, 12, 11)]
@@ -494,7 +484,7 @@ def test_texts_of_training_are_the_past(trainer: Trainer, tmp_path: Path, monkey
             return torch.empty(0, 4, 1)
         return torch.tensor([*chain(*documents)])[:, None, None].expand(-1, 4, 8) + torch.zeros(4, 8)
 
-    channel: Any = SimpleNamespace(texts=texts, states_of=states_of)
+    channel = SimpleNamespace(texts=texts, states_of=states_of)
     add_data(replace(trainer.job, data=str(folder)), trainer, channel)
     assert {*folder.rglob("*")} == files, "it is read alone"
     train, heldout = texts.now()
@@ -509,9 +499,7 @@ def test_texts_of_training_are_the_past(trainer: Trainer, tmp_path: Path, monkey
         torch.testing.assert_close(values, expected, rtol=2**-4, atol=0.0)
 
 
-def test_rounds_make_held_out_texts_better_and_snapshots_are_drafts(
-    trainer: Trainer, answers: list[ServedText], tmp_path: Path
-) -> None:
+def test_rounds_make_held_out_texts_better_and_snapshots_are_drafts(trainer, answers, tmp_path):
     assert len(answers) == 12
     loop = loop_of(trainer, answers, answers[:4], answers[4:8])
     before = trainer.accept_lengths(loop, trainer.serving)

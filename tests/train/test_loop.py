@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,6 @@ from slipstream.tests.tables import each_case
 from slipstream.tests.train import recorded_run
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import (
-    Arguments,
     assert_same_run,
     records,
     refusal,
@@ -37,7 +35,7 @@ from slipstream.train.eagle3 import Eagle3Training, main
 from slipstream.train.loop import Loop
 
 
-def test_a_run_leaves_servable_checkpoints_and_a_log(finished: Path, target_path: Path) -> None:
+def test_a_run_leaves_servable_checkpoints_and_a_log(finished, target_path):
     assert sorted(path.name for path in finished.iterdir()) == ["best", "metrics.jsonl", "step-4", "step-6"]
     target = TargetSpec.from_json(AutoConfig.from_pretrained(target_path).to_dict())
     for name in ("best", "step-6"):
@@ -57,13 +55,7 @@ def test_a_run_leaves_servable_checkpoints_and_a_log(finished: Path, target_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_an_interrupted_run_saves_and_continues_bit_for_bit(
-    tmp_path: Path,
-    arguments: Arguments,
-    finished: Path,
-    number: signal.Signals,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interrupted_run_saves_and_continues_bit_for_bit(tmp_path, arguments, finished, number, capsys):
     run_interrupted(arguments(tmp_path), number)
     assert "stopped; step 4 of 6 is saved" in capsys.readouterr().out
     main(arguments(tmp_path))
@@ -89,9 +81,7 @@ def play(monkeypatch: pytest.MonkeyPatch, accept_lengths: Sequence[float]) -> No
     monkeypatch.setattr(PackedRows, "__len__", lambda rows: min(2, len(rows.rows)))  # one held-out batch
 
 
-def test_best_follows_accept_length_and_survives_resume(
-    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_best_follows_accept_length_and_survives_resume(tmp_path, arguments, monkeypatch):
     play(monkeypatch, [2.0, 5.0, 3.0, 4.0])
     main(arguments(tmp_path, evaluation__every=2, data__batch_size=2))
     assert json.loads((tmp_path / "best" / "run.json").read_text())["step"] == 4
@@ -100,9 +90,7 @@ def test_best_follows_accept_length_and_survives_resume(
     assert json.loads((tmp_path / "best" / "run.json").read_text())["step"] == 4
 
 
-def test_a_run_ends_where_it_no_longer_improves(
-    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_ends_where_it_no_longer_improves(tmp_path, arguments, monkeypatch, capsys):
     """The count of evaluations survives a stop; with more patience the run goes on."""
     play(monkeypatch, [2.0, 3.0, 3.0, 2.5, 2.9, 4.0, 3.5])
     flags = {"optim__steps": 7, "evaluation__every": 1, "checkpoint__every": 7}
@@ -120,7 +108,7 @@ def test_a_run_ends_where_it_no_longer_improves(
     assert "best accept length 4.000 at step 6: " in capsys.readouterr().out
 
 
-def test_unfinished_writes_are_cleaned_up(tmp_path: Path) -> None:
+def test_unfinished_writes_are_cleaned_up(tmp_path):
     """Under the names that a run gives; a best that was about to be replaced, where names cannot be exchanged, is."""
     unrelated = [".step-4-good.tmp", ".best.old", ".cache.tmp", ".notes.tmp", "step-4"]
     leftovers = [".best.tmp/new", ".best.tmp/old", ".step-4.tmp/new", ".step-2.tmp/old", ".report.html.tmp"]
@@ -136,15 +124,11 @@ def test_unfinished_writes_are_cleaned_up(tmp_path: Path) -> None:
 
 
 @each_case()
-def test_another_run_is_not_continued(
-    finished: Path, arguments: Arguments, changes: dict[str, object], message: str
-) -> None:
+def test_another_run_is_not_continued(finished, arguments, changes, message):
     assert re.search(message, refusal(arguments(finished, **changes)))
 
 
-def test_a_finished_run_goes_on_as_if_planned_longer(
-    tmp_path: Path, arguments: Arguments, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_goes_on_as_if_planned_longer(tmp_path, arguments, capsys):
     """Its constant rate decays at last."""
     decay = {"optim__schedule": "wsd", "evaluation__every": 2}
     main(arguments(tmp_path / "whole", **decay))
@@ -158,9 +142,7 @@ def test_a_finished_run_goes_on_as_if_planned_longer(
     assert [line["lr"] for line in records(tmp_path / "run")] == [0.01] * 5 + [0.005]
 
 
-def test_further_epochs_take_the_rows_of_a_run_planned_longer(
-    tmp_path: Path, arguments: Arguments, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_further_epochs_take_the_rows_of_a_run_planned_longer(tmp_path, arguments, capsys):
     """The last step of the first epoch took 3 rows of 31. A linear decay's rate jumps back up, and the run says so."""
     sizes = {
         "optim__steps": "null",
@@ -186,16 +168,14 @@ def test_further_epochs_take_the_rows_of_a_run_planned_longer(
     assert float(jump[2]) == pytest.approx(lines[1][7]["lr"], rel=0.05)
 
 
-def test_what_does_not_change_the_run_may_change(tmp_path: Path, finished: Path, arguments: Arguments) -> None:
+def test_what_does_not_change_the_run_may_change(tmp_path, finished, arguments):
     run = shutil.copytree(finished, tmp_path / "run")
     main(arguments(run, checkpoint__keep=1, tracker__wandb="none", data__batch_size=1, optim__accumulation=2))
     assert records(run) == records(finished)
 
 
 @each_case()
-def test_bad_options_end_in_a_sentence(
-    tmp_path: Path, arguments: Arguments, changes: dict[str, object], message: str
-) -> None:
+def test_bad_options_end_in_a_sentence(tmp_path, arguments, changes, message):
     assert message in refusal(arguments(tmp_path, **changes))
 
 
@@ -206,9 +186,7 @@ def test_bad_options_end_in_a_sentence(
         ({"optim__name": "muon"}, "optim.name is 'muon', which needs whole matrices, and FSDP shards them"),
     ],
 )
-def test_what_cannot_run_is_refused_before_the_target_is_read(
-    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
-) -> None:
+def test_what_cannot_run_is_refused_before_the_target_is_read(tmp_path, arguments, monkeypatch, changes, message):
     monkeypatch.setattr(target_files, "load_frozen_target", None)
     if "optim__name" in changes:
         sharded = SimpleNamespace(distributed_type=DistributedType.FSDP, num_processes=2)
@@ -216,9 +194,7 @@ def test_what_cannot_run_is_refused_before_the_target_is_read(
     assert message in refusal(arguments(tmp_path, **changes))
 
 
-def test_an_interrupt_before_the_first_step_ends_in_a_word(
-    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_before_the_first_step_ends_in_a_word(tmp_path, arguments, monkeypatch, capsys):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -227,12 +203,12 @@ def test_an_interrupt_before_the_first_step_ends_in_a_word(
     assert capsys.readouterr().err.endswith("train/eagle3.py: interrupted\n")
 
 
-def test_a_draft_has_an_mlp_of_its_own_width(tmp_path: Path, arguments: Arguments) -> None:
+def test_a_draft_has_an_mlp_of_its_own_width(tmp_path, arguments):
     main(arguments(tmp_path, draft__intermediate_size=64, draft__head="trained", optim__steps=1))
     assert weights(tmp_path, 1)["draft.midlayer.mlp.down_proj.weight"].shape == (32, 64)
 
 
-def test_a_frozen_head_stays_the_targets(tmp_path: Path, arguments: Arguments, target_path: Path) -> None:
+def test_a_frozen_head_stays_the_targets(tmp_path, arguments, target_path):
     main(arguments(tmp_path, draft__head="frozen", optim__name="muon"))
     state = weights(tmp_path)
     target = load_file(target_path / "model.safetensors")
@@ -243,7 +219,7 @@ def test_a_frozen_head_stays_the_targets(tmp_path: Path, arguments: Arguments, t
     assert not torch.equal(state["draft.fc.weight"][:, -len(fresh) :], fresh)  # the rest has moved
 
 
-def test_a_map_of_another_target_is_refused(tmp_path: Path, arguments: Arguments) -> None:
+def test_a_map_of_another_target_is_refused(tmp_path, arguments):
     path = tmp_path / "map.safetensors"
     TokenMap.build(torch.ones(120, dtype=torch.int64), 20, [], {"tokenizer_hash": "another"}).write(path)
     assert "was counted with another tokenizer" in refusal(arguments(tmp_path / "output", draft__vocabulary=path))

@@ -13,7 +13,7 @@ from slipstream.train.losses import best_rows, head_losses, regression_losses
 @pytest.mark.parametrize(
     ("size", "gamma"), [(2, 1.0), (4, 2.0), (8, 4.0), (9, 4.5), (10, 5.0), (13, 6.0), (16, 7.0), (32, 37 / 3)]
 )
-def test_gamma_follows_the_block_size(size: int, gamma: float) -> None:
+def test_gamma_follows_the_block_size(size, gamma):
     assert default_gamma(size) == pytest.approx(gamma)
 
 
@@ -29,7 +29,7 @@ def naive_dpace(losses: Tensor, in_vocabulary: Tensor, counts: Tensor, alpha: fl
     return [sum(survival[slot:]) if in_vocabulary[slot] else 0.0 for slot in range(num_slots)]
 
 
-def test_dpace_weights_equal_the_loops() -> None:
+def test_dpace_weights_equal_the_loops():
     generator = torch.Generator().manual_seed(0)
     losses = 3 * torch.rand(20, 7, generator=generator, requires_grad=True)
     counts = torch.arange(7) < torch.randint(0, 8, (20, 1), generator=generator)
@@ -41,13 +41,13 @@ def test_dpace_weights_equal_the_loops() -> None:
     assert not weights.isnan().any()
 
 
-def test_dpace_survives_losses_that_were_not_computed() -> None:
+def test_dpace_survives_losses_that_were_not_computed():
     nothing = torch.zeros(1, 3, dtype=torch.bool)
     assert dpace_weights(torch.full((1, 3), torch.nan), nothing, nothing).tolist() == [[0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("logits_at_once", [1, 150, 10**6])  # one row, three rows of 50, all
-def test_losses_and_gradients_are_autograds_for_any_chunk(logits_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_and_gradients_are_autograds_for_any_chunk(logits_at_once, monkeypatch):
     monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", logits_at_once)
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(10, 16, generator=generator, requires_grad=True)
@@ -64,7 +64,7 @@ def test_losses_and_gradients_are_autograds_for_any_chunk(logits_at_once: int, m
     assert torch.equal(best, best_rows(states.detach(), head))
 
 
-def test_losses_and_gradients_from_logits_in_bf16() -> None:
+def test_losses_and_gradients_from_logits_in_bf16():
     """Logits are rounded where the head's dtype is bf16, and losses are of the rounded ones; the gradient is rounded,
     too, before it meets the head."""
     generator = torch.Generator().manual_seed(0)
@@ -82,7 +82,7 @@ def test_losses_and_gradients_from_logits_in_bf16() -> None:
     assert torch.equal(best, logits.argmax(dim=-1))
 
 
-def test_the_best_row_is_the_first_of_those_that_rounding_makes_equal() -> None:
+def test_the_best_row_is_the_first_of_those_that_rounding_makes_equal():
     head = torch.zeros(20, 4, dtype=torch.bfloat16)
     head[7] = 1.0
     head[11] = torch.tensor([1.0, 1.0, 1.0, 1.0078125])  # logits of 4 and 4.0078125, which bf16 rounds to 4
@@ -91,7 +91,7 @@ def test_the_best_row_is_the_first_of_those_that_rounding_makes_equal() -> None:
     assert head_losses(states, head, torch.zeros(3, dtype=torch.int64))[1].tolist() == [7, 7, 7]
 
 
-def test_without_gradients_none_is_made() -> None:
+def test_without_gradients_none_is_made():
     states = torch.randn(4, 8)
     head = torch.randn(20, 8)
     losses, _ = head_losses(states, head, torch.arange(4))
@@ -99,7 +99,7 @@ def test_without_gradients_none_is_made() -> None:
     torch.testing.assert_close(losses, F.cross_entropy(states @ head.t(), torch.arange(4), reduction="none"))
 
 
-def test_nothing_to_predict_is_a_loss_of_zero_with_a_gradient() -> None:
+def test_nothing_to_predict_is_a_loss_of_zero_with_a_gradient():
     """A batch whose answers lie outside the draft vocabulary still takes part in every collective."""
     states = torch.randn(0, 8, requires_grad=True)
     losses, _ = head_losses(states, torch.randn(20, 8), torch.zeros(0, dtype=torch.int64))
@@ -107,7 +107,7 @@ def test_nothing_to_predict_is_a_loss_of_zero_with_a_gradient() -> None:
     assert states.grad is not None
 
 
-def test_regression_is_smooth_l1() -> None:
+def test_regression_is_smooth_l1():
     states = torch.tensor([[0.5, 3.0]])
     aux_states = torch.zeros(1, 2)
     assert regression_losses(states, aux_states).tolist() == [pytest.approx((0.125 + 2.5) / 2)]

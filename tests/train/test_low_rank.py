@@ -5,9 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.sources import ROOT, TINY
 from slipstream.tests.tables import each_case
-from slipstream.tests.train.runs import Arguments, assert_same_run, weights
+from slipstream.tests.train.runs import assert_same_run, weights
 from slipstream.tests.user_errors import user_error
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.low_rank import adapt_layers, factors_of
@@ -42,7 +40,7 @@ def tensors_of(path: Path, target: TargetSpec) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def adapter(tmp_path: Path, tiny: TargetSpec) -> Path:
+def adapter(tmp_path, tiny) -> Path:
     """An adapter of random factors, of a draft with fused and other projections."""
     draft = load_draft(Eagle3, DRAFT, tiny, torch.float32, CPU)
     adapt_layers(draft, 4, seed=0)
@@ -61,7 +59,7 @@ def adapter(tmp_path: Path, tiny: TargetSpec) -> Path:
     return folder
 
 
-def test_a_run_trains_factors_alone_and_continues(tmp_path: Path, run_flags: Arguments, target_path: Path) -> None:
+def test_a_run_trains_factors_alone_and_continues(tmp_path, run_flags, target_path):
     """A checkpoint, merged into the draft, is what the run has trained."""
     base = tmp_path / "base"
     eagle3.main(run_flags(base))
@@ -92,9 +90,7 @@ def test_a_run_trains_factors_alone_and_continues(tmp_path: Path, run_flags: Arg
     [(eagle, {}), (dflash, {"draft__block_size": 4, "draft__mask_token_id": 3, "draft__markov_rank": 4})],
     ids=["eagle", "dspark"],
 )
-def test_other_kinds_are_adapted(
-    program: Any, options: dict[str, Any], tmp_path: Path, run_flags: Arguments, target_path: Path
-) -> None:
+def test_other_kinds_are_adapted(program, options, tmp_path, run_flags, target_path):
     base = tmp_path / "base"
     options = {**options, "optim__steps": 2, "evaluation__every": 2}
     program.main(run_flags(base, **options))
@@ -107,21 +103,21 @@ def test_other_kinds_are_adapted(
 
 
 @each_case()
-def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], message: str, adapter: Path) -> None:
+def test_what_is_not_supported_is_refused_by_name(fields, message, adapter):
     values = json.loads((adapter / CONFIG).read_text())
     (adapter / CONFIG).write_text(json.dumps(values | fields))
     with user_error(re.escape(message)):
         read_adapter(adapter)
 
 
-def test_an_adapter_that_names_no_draft_is_not_merged(adapter: Path, tiny: TargetSpec) -> None:
+def test_an_adapter_that_names_no_draft_is_not_merged(adapter, tiny):
     values = json.loads((adapter / CONFIG).read_text())
     (adapter / CONFIG).write_text(json.dumps({**values, "base_model_name_or_path": None}))
     with user_error("base_model_name_or_path is empty"):
         load_draft(Eagle3, adapter, tiny, torch.float32, CPU)
 
 
-def test_a_head_is_merged_and_not_served_by_request(adapter: Path, tiny: TargetSpec) -> None:
+def test_a_head_is_merged_and_not_served_by_request(adapter, tiny):
     tensors = load_file(adapter / WEIGHTS)
     draft = load_draft(Eagle3, DRAFT, tiny, torch.float32, CPU)
     outputs, inputs = draft.lm_head.weight.shape
@@ -147,9 +143,7 @@ def test_a_head_is_merged_and_not_served_by_request(adapter: Path, tiny: TargetS
         (lambda x: x["fc.lora_B.weight"].fill_(float("nan")), "NaN or infinite values in fc"),
     ],
 )
-def test_damaged_files_are_refused_by_name(
-    change: Callable[[dict[str, Tensor]], Any], message: str, adapter: Path, tiny: TargetSpec
-) -> None:
+def test_damaged_files_are_refused_by_name(change, message, adapter, tiny):
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(adapter / WEIGHTS).items()}
     change(tensors)
     save_file({f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}, adapter / WEIGHTS)
@@ -159,19 +153,13 @@ def test_damaged_files_are_refused_by_name(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True, "lora_alpha": 3}], ids=str)
-def test_peft_reads_the_same_weights(
-    options: dict[str, Any],
-    adapter: Path,
-    tiny: TargetSpec,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_peft_reads_the_same_weights(options, adapter, tiny, tmp_path_factory, monkeypatch):
     library = tmp_path_factory.mktemp("peft")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "1", "--no-deps", "--target", library]
     if subprocess.run([*install, "peft"], capture_output=True).returncode:
         pytest.skip("peft cannot be installed: no package index that has it can be reached")
     monkeypatch.syspath_prepend(library)
-    peft: Any = __import__("peft")
+    peft = __import__("peft")
     values = json.loads((adapter / CONFIG).read_text())
     (adapter / CONFIG).write_text(json.dumps(values | options))
     before = tensors_of(DRAFT, tiny)

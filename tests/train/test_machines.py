@@ -16,7 +16,6 @@ import torch
 
 from slipstream.tests.sources import ROOT
 from slipstream.tests.train.runs import (
-    Arguments,
     assert_like_run,
     assert_same_run,
     end_program,
@@ -76,9 +75,7 @@ def wait_for(path: Path, programs: list[subprocess.Popen[str]]) -> None:
         time.sleep(0.02)
 
 
-def test_a_run_over_two_machines_is_that_of_two_processes(
-    machines: Machines, arguments: Arguments, tmp_path: Path
-) -> None:
+def test_a_run_over_two_machines_is_that_of_two_processes(machines, arguments, tmp_path):
     """An epoch of 31 rows, which do not divide."""
     epoch = {"optim__steps": "null", "optim__epochs": 1}
     for program in launch(machines, 29611, arguments(tmp_path / "machines", **epoch)):
@@ -87,9 +84,7 @@ def test_a_run_over_two_machines_is_that_of_two_processes(
     assert_same_run(tmp_path / "machines", tmp_path / "processes", last_step=8)
 
 
-def test_a_machine_that_is_to_stop_ends_the_run_saved_and_one_process_goes_on(
-    machines: Machines, arguments: Arguments, tmp_path: Path
-) -> None:
+def test_a_machine_that_is_to_stop_ends_the_run_saved_and_one_process_goes_on(machines, arguments, tmp_path):
     flags = arguments(tmp_path / "run", optim__steps=30, data__batch_size=2, checkpoint__every=5)
     programs = launch(machines, 29612, flags)
     wait_for(tmp_path / "run" / "step-5", programs)
@@ -104,9 +99,7 @@ def test_a_machine_that_is_to_stop_ends_the_run_saved_and_one_process_goes_on(
     assert_like_run(tmp_path / "run", tmp_path / "one", last_step=30)
 
 
-def test_a_machine_that_is_lost_costs_the_steps_since_the_last_checkpoint(
-    machines: Machines, arguments: Arguments, tmp_path: Path
-) -> None:
+def test_a_machine_that_is_lost_costs_the_steps_since_the_last_checkpoint(machines, arguments, tmp_path):
     flags = arguments(tmp_path / "run", optim__steps=40, checkpoint__every=4)
     programs = launch(machines, 29613, flags)
     wait_for(tmp_path / "run" / "step-4", programs)

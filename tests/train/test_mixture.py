@@ -12,8 +12,8 @@ import pytest
 from datasets import Dataset, concatenate_datasets
 
 from slipstream.models.files.checkpoint import read_json
-from slipstream.tests.train.conftest import CaptureTo, SaveData, random_dataset
-from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, records, refusal, run_interrupted
+from slipstream.tests.train.conftest import random_dataset
+from slipstream.tests.train.runs import assert_like_run, assert_same_run, records, refusal, run_interrupted
 from slipstream.tests.user_errors import user_error
 from slipstream.train import eagle3
 from slipstream.train.batches import PackedRows, Share, row_order, training_batches
@@ -33,12 +33,12 @@ def rows() -> PackedRows:
 
 
 @pytest.fixture(scope="module")
-def folders(save_data: SaveData) -> list[Path]:
+def folders(save_data) -> list[Path]:
     return [save_data(random_dataset(30, seed=5), random_dataset(4, seed=6), data_hash="a" * 64),
             save_data(random_dataset(20, seed=7), random_dataset(5, seed=8), data_hash="b" * 64)]  # fmt: skip
 
 
-def test_an_epoch_has_each_folder_as_often_as_its_weight_says(rows: PackedRows) -> None:
+def test_an_epoch_has_each_folder_as_often_as_its_weight_says(rows):
     order = row_order(rows, seed=3, start=0)
     epochs = [Counter(itertools.islice(order, len(rows))) for _ in range(20)]
     for share in rows.shares:
@@ -55,7 +55,7 @@ def test_an_epoch_has_each_folder_as_often_as_its_weight_says(rows: PackedRows) 
     assert len(rows) == sum(epochs[0].values())
 
 
-def test_rows_hold_documents_of_one_folder(rows: PackedRows) -> None:
+def test_rows_hold_documents_of_one_folder(rows):
     bounds = np.cumsum([0, *SIZES.values()])
     for share, first, last in zip(rows.shares, bounds, bounds[1:], strict=False):
         documents = [document for row in share.rows for document in rows.rows[row]]
@@ -64,7 +64,7 @@ def test_rows_hold_documents_of_one_folder(rows: PackedRows) -> None:
         assert all(first <= document < last for document in documents)
 
 
-def test_one_folder_is_ordered_as_ever() -> None:
+def test_one_folder_is_ordered_as_ever():
     """Runs of one folder, which older versions began, go on at the same row."""
     rows = PackedRows(random_dataset(30, seed=1), MAX_LENGTH)
     size = len(rows.rows)
@@ -73,7 +73,7 @@ def test_one_folder_is_ordered_as_ever() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, 40, 75])
-def test_the_order_goes_on_anywhere_on_any_number_of_processes(rows: PackedRows, start: int) -> None:
+def test_the_order_goes_on_anywhere_on_any_number_of_processes(rows, start):
     order = list(itertools.islice(row_order(rows, 3, 0), 3 * len(rows)))
     assert list(itertools.islice(row_order(rows, 3, start), 60)) == order[start : start + 60]
     for processes in (1, 2, 3):
@@ -85,9 +85,7 @@ def test_the_order_goes_on_anywhere_on_any_number_of_processes(rows: PackedRows,
         assert texts == [row[: row.count_nonzero()].tolist() for row in expected]
 
 
-def test_a_run_of_a_mixture_goes_on_exactly(
-    tmp_path: Path, arguments: Arguments, folders: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_a_mixture_goes_on_exactly(tmp_path, arguments, folders, capsys):
     mixture = json.dumps({str(folders[0]): 1, str(folders[1]): 0.5})
     eagle3.main(arguments(tmp_path / "whole", data__path=mixture))
     printed = capsys.readouterr().out
@@ -106,9 +104,7 @@ def test_a_run_of_a_mixture_goes_on_exactly(
     assert "pass the original data.path to continue it" in refusal(arguments(tmp_path / "parts", data__path=other))
 
 
-def test_a_plan_counts_each_folder(
-    tmp_path: Path, arguments: Arguments, folders: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_counts_each_folder(tmp_path, arguments, folders, capsys):
     mixture = json.dumps({str(folders[0]): 1, str(folders[1]): 2})
     flags = [flag for flag in arguments(tmp_path / "run", data__path=mixture) if not flag.startswith("--optim.steps")]
     eagle3.main([*flags, "--optim.epochs=1", "--dry-run"])
@@ -123,7 +119,7 @@ def test_a_plan_counts_each_folder(
     assert f" {tokens[0] + 2 * tokens[1]:,} in all" in total
 
 
-def test_held_out_documents_come_from_every_folder(save_data: SaveData, folders: list[Path]) -> None:
+def test_held_out_documents_come_from_every_folder(save_data, folders):
     report = read_json(folders[0] / "report.json")
     mixture = Mixture.load({str(folder): 0.1 for folder in folders}, report["tokenizer_hash"])
     rows = mixture.heldout_rows(DataOptions(path="d", max_length=MAX_LENGTH), 3)
@@ -149,9 +145,7 @@ def test_held_out_documents_come_from_every_folder(save_data: SaveData, folders:
         )
 
 
-def test_weights_of_tokens_change_neither_counts_nor_the_scale_of_the_loss(
-    tmp_path: Path, arguments: Arguments, save_data: SaveData
-) -> None:
+def test_weights_of_tokens_change_neither_counts_nor_the_scale_of_the_loss(tmp_path, arguments, save_data):
     """All weights doubled: the same run. Some of them: another one, however its steps are divided into passes."""
     parts = [random_dataset(30, seed=5), random_dataset(20, seed=7)]
     heldout = random_dataset(4, seed=6)
@@ -176,7 +170,7 @@ def test_weights_of_tokens_change_neither_counts_nor_the_scale_of_the_loss(
     assert losses[0] != pytest.approx(losses[2], rel=1e-4)
 
 
-def test_documents_that_another_folder_holds_out_are_not_trained_on(save_data: SaveData) -> None:
+def test_documents_that_another_folder_holds_out_are_not_trained_on(save_data):
     options = DataOptions(path="", max_length=MAX_LENGTH)
     first = random_dataset(30, seed=5)
     second = random_dataset(20, seed=7)
@@ -195,9 +189,7 @@ def test_documents_that_another_folder_holds_out_are_not_trained_on(save_data: S
     assert rows.num_dropped == alone[0].num_dropped + alone[1].num_dropped
 
 
-def test_each_folder_may_have_captured_states(
-    tmp_path: Path, arguments: Arguments, folders: list[Path], data_path: Path, capture_to: CaptureTo
-) -> None:
+def test_each_folder_may_have_captured_states(tmp_path, arguments, folders, data_path, capture_to):
     """In any order; without those of a folder the target computes its states."""
     mixture = json.dumps({str(folders[0]): 1, str(folders[1]): 2})
     captures = [str(capture_to("--layers", "0", "2", "4", data=folder)) for folder in folders]

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from slipstream.kernels.loss_kinds import Kind
 from slipstream.models.drafts.mtp import MTP, MTPConfig, load_mtp
-from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.frozen import DecoderTarget, load_frozen_target
 from slipstream.tests.mtp_targets import NaiveModules, NaiveMTP, PlainMTP, save_mtp_target
@@ -105,14 +104,7 @@ def check_loss(training: MTPTraining, model: PreTrainedModel, naive: NaiveEagle3
 @pytest.mark.parametrize(
     ("kind", "reduced", "logits_at_once"), [("soft_ce", False, 500), ("tv", True, 10**6), ("lk_lambda", False, 10**6)]
 )
-def test_loss_gradient_and_metrics_equal_the_loops(
-    target_model: PreTrainedModel,
-    token_map: TokenMap,
-    kind: Kind,
-    reduced: bool,
-    logits_at_once: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loss_gradient_and_metrics_equal_the_loops(target_model, token_map, kind, reduced, logits_at_once, monkeypatch):
     monkeypatch.setattr(losses, "LOGITS_AT_ONCE", logits_at_once)
     training = make_training(target_model, token_map.ids if reduced else None, kind)
     naive = PlainMTP(training.draft, *shared_weights(target_model))
@@ -124,7 +116,7 @@ def test_loss_gradient_and_metrics_equal_the_loops(
     [*gate_of(product(FAMILIES, [1]), [*product(FAMILIES[::2], [1])]), ("ernie", 2), ("glm4-moe", 2), ("hy-v3", 3)],
 )
 @torch.no_grad()
-def test_the_loss_of_a_familys_modules_equals_that_of_transformers(kind: str, count: int, tmp_path: Path) -> None:
+def test_the_loss_of_a_familys_modules_equals_that_of_transformers(kind, count, tmp_path):
     target = save_mtp_target(kind, tmp_path / kind, count=count)
     naive = NaiveMTP(target) if count == 1 else NaiveModules(target)
     loss, expected = check_loss(family_training(target.folder), target.model, naive)
@@ -132,13 +124,13 @@ def test_the_loss_of_a_familys_modules_equals_that_of_transformers(kind: str, co
 
 
 @torch.no_grad()
-def test_the_walk_of_several_modules_equals_a_server_that_runs_them(tmp_path: Path) -> None:
+def test_the_walk_of_several_modules_equals_a_server_that_runs_them(tmp_path):
     target = save_mtp_target("glm4-moe", tmp_path / "target", count=2)
     check_walk(family_training(target.folder), NaiveModules(target), target.model, 0, DEPTH)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_of_a_layer_with_experts_learns_but_the_router(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_all_of_a_layer_with_experts_learns_but_the_router(dtype, tmp_path):
     """In bf16 as on a GPU."""
     training = family_training(save_mtp_target("glm4-moe", tmp_path / "target").folder)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
@@ -150,16 +142,16 @@ def test_all_of_a_layer_with_experts_learns_but_the_router(dtype: torch.dtype, t
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
 
 
-def test_tokens_have_weights(target_model: PreTrainedModel, token_map: TokenMap) -> None:
+def test_tokens_have_weights(target_model, token_map):
     check_weights(make_training(target_model, token_map.ids), MAX_LENGTH)
 
 
-def test_the_walk_equals_a_server_that_runs_the_chain(target_model: PreTrainedModel) -> None:
+def test_the_walk_equals_a_server_that_runs_the_chain(target_model):
     training = make_training(target_model)
     check_walk(training, PlainMTP(training.draft, *shared_weights(target_model)), target_model, 0, DEPTH)
 
 
-def test_layers_that_training_lacks_are_refused(tmp_path: Path) -> None:
+def test_layers_that_training_lacks_are_refused(tmp_path):
     config = family_training(save_mtp_target("glm4-moe", tmp_path / "target").folder).draft.config
     attention = replace(config.layer_spec.attention, sinks=True)
     sunk = replace(config, layer_spec=replace(config.layer_spec, mixer=attention))

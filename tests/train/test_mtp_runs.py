@@ -13,7 +13,6 @@ from slipstream.serve.request import SamplingParams
 from slipstream.tests.mtp_targets import save_mtp_target
 from slipstream.tests.quantized_targets import LAYOUTS, save_quantized
 from slipstream.tests.random_targets import change_json
-from slipstream.tests.train.conftest import CaptureTo, SaveData
 from slipstream.tests.train.runs import (
     PROMPTS,
     assert_like_run,
@@ -31,7 +30,7 @@ Flags = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
-def mtp_path(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mtp_path(target_path, tmp_path_factory) -> Path:
     """A target with a head whose layer has experts, and the tokenizer that the data was prepared with."""
     return give_tokenizer(target_path, save_mtp_target("glm4-moe", tmp_path_factory.mktemp("mtp") / "target").folder)
 
@@ -51,9 +50,7 @@ def flags_of(run_flags: Flags, output: Path, target: Path, data: Path, **changes
 
 
 @pytest.mark.slow
-def test_the_targets_head_becomes_better(
-    tmp_path: Path, mtp_path: Path, save_data: SaveData, run_flags: Flags, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_targets_head_becomes_better(tmp_path, mtp_path, save_data, run_flags, capsys):
     """By texts that it learns by heart. Its router stays as it is."""
     data = save_answers(mtp_path, PARAMS, save_data)[1]
     main(flags_of(run_flags, tmp_path, mtp_path, data, optim__steps=60, draft__loss="forward_kl"))
@@ -69,9 +66,7 @@ def test_the_targets_head_becomes_better(
 
 
 @pytest.mark.slow
-def test_several_modules_become_better(
-    tmp_path: Path, target_path: Path, save_data: SaveData, run_flags: Flags
-) -> None:
+def test_several_modules_become_better(tmp_path, target_path, save_data, run_flags):
     """Each of them."""
     target = give_tokenizer(target_path, save_mtp_target("glm4-moe", tmp_path / "target", count=2).folder)
     data = save_answers(target, PARAMS, save_data)[1]
@@ -84,9 +79,7 @@ def test_several_modules_become_better(
     assert changed == {"4", "5"}
 
 
-def test_an_overfitted_new_head_is_accepted_whole(
-    tmp_path: Path, target_path: Path, save_data: SaveData, run_flags: Flags, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_overfitted_new_head_is_accepted_whole(tmp_path, target_path, save_data, run_flags, capsys):
     data = save_answers(target_path, PARAMS, save_data)[1]
     main(flags_of(run_flags, tmp_path, target_path, data, optim__steps=80, draft__intermediate_size=256))
     assert "the MTP layer starts at random: the target has none" in capsys.readouterr().out
@@ -94,18 +87,14 @@ def test_an_overfitted_new_head_is_accepted_whole(
     assert accept_length(target_path, str(tmp_path / "best")) == DEPTH + 1
 
 
-def test_a_run_with_states_from_disk_equals_one_that_computes_them(
-    tmp_path: Path, capture_to: CaptureTo, run_flags: Flags
-) -> None:
+def test_a_run_with_states_from_disk_equals_one_that_computes_them(tmp_path, capture_to, run_flags):
     states = capture_to("--drafters", "mtp")
     for name, changes in (("online", {}), ("disk", {"data__aux_states": states})):
         main(run_flags(tmp_path / name, **changes))
     assert_like_run(tmp_path / "disk", tmp_path / "online")
 
 
-def test_a_head_in_fp8_begins_with_its_values(
-    tmp_path: Path, target_path: Path, save_data: SaveData, run_flags: Flags
-) -> None:
+def test_a_head_in_fp8_begins_with_its_values(tmp_path, target_path, save_data, run_flags):
     """Experts in FP8 are refused."""
     for kind in ("exaone-moe", "glm4-moe"):
         save_mtp_target(kind, tmp_path / kind)
@@ -124,9 +113,7 @@ def test_a_head_in_fp8_begins_with_its_values(
             torch.testing.assert_close(tensor.float(), expected[name].bfloat16().float(), rtol=1e-2, atol=1e-3)
 
 
-def test_targets_that_cannot_be_trained_for_are_refused(
-    tmp_path: Path, mtp_path: Path, data_path: Path, run_flags: Flags
-) -> None:
+def test_targets_that_cannot_be_trained_for_are_refused(tmp_path, mtp_path, data_path, run_flags):
     folder = shutil.copytree(mtp_path, tmp_path / "target")
     change_json(folder / "config.json", num_nextn_predict_layers=3)
     sentence = refusal(flags_of(run_flags, tmp_path / "run", folder, data_path), main)

@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import lr_scheduler
 
 from slipstream.tests.tables import each_case
 from slipstream.train import optim
 from slipstream.train.checkpoints import Progress
-from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.optim import FullPrecisionMuon, Schedule, build_optimizers, default_lr, lr_factor, orthogonalise
 from slipstream.train.options import OptimOptions
 
 
 def schedule(num_rows: int, *, size: int = 2, processes: int = 1, **optim: Any) -> Schedule:
     data = SimpleNamespace(batch_size=size, row_ranks=1)
-    options: Any = SimpleNamespace(data=data, optim=OptimOptions(**{"lr": 1e-4, **optim}))
+    options = SimpleNamespace(data=data, optim=OptimOptions(**{"lr": 1e-4, **optim}))
     return Schedule.of(options, num_rows, processes)
 
 
@@ -35,7 +34,7 @@ def walk(plan: Schedule, progress: Progress, num_steps: int | None = None) -> li
 
 
 @pytest.mark.parametrize(("num_rows", "epochs", "accumulation"), [(31, 1, 1), (31, 3, 2), (30, 2, 3), (8, 1, 4)])
-def test_epochs_end_at_their_last_row(num_rows: int, epochs: int, accumulation: int) -> None:
+def test_epochs_end_at_their_last_row(num_rows, epochs, accumulation):
     steps = walk(schedule(num_rows, epochs=epochs, accumulation=accumulation), Progress())
     rows = [count for count, _ in steps]
     assert sum(rows) == epochs * num_rows
@@ -46,7 +45,7 @@ def test_epochs_end_at_their_last_row(num_rows: int, epochs: int, accumulation: 
     assert [lr for _, lr in steps] == expected
 
 
-def test_steps_take_as_many_rows_as_it_needs() -> None:
+def test_steps_take_as_many_rows_as_it_needs():
     steps = walk(schedule(5, steps=7, accumulation=2), Progress())
     assert [count for count, _ in steps] == [4] * 7
     assert [lr for _, lr in steps] == [1e-4 * lr_factor(step, 7, 1, OptimOptions()) for step in range(7)]
@@ -54,12 +53,10 @@ def test_steps_take_as_many_rows_as_it_needs() -> None:
 
 @pytest.mark.parametrize("numbers", [(1, 4, 2), (3, 1, 5)])
 @pytest.mark.parametrize(("warmup", "shape"), [(0.0, "cosine"), (0.4, "cosine"), (0.1, "wsd"), (0.1, "constant")])
-def test_epochs_end_there_on_any_numbers_of_processes(
-    numbers: tuple[int, ...], warmup: float, shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_epochs_end_there_on_any_numbers_of_processes(numbers, warmup, shape, monkeypatch):
     """And the rate is, everywhere, within two steps' change of that of one process at the same row."""
     monkeypatch.setattr(optim, "WARMUP", warmup)
-    settings: dict[str, Any] = {"epochs": 2, "schedule": shape}
+    settings = {"epochs": 2, "schedule": shape}
     alone = walk(schedule(501, size=1, **settings), Progress())
     progress = Progress()
     for number, num_steps in zip(numbers, (37, 53, None), strict=True):
@@ -74,7 +71,7 @@ def test_epochs_end_there_on_any_numbers_of_processes(
     assert progress.step == plan.num_steps(progress)
 
 
-def test_a_number_of_steps_stays_on_any_number_of_processes() -> None:
+def test_a_number_of_steps_stays_on_any_number_of_processes():
     progress = Progress()
     first = walk(schedule(501, steps=20), progress, 12)
     second = walk(schedule(501, steps=20, processes=4), progress)
@@ -84,12 +81,10 @@ def test_a_number_of_steps_stays_on_any_number_of_processes() -> None:
 
 @pytest.mark.parametrize("length", ["steps", "epochs"])
 @pytest.mark.parametrize("shape", ["constant", "wsd", "cosine", "linear"])
-def test_a_longer_run_goes_on_with_the_rows_and_the_rate_of_a_plan_so_long(
-    shape: str, length: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_longer_run_goes_on_with_the_rows_and_the_rate_of_a_plan_so_long(shape, length, monkeypatch):
     """With the warm-up of its first plan. After a constant rate, or a decay that has not begun, nothing jumps."""
     monkeypatch.setattr(optim, "WARMUP", 0.1)
-    settings: dict[str, Any] = {"schedule": shape}
+    settings = {"schedule": shape}
     short, middle, full = (
         schedule(40, **settings, **{length: value}) for value in ({"steps": (30, 60, 90), "epochs": (2, 3, 5)}[length])
     )
@@ -110,10 +105,10 @@ def test_a_longer_run_goes_on_with_the_rows_and_the_rate_of_a_plan_so_long(
     assert ("jumps from" in sentence) == (shape in {"cosine", "linear"})
 
 
-def test_learning_rate_is_torchs_after_the_warm_up() -> None:
+def test_learning_rate_is_torchs_after_the_warm_up():
     first, second, third, last = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0) for _ in range(4))
     stages = [lr_scheduler.ConstantLR(last, 1.0), lr_scheduler.LinearLR(last, 1.0, 0.0, total_iters=20)]
-    oracles: dict[Any, Any] = {
+    oracles = {
         "cosine": lr_scheduler.CosineAnnealingLR(first, T_max=90),
         "linear": lr_scheduler.LinearLR(second, 1.0, 0.0, total_iters=90),
         "constant": lr_scheduler.ConstantLR(third, 1.0),
@@ -130,7 +125,7 @@ def test_learning_rate_is_torchs_after_the_warm_up() -> None:
     assert schedule(10, steps=3, schedule="linear").lr(Progress(step=2)) == pytest.approx(1e-4 * (1 - 1 / 2))
 
 
-def test_adamw_has_everything(training: Eagle3Training) -> None:
+def test_adamw_has_everything(training):
     (optimizer,) = build_optimizers(training, OptimOptions(name="adamw"))
     assert type(optimizer) is torch.optim.AdamW
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
@@ -139,11 +134,11 @@ def test_adamw_has_everything(training: Eagle3Training) -> None:
 
 
 @each_case()
-def test_default_rate_follows_width_and_tokens(name: str, width: int, tokens: float, expected: float) -> None:
+def test_default_rate_follows_width_and_tokens(name, width, tokens, expected):
     assert default_lr({"muon": 0.02, "adamw": 0.004}, name, width, tokens, 0.25) == pytest.approx(expected)
 
 
-def test_muon_has_the_hidden_matrices_only(training: Eagle3Training) -> None:
+def test_muon_has_the_hidden_matrices_only(training):
     names = {id(parameter): name for name, parameter in training.named_parameters()}
     adamw, muon = build_optimizers(training, OptimOptions(name="muon", momentum=0.7))
     assert (muon.defaults["momentum"], muon.defaults["weight_decay"]) == (0.7, 0.0)
@@ -158,7 +153,7 @@ def test_muon_has_the_hidden_matrices_only(training: Eagle3Training) -> None:
     ]
 
 
-def test_adamw_has_vectors_matrices_of_one_row_or_column_and_heads() -> None:
+def test_adamw_has_vectors_matrices_of_one_row_or_column_and_heads():
     shapes = {"norm": (8,), "gate": (1, 8), "column": (8, 1), "lm_head": (16, 8), "fc": (8, 24), "narrow": (2, 8)}
     model = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
     adamw, muon = build_optimizers(model, OptimOptions(name="muon"))
@@ -167,9 +162,9 @@ def test_adamw_has_vectors_matrices_of_one_row_or_column_and_heads() -> None:
     assert parts == [{"norm", "gate", "column", "lm_head"}, {"fc", "narrow"}]
 
 
-def test_muon_moves_alike_in_full_precision() -> None:
+def test_muon_moves_alike_in_full_precision():
     """CPUs without bf16 products: torch's own iterations are the oracle, up to bf16 rounding."""
-    steps: list[Tensor] = []
+    steps = []
     for kind in (torch.optim.Muon, FullPrecisionMuon):
         generator = torch.Generator().manual_seed(0)
         matrix = nn.Parameter(torch.randn(24, 40, generator=generator))

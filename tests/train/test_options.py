@@ -3,8 +3,6 @@ adding one is an edit of this list, and is meant to hurt."""
 
 import importlib.util
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -58,7 +56,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_options_are_these(program: str) -> None:
+def test_the_options_are_these(program):
     groups = {"checkpoint", "data", "draft", "evaluation", "optim", "states", "tracker"}
     options, program_options = PROGRAMS[program]
     names = set(option_names(build_parser(options, prog="", description=""))) - groups
@@ -66,7 +64,7 @@ def test_the_options_are_these(program: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["training", "eagle", "eagle3", "dflash", "mtp", "offline_states", "convert"])
-def test_pages_name_options_that_exist(page: str) -> None:
+def test_pages_name_options_that_exist(page):
     """In backticks, in whole: `draft.loss`, `--data.path FOLDER`."""
     names = {*SHARED_OPTIONS.split(), *" ".join(options for _, options in PROGRAMS.values()).split()}
     groups = "|".join(sorted({name.partition(".")[0] for name in names if "." in name}))
@@ -77,14 +75,14 @@ def test_pages_name_options_that_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize(("program", "path"), RECIPES)
-def test_recipes_parse_and_flags_win(program: str, path: Path) -> None:
+def test_recipes_parse_and_flags_win(program, path):
     options = parse(PROGRAMS[program][0], [f"--config={path}", "--optim.lr=0.25"], prog="", description="")
     assert options.optim.lr == 0.25
     assert options.data.path == yaml.safe_load(path.read_text())["data"]["path"]
 
 
 @pytest.mark.parametrize("name", ["cpu", "single", "ddp", "fsdp", "zero2", "zero3"])
-def test_accelerate_reads_its_configs(name: str) -> None:
+def test_accelerate_reads_its_configs(name):
     config = load_config_from_file(str(ROOT / "configs" / "accelerate" / f"{name}.yaml"))
     assert config.num_machines == 1
     assert config.num_processes >= 1
@@ -92,18 +90,18 @@ def test_accelerate_reads_its_configs(name: str) -> None:
 
 @grouped("program")
 @each_case()
-def test_bad_values_are_named(program: str, flags: list[str], message: str, exits: Any) -> None:
+def test_bad_values_are_named(program, flags, message, exits):
     with exits(message, 2):
         parse(PROGRAMS[program][0], ["--target=t", "--output=o", "--data.path=d", *flags], prog="", description="")
 
 
-def test_a_block_draft_is_evaluated_on_whole_blocks() -> None:
+def test_a_block_draft_is_evaluated_on_whole_blocks():
     words = ["--target=t", "--output=o", "--data.path=d", "--evaluation.every=7", "--draft.block_size=10"]
     options = parse(DFlashOptions, words, prog="", description="")
     assert options.evaluation.every == 7
     assert options.evaluation.depth >= options.draft.block_size - 1
 
 
-def test_no_file_beside_a_program_hides_a_module() -> None:
+def test_no_file_beside_a_program_hides_a_module():
     """`python train/eagle3.py` puts train/ first on the path."""
     assert not [path for path in (ROOT / "train").glob("*.py") if importlib.util.find_spec(path.stem)]

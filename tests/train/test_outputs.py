@@ -20,7 +20,7 @@ from slipstream.models.files.checkpoint import named_target
 from slipstream.models.files.outputs import step_folders
 from slipstream.tests.tables import each_case
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
-from slipstream.tests.train.runs import Arguments, assert_same_run, refusal
+from slipstream.tests.train.runs import assert_same_run, refusal
 from slipstream.train import checkpoints, dflash, eagle, eagle3
 from slipstream.train.checkpoints import provenance
 from slipstream.train.loop import Loop
@@ -34,7 +34,7 @@ PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.fixture
-def run(tmp_path: Path, finished: Path) -> Path:
+def run(tmp_path, finished) -> Path:
     """A copy that the test may change."""
     return shutil.copytree(finished, tmp_path / "run")
 
@@ -47,9 +47,7 @@ def remove_steps(run: Path) -> None:
 @pytest.mark.parametrize(
     "program", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "dflash"))]
 )
-def test_another_token_map_at_the_same_place_is_refused(
-    tmp_path: Path, run_flags: Arguments, vocabulary_path: Path, program: str
-) -> None:
+def test_another_token_map_at_the_same_place_is_refused(tmp_path, run_flags, vocabulary_path, program):
     path = tmp_path / "map.safetensors"
     output = tmp_path / "run"
     shutil.copy(vocabulary_path, path)
@@ -68,14 +66,8 @@ def test_another_token_map_at_the_same_place_is_refused(
 
 
 def test_what_a_run_reads_may_lie_elsewhere(
-    tmp_path: Path,
-    run: Path,
-    finished: Path,
-    arguments: Arguments,
-    target_path: Path,
-    data_path: Path,
-    vocabulary_path: Path,
-) -> None:
+    tmp_path, run, finished, arguments, target_path, data_path, vocabulary_path
+):
     shutil.rmtree(run / "step-6")
     target, data = (shutil.copytree(path, tmp_path / path.name) for path in (target_path, data_path))
     vocabulary = shutil.copy(vocabulary_path, tmp_path / "another.safetensors")
@@ -94,9 +86,7 @@ def test_what_a_run_reads_may_lie_elsewhere(
         ({"draft.dropped": 5}, {}, "step-6 has draft.dropped 5, an option that this version does not have; "),
     ],
 )
-def test_a_run_of_another_version_continues_if_its_options_mean_the_same(
-    run: Path, arguments: Arguments, saved: dict[str, Any], changes: dict[str, str], message: str | None
-) -> None:
+def test_a_run_of_another_version_continues_if_its_options_mean_the_same(run, arguments, saved, changes, message):
     """`saved`: ... removes an option, as if the run's version had not had it yet."""
     path = run / "step-6" / "state" / "progress.json"
     values = json.loads(path.read_text())
@@ -109,9 +99,7 @@ def test_a_run_of_another_version_continues_if_its_options_mean_the_same(
         assert re.search(message, refusal(flags))
 
 
-def test_a_run_continues_without_the_draft_that_it_began_from(
-    tmp_path: Path, finished: Path, run_flags: Arguments
-) -> None:
+def test_a_run_continues_without_the_draft_that_it_began_from(tmp_path, finished, run_flags):
     """The run has that draft's token map and target states."""
     source = shutil.copytree(finished / "best", tmp_path / "draft")
     run = tmp_path / "run"
@@ -131,15 +119,13 @@ def test_a_run_continues_without_the_draft_that_it_began_from(
     ("file", "content"),
     [("progress.json", b"[]"), ("model.safetensors", b"cut"), ("optimizer.bin", b""), ("optimizer.bin", b"PK\3\4")],
 )
-def test_a_damaged_checkpoint_is_named(run: Path, arguments: Arguments, file: str, content: bytes) -> None:
+def test_a_damaged_checkpoint_is_named(run, arguments, file, content):
     (run / "step-6" / "state" / file).write_bytes(content)
     message = refusal(arguments(run, optim__steps=7))
     assert re.search(r"/step-6 cannot be read \(.+\); move it away, and the same command continues", message)
 
 
-def test_the_command_trains_in_this_process(
-    tmp_path: Path, arguments: Arguments, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_trains_in_this_process(tmp_path, arguments, capsys):
     cli.main(["train", "eagle3", *arguments(tmp_path, optim__steps=1)])
     assert (tmp_path / "step-1").exists()
     for words, status, message in (
@@ -152,7 +138,7 @@ def test_the_command_trains_in_this_process(
         assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_run_begins_anew_over_records_alone(run: Path, arguments: Arguments) -> None:
+def test_a_run_begins_anew_over_records_alone(run, arguments):
     """As a kill before the first checkpoint leaves them."""
     remove_steps(run)
     shutil.rmtree(run / "best", ignore_errors=True)
@@ -161,7 +147,7 @@ def test_a_run_begins_anew_over_records_alone(run: Path, arguments: Arguments) -
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1]
 
 
-def test_a_folder_named_like_a_step_is_left_alone(run: Path, arguments: Arguments) -> None:
+def test_a_folder_named_like_a_step_is_left_alone(run, arguments):
     (run / "step-6").rename(run / "step-6-good")
     (run / "step-").mkdir()
     assert [path.name for path in step_folders(run)] == ["step-4"]
@@ -173,9 +159,7 @@ OTHERS = {".notes.tmp": "notes", ".vimrc.old": "vimrc", ".cache.tmp/x": "cache",
 
 
 @each_case()
-def test_files_of_others_under_a_runs_names_are_refused_and_kept(
-    name: str, message: str, tmp_path: Path, finished: Path, arguments: Arguments
-) -> None:
+def test_files_of_others_under_a_runs_names_are_refused_and_kept(name, message, tmp_path, finished, arguments):
     """Before the target is read, and with nothing deleted or renamed."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     files = OTHERS | {name: "mine"}
@@ -190,7 +174,7 @@ def test_files_of_others_under_a_runs_names_are_refused_and_kept(
     assert {path: (tmp_path / path).read_text() for path in files} == files
 
 
-def test_only_a_run_that_may_begin_cleans_up_and_under_its_own_names(run: Path, arguments: Arguments) -> None:
+def test_only_a_run_that_may_begin_cleans_up_and_under_its_own_names(run, arguments):
     for path, text in OTHERS.items():
         (run / path).parent.mkdir(parents=True, exist_ok=True)
         (run / path).write_text(text)
@@ -202,9 +186,7 @@ def test_only_a_run_that_may_begin_cleans_up_and_under_its_own_names(run: Path, 
     assert sorted(run.rglob("*")) == [path for path in before if run / ".best.tmp" not in (path, *path.parents)]
 
 
-def test_an_output_that_cannot_be_is_refused_before_anything_is_read(
-    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_cannot_be_is_refused_before_anything_is_read(tmp_path, arguments, monkeypatch):
     (tmp_path / "file").touch()
     for output, changes, message in (
         (tmp_path / "file", {}, f"output {tmp_path}/file is a file; name a folder"),
@@ -232,9 +214,7 @@ def call_in_third_step(patch: pytest.MonkeyPatch, second: Callable[[], None]) ->
     patch.setattr(Loop, "train_step", next_step)
 
 
-def test_a_second_run_in_the_folder_is_refused(
-    tmp_path: Path, arguments: Arguments, finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_in_the_folder_is_refused(tmp_path, arguments, finished, monkeypatch):
     """Before it reads anything; the first one does not notice."""
     messages = list[str]()
     other = arguments(tmp_path, optim__lr=9e-3, target="nobody/absent")
@@ -245,9 +225,7 @@ def test_a_second_run_in_the_folder_is_refused(
     assert_same_run(tmp_path, finished)
 
 
-def test_where_locks_do_not_hold_the_later_run_goes_on(
-    tmp_path: Path, arguments: Arguments, finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_locks_do_not_hold_the_later_run_goes_on(tmp_path, arguments, finished, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     monkeypatch.setattr(FolderLock, "check", lambda _: None)  # a stale view of the lock
     call_in_third_step(monkeypatch, lambda: eagle3.main(arguments(tmp_path)))
@@ -256,9 +234,7 @@ def test_where_locks_do_not_hold_the_later_run_goes_on(
     assert_same_run(tmp_path, finished)
 
 
-def test_a_target_is_named_as_it_was_given_and_found_from_elsewhere(
-    tmp_path: Path, arguments: Arguments, target_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_is_named_as_it_was_given_and_found_from_elsewhere(tmp_path, arguments, target_path, monkeypatch):
     monkeypatch.chdir(target_path.parent)
     eagle3.main(arguments(tmp_path / "run", optim__steps=1, target=target_path.name))
     best = tmp_path / "run" / "best"
@@ -270,16 +246,14 @@ def test_a_target_is_named_as_it_was_given_and_found_from_elsewhere(
     assert named_target(best) == str(target_path)
 
 
-def test_a_machine_without_git_has_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_git_has_no_revision(tmp_path, monkeypatch):
     assert provenance("0123")["git_revision"] == checkpoints.git_revision()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance("0123")["git_revision"] is None
 
 
 @pytest.mark.parametrize("largest", [20_000, 120_000])  # bytes: smaller than the draft's file, than the optimizer's
-def test_a_disk_too_small_ends_in_a_sentence_and_the_run_continues(
-    tmp_path: Path, arguments: Arguments, finished: Path, largest: int
-) -> None:
+def test_a_disk_too_small_ends_in_a_sentence_and_the_run_continues(tmp_path, arguments, finished, largest):
     _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard_limit))
     try:

@@ -29,9 +29,7 @@ def overlap(spans: list[tuple[float, float]], start: float, end: float) -> float
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5, 1.0])
-def test_work_keeps_to_its_share_of_busy_time_and_to_no_share_of_the_rest(
-    share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_keeps_to_its_share_of_busy_time_and_to_no_share_of_the_rest(share, monkeypatch):
     generator = random.Random(0)
     longest = 0.2
     busy = []

@@ -2,17 +2,14 @@
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
 from slipstream.tests.tables import each_case
 from slipstream.tests.train.runs import records
 from slipstream.train import dflash, eagle, eagle3, plan
-from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.plan import Memory
 
 PROGRAMS = {"eagle3": eagle3.main, "dflash": dflash.main, "eagle": eagle.main}
@@ -20,19 +17,13 @@ NOT_OF = {"dflash": ("draft.ttt_steps",), "eagle": ("draft.aux_layers",), "eagle
 
 
 @pytest.fixture
-def empty_target(target_path: Path, tmp_path: Path) -> Path:
+def empty_target(target_path, tmp_path) -> Path:
     """The target's folder without its weights."""
     return Path(shutil.copytree(target_path, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors")))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_no_weights_are_read_and_nothing_is_written(
-    program: str,
-    tmp_path: Path,
-    empty_target: Path,
-    arguments: Callable[..., list[str]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_no_weights_are_read_and_nothing_is_written(program, tmp_path, empty_target, arguments, capsys):
     flags = arguments(tmp_path / "output", target=empty_target)
     flags = [flag for flag in flags if not flag.startswith(tuple(f"--{name}" for name in NOT_OF[program]))]
     flags += ["--draft.mask_token_id=7"] if program == "dflash" else []
@@ -52,13 +43,7 @@ def test_no_weights_are_read_and_nothing_is_written(
         assert word in printed
 
 
-def test_counts_are_those_of_the_real_run(
-    tmp_path: Path,
-    arguments: Callable[..., list[str]],
-    training: Eagle3Training,
-    target_model: PreTrainedModel,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_counts_are_those_of_the_real_run(tmp_path, arguments, training, target_model, capsys):
     flags = arguments(tmp_path, optim__accumulation=2)
     flags = [flag for flag in flags if not flag.startswith("--optim.steps")] + ["--optim.epochs=2"]
     eagle3.main([*flags, "--dry-run"])
@@ -78,12 +63,7 @@ def test_counts_are_those_of_the_real_run(
 
 
 @pytest.mark.parametrize("epochs", [1, 300])
-def test_few_tokens_for_the_drafts_size_are_warned_about(
-    epochs: int,
-    tmp_path: Path,
-    arguments: Callable[..., list[str]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_few_tokens_for_the_drafts_size_are_warned_about(epochs, tmp_path, arguments, capsys):
     """By the plan and by the run, alike."""
     flags = arguments(tmp_path / "run", optim__steps="null", optim__epochs=epochs, draft__head="frozen")
     eagle3.main([*flags, "--dry-run"])
@@ -109,25 +89,19 @@ def test_few_tokens_for_the_drafts_size_are_warned_about(
 
 
 @each_case()
-def test_bytes_by_sharding(sharding: str, num_gpus: int, bf16: bool, expected: float) -> None:
+def test_bytes_by_sharding(sharding, num_gpus, bf16, expected):
     memory = Memory(target=10**9, activations=10**8, parameters=1000, moments=2000, bf16=bf16)
     assert memory.per_gpu(sharding, num_gpus) == 10**9 + 10**8 + 1000 * expected
 
 
 @pytest.mark.parametrize(("num_gpus", "expected"), [(1, 8000), (2, 4000 + 500), (8, 1000 + 500)])
-def test_layers_are_sharded_but_two_are_gathered(num_gpus: int, expected: int) -> None:
+def test_layers_are_sharded_but_two_are_gathered(num_gpus, expected):
     sizes = {"activations": 0, "parameters": 0, "moments": 0, "bf16": True}
     memory = Memory(target=100, **sizes, shared_layers=8000, gathered=500)
     assert memory.per_gpu("zero2", num_gpus) == 100 + expected
 
 
-def test_the_layers_are_what_is_sharded(
-    tmp_path: Path,
-    arguments: Callable[..., list[str]],
-    target_model: PreTrainedModel,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_layers_are_what_is_sharded(tmp_path, arguments, target_model, capsys, monkeypatch):
     """In one process, as on the machine where a run is planned."""
     monkeypatch.setattr(plan, "_gb", lambda size: f"{size:.0f}")
     eagle3.main([*arguments(tmp_path, target_sharding="machine"), "--dry-run"])

@@ -24,7 +24,7 @@ MAKERS: list[Make] = [  # of a random draft of each kind, without noise
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_losses_are_those_of_a_target_in_fp32_but_for_rounding(make: Make, target_model: PreTrainedModel) -> None:
+def test_losses_are_those_of_a_target_in_fp32_but_for_rounding(make, target_model):
     rounded = make(copy.deepcopy(target_model).bfloat16())
     exact = make(target_model)
     rounded.target.read_as = torch.float32
@@ -36,7 +36,7 @@ def test_losses_are_those_of_a_target_in_fp32_but_for_rounding(make: Make, targe
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_the_target_is_neither_trained_nor_saved(make: Make, target_model: PreTrainedModel) -> None:
+def test_the_target_is_neither_trained_nor_saved(make, target_model):
     training = make(target_model)
     assert {name.split(".")[0] for name in training.state_dict()} == {"draft"}
     training.loss(block_cases.packed(0)[0])[0].backward()
@@ -46,7 +46,7 @@ def test_the_target_is_neither_trained_nor_saved(make: Make, target_model: PreTr
 
 @pytest.mark.parametrize("target_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("make", [MAKERS[0], partial(test_eagle.make_training, noise_spread=0.2), MAKERS[2]])
-def test_weights_in_bf16_read_any_target(make: Make, target_dtype: torch.dtype, target_model: PreTrainedModel) -> None:
+def test_weights_in_bf16_read_any_target(make, target_dtype, target_model):
     """Under FSDP and DeepSpeed, which cast no inputs."""
     rounded = make(copy.deepcopy(target_model).to(target_dtype))
     exact = make(target_model)
@@ -78,7 +78,7 @@ def check_like(rounded: DraftTraining, exact: DraftTraining) -> torch.Tensor:
         ("bf16", DistributedType.DEEPSPEED, torch.bfloat16),
     ],
 )
-def test_a_draft_reads_what_its_weights_take(precision: str, kind: DistributedType, dtype: torch.dtype | None) -> None:
+def test_a_draft_reads_what_its_weights_take(precision, kind, dtype):
     class Accelerator:
         mixed_precision = precision
         distributed_type = kind

@@ -11,7 +11,7 @@ from slipstream.models.files.checkpoint import read_json
 from slipstream.tests.sources import ROOT
 from slipstream.tests.tables import each_case
 from slipstream.tests.train import recorded_run
-from slipstream.tests.train.runs import Arguments, assert_like_run, end_program, records, refusal, start_program
+from slipstream.tests.train.runs import assert_like_run, end_program, records, refusal, start_program
 from slipstream.train import checkpoints, dflash
 from slipstream.train.batches import PackedRows, evaluation_batches
 from slipstream.train.eagle3 import main
@@ -19,7 +19,7 @@ from slipstream.train.eagle3 import main
 ONE_EPOCH = {"optim__steps": "null", "optim__epochs": 1}
 
 
-def test_accumulation_equals_a_bigger_batch(tmp_path: Path, arguments: Arguments) -> None:
+def test_accumulation_equals_a_bigger_batch(tmp_path, arguments):
     """The last step takes 3 of 31 rows: one batch, or a window with an empty place."""
     main(arguments(tmp_path / "batch", **ONE_EPOCH, data__batch_size=4))
     main(arguments(tmp_path / "window", **ONE_EPOCH, data__batch_size=1, optim__accumulation=4))
@@ -44,14 +44,7 @@ def train_recorded(folder: Path, num_processes: int, flags: list[str], stop_in: 
         pytest.param((2, 2), (1, 2), 4 + 8, id="two-then-one-steps-halve", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_with_another_number_of_processes(
-    tmp_path: Path,
-    arguments: Arguments,
-    data_path: Path,
-    begin: tuple[int, int],
-    go_on: tuple[int, int],
-    num_steps: int,
-) -> None:
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, arguments, data_path, begin, go_on, num_steps):
     """(processes, batch size), stopped after step 4. Two processes share the last rows, 3 of 31, unequally."""
     first, second = (arguments(tmp_path, **ONE_EPOCH, data__batch_size=size) for _, size in (begin, go_on))
     documents = train_recorded(tmp_path, begin[0], first, stop_in=3)
@@ -74,7 +67,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
 
 
 @pytest.mark.slow
-def test_two_processes_run_out_of_patience_together(tmp_path: Path, arguments: Arguments) -> None:
+def test_two_processes_run_out_of_patience_together(tmp_path, arguments):
     """Their weights hardly change, and no evaluation is better than the first."""
     flags = arguments(tmp_path, optim__lr=1e-15, evaluation__every=1, evaluation__patience=2, data__batch_size=1)
     end_program(start_program(ROOT / "train" / "eagle3.py", *flags, num_processes=2))
@@ -83,9 +76,7 @@ def test_two_processes_run_out_of_patience_together(tmp_path: Path, arguments: A
 
 
 @pytest.mark.slow
-def test_two_processes_calibrate_a_confidence_head_as_one_does(
-    tmp_path: Path, run_flags: Arguments, data_path: Path
-) -> None:
+def test_two_processes_calibrate_a_confidence_head_as_one_does(tmp_path, run_flags, data_path):
     """Where the held-out rows do not divide, the process that repeats the first one adds nothing."""
     heldout = PackedRows(load_from_disk(str(data_path))["heldout"], 40)
     shares = [[is_new for _, is_new in evaluation_batches(heldout, 2, process, 2)] for process in range(2)]
@@ -103,13 +94,7 @@ def test_two_processes_calibrate_a_confidence_head_as_one_does(
 
 
 @each_case()
-def test_a_state_that_does_not_fit_these_processes_is_refused(
-    tmp_path: Path,
-    arguments: Arguments,
-    monkeypatch: pytest.MonkeyPatch,
-    saved: tuple[str, int],
-    launch: tuple[str, int],
-) -> None:
+def test_a_state_that_does_not_fit_these_processes_is_refused(tmp_path, arguments, monkeypatch, saved, launch):
     forms = [dict(zip(("sharding", "num_processes"), form, strict=True)) for form in (saved, launch)]
     main(arguments(tmp_path, optim__steps=1))
     path = tmp_path / "step-1" / "state" / "progress.json"

@@ -3,7 +3,6 @@
 import inspect
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,7 +60,7 @@ class Hub:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+def hub(monkeypatch) -> Hub:
     recorder = Hub()
     monkeypatch.setattr(push, "HfApi", lambda **_: recorder)
     monkeypatch.setattr(push, "get_token", lambda: "hf_secret")
@@ -69,7 +68,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 @pytest.fixture
-def run_folder(finished: Path, tmp_path: Path) -> Path:
+def run_folder(finished, tmp_path) -> Path:
     """A run of train/eagle3.py with a sample answer and accept lengths by category and depth."""
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
@@ -100,9 +99,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 @pytest.mark.parametrize("part", ["", "best"])
-def test_a_dry_run_writes_what_would_be_uploaded(
-    part: str, run_folder: Path, tmp_path: Path, hub: Hub, target_path: Path
-) -> None:
+def test_a_dry_run_writes_what_would_be_uploaded(part, run_folder, tmp_path, hub, target_path):
     folder = tmp_path / "public"
     pushed(run_folder / part, "owner/name", "--dry-run", folder, "--license", "mit", "--target", "owner/target")
     names = sorted(path.name for path in folder.iterdir())
@@ -116,7 +113,7 @@ def test_a_dry_run_writes_what_would_be_uploaded(
     load_draft(Eagle3, folder, load_config(target_path), None, tensors["fc.weight"].device)
 
 
-def test_nothing_local_is_published(run_folder: Path, tmp_path: Path, target_path: Path) -> None:
+def test_nothing_local_is_published(run_folder, tmp_path, target_path):
     folder = tmp_path / "public"
     pushed(run_folder, "owner/name", "--dry-run", folder, "--license=mit")
     for name in ("README.md", "config.json", "metrics.jsonl", "run.json"):
@@ -136,7 +133,7 @@ def test_nothing_local_is_published(run_folder: Path, tmp_path: Path, target_pat
     assert ANSWER in (folder / "metrics.jsonl").read_text()
 
 
-def test_paths_are_shortened_and_names_of_the_hub_are_not(tmp_path: Path) -> None:
+def test_paths_are_shortened_and_names_of_the_hub_are_not(tmp_path):
     values = {
         "argv": ["/home/me/x.py", "--data.path={/a/b: 1, /c/d e: 2}", "--target=owner/model", "https://hub/x/y"],
         "with spaces": ["--data.path=~/my data/x", "--data.path={/a b/c d: 1, ../e f/g: 2}", "--run=[/a b, ./c d/e]"],
@@ -153,7 +150,7 @@ def test_paths_are_shortened_and_names_of_the_hub_are_not(tmp_path: Path) -> Non
     }
 
 
-def test_the_card_says_what_the_draft_is(run_folder: Path, tmp_path: Path) -> None:
+def test_the_card_says_what_the_draft_is(run_folder, tmp_path):
     folder = tmp_path / "public"
     pushed(run_folder, "owner/name", "--dry-run", folder, "--license", "mit", "--target", "owner/target")
     text = (folder / "README.md").read_text()
@@ -202,12 +199,7 @@ def test_the_card_says_what_the_draft_is(run_folder: Path, tmp_path: Path) -> No
         ),
     ],
 )
-def test_the_card_names_the_servers_that_load_the_draft(
-    layout: Any,
-    lines: list[str],
-    arguments: Callable[..., list[str]],
-    tmp_path: Path,
-) -> None:
+def test_the_card_names_the_servers_that_load_the_draft(layout, lines, arguments, tmp_path):
     changes = {"draft__aux_layers": "[0, 2]", "draft__interchange": "sglang", "optim__steps": 1}
     slipstream(["train", "eagle3", *arguments(tmp_path / "run", **changes)])
     draft = tmp_path / "converted"
@@ -223,9 +215,7 @@ def test_the_card_names_the_servers_that_load_the_draft(
         assert values["speculators_config"]["verifier"]["name_or_path"] == "owner/target"
 
 
-def test_the_card_of_an_mtp_head_says_what_other_servers_need(
-    run_flags: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_the_card_of_an_mtp_head_says_what_other_servers_need(run_flags, tmp_path):
     slipstream(["train", "mtp", *run_flags(tmp_path / "run", optim__steps=1)])
     folder = tmp_path / "public"
     pushed(tmp_path / "run", "owner/name", "--dry-run", folder, "--license=mit", "--target=owner/target")
@@ -235,9 +225,7 @@ def test_the_card_of_an_mtp_head_says_what_other_servers_need(
     assert "A draft model (MTP) for speculative decoding" in text
 
 
-def test_the_license_is_the_targets_if_its_files_say_so(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_license_is_the_targets_if_its_files_say_so(run_folder, tmp_path, capsys):
     folder = tmp_path / "public"
     assert "license is empty, and the target's files do not say theirs; give one" in refused(
         capsys, run_folder, "owner/name", "--dry-run", folder
@@ -252,9 +240,7 @@ def test_the_license_is_the_targets_if_its_files_say_so(
     assert "license: apache-2.0" in (folder / "README.md").read_text()
 
 
-def test_faults_are_named(
-    run_folder: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_are_named(run_folder, tmp_path, hub, capsys, monkeypatch):
     def fault(*options: object) -> str:
         return refused(capsys, run_folder, "owner/name", "--license=mit", *options)
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.quantized_targets import CONFIG, LAYOUTS, per_tensor, save_quantized
 from slipstream.tests.random_targets import save_random_target
-from slipstream.tests.train.runs import Arguments, assert_served, give_tokenizer, records
+from slipstream.tests.train.runs import assert_served, give_tokenizer, records
 from slipstream.train import dflash, eagle3, plan
 
 BLOCKS = {"num_layers": 2, "block_size": 5, "mask_token_id": 7, "anchors": 6}
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, target_path: Path) -> Path:
+def plain(tmp_path_factory, target_path) -> Path:
     """With the tokenizer that the data was prepared with."""
     folder = tmp_path_factory.mktemp("targets") / "plain"
     save_random_target(CONFIG, folder)
@@ -35,7 +35,7 @@ def quantise(name: str, plain: Path, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["packed", "fp8-blocks"])
-def test_drafts_learn_from_quantised_weights(name: str, plain: Path, tmp_path: Path, arguments: Arguments) -> None:
+def test_drafts_learn_from_quantised_weights(name, plain, tmp_path, arguments):
     """As from the same weights in 32 bits; FP8 rounds inputs, too. The draft serves the target."""
     quantise(name, plain, tmp_path / name)
     changes = {"draft__vocabulary": "null", "optim__steps": 3, "checkpoint__every": 3}
@@ -49,7 +49,7 @@ def test_drafts_learn_from_quantised_weights(name: str, plain: Path, tmp_path: P
     assert_served(tmp_path / name, tmp_path / f"{name}-run" / "step-3")
 
 
-def test_a_draft_starts_from_dequantised_weights(plain: Path, tmp_path: Path, arguments: Arguments) -> None:
+def test_a_draft_starts_from_dequantised_weights(plain, tmp_path, arguments):
     """Layers and the final norm; its embedding is the target's, which is never quantised."""
     values = quantise("fp8-blocks", plain, tmp_path / "fp8")
     changes = {f"draft__{name}": value for name, value in BLOCKS.items()}
@@ -64,7 +64,7 @@ def test_a_draft_starts_from_dequantised_weights(plain: Path, tmp_path: Path, ar
             torch.testing.assert_close(weight.float(), expected.float(), rtol=0.01, atol=1e-3)
 
 
-def test_a_quantised_head_is_dequantised_for_the_draft(plain: Path, tmp_path: Path, arguments: Arguments) -> None:
+def test_a_quantised_head_is_dequantised_for_the_draft(plain, tmp_path, arguments):
     quantise("fp8-tensor", plain, tmp_path / "fp8")
     file = tmp_path / "fp8" / "model.safetensors"
     tensors = load_file(file)
@@ -77,13 +77,7 @@ def test_a_quantised_head_is_dequantised_for_the_draft(plain: Path, tmp_path: Pa
     assert draft["lm_head.weight"].dtype.itemsize >= 2
 
 
-def test_a_plan_counts_quantised_weights(
-    plain: Path,
-    tmp_path: Path,
-    arguments: Arguments,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_plan_counts_quantised_weights(plain, tmp_path, arguments, capsys, monkeypatch):
     """As the decoder keeps them; the config's files say what is quantised."""
     monkeypatch.setattr(plan, "_gb", lambda size: f"{size:.0f}")
     quantise("fp8-blocks", plain, tmp_path / "fp8")

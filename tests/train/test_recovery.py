@@ -19,8 +19,7 @@ from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.outputs import step_folders
 from slipstream.tests.pairwise import gate_of
 from slipstream.tests.sources import ROOT
-from slipstream.tests.train.conftest import SaveData
-from slipstream.tests.train.runs import Arguments, Program, records, start_program
+from slipstream.tests.train.runs import Program, records, start_program
 from slipstream.train import dflash, eagle, eagle3, mtp
 from slipstream.train.eagle3 import main
 
@@ -122,7 +121,7 @@ def assert_whole(output: Path, expected: Path) -> None:
         ).read_bytes()
 
 
-def test_what_a_kill_left_beyond_the_newest_is_dropped(tmp_path: Path, arguments: Arguments) -> None:
+def test_what_a_kill_left_beyond_the_newest_is_dropped(tmp_path, arguments):
     """As if it had come when the last checkpoint was there and the older ones still were."""
     main(arguments(tmp_path, checkpoint__every=1, checkpoint__keep=9))
     assert len(step_folders(tmp_path)) == 6
@@ -132,7 +131,7 @@ def test_what_a_kill_left_beyond_the_newest_is_dropped(tmp_path: Path, arguments
 
 
 @pytest.mark.parametrize("name", gate_of(((name,) for name in EVERY_HEAD), [("eagle3",), ("mtp",), ("dspark",)]))
-def test_every_draft_continues_as_if_it_had_not_stopped(name: str, tmp_path: Path, run_flags: Arguments) -> None:
+def test_every_draft_continues_as_if_it_had_not_stopped(name, tmp_path, run_flags):
     """Every file of the next checkpoint, before the next evaluation."""
     program, options = EVERY_HEAD[name]
     options = options | {"optim__steps": 4, "checkpoint__every": 1, "evaluation__every": 2}
@@ -148,9 +147,7 @@ def test_every_draft_continues_as_if_it_had_not_stopped(name: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(
-    tmp_path: Path, arguments: Arguments, save_data: SaveData, target_model: PreTrainedModel
-) -> None:
+def test_killed_twenty_times(tmp_path, arguments, save_data, target_model):
     documents = answered(target_model, 8)
     changes = {
         "data__path": save_data(documents, documents),

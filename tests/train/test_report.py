@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from slipstream import cli
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.heads.config import LiLiCorrConfig
-from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.train.block_cases import make_training, packed
 from slipstream.tests.train.conftest import make_eagle3, random_parts
 from slipstream.tests.train.runs import refusal
@@ -33,7 +31,6 @@ from slipstream.train.report import (
 from slipstream.train.samples import Sample
 from slipstream.train.speed import StepTimes
 from slipstream.train.trackers import read_metrics
-from slipstream.train.training import DraftTraining
 
 EMPTY_TAGS = {"meta"}
 OPEN_TAGS = {"tr", "th", "td", "p", "html"}  # may end without an end tag
@@ -84,7 +81,7 @@ def page_of(folder: Path) -> tuple[str, Page]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     lines = [record(step) for step in range(1, 41)]
     for step, length in ((10, 1.5), (20, 2.25), (30, 2.25), (40, 2.0)):
         lines[step - 1] |= {"eval_accept_length": length, "eval_accept_rate_0": length / 4, "eval_other": 3.0}
@@ -94,11 +91,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def text(run: Path) -> str:
+def text(run) -> str:
     return page_of(run)[0]
 
 
-def test_every_curve_is_on_the_page(text: str) -> None:
+def test_every_curve_is_on_the_page(text):
     titles = re.findall("<figcaption>(.*?)</figcaption>", text)
     assert titles[:4] == [
         "Loss (logarithmic axis)",
@@ -119,13 +116,11 @@ def test_every_curve_is_on_the_page(text: str) -> None:
     assert names[titles[4]] == ["position", "1", "position", "2"]
 
 
-def test_every_metric_of_training_has_a_title(
-    target_model: PreTrainedModel, token_map: TokenMap, finished: Path, run: Path
-) -> None:
+def test_every_metric_of_training_has_a_title(target_model, token_map, finished, run):
     chain = make_eagle3(target_model, token_map.ids)
     chain.state_weight = 0.5
     heads = {"selector_rank": 6, "selector_top_k": 4, "confidence_head": True}
-    trainings: list[DraftTraining] = [
+    trainings = [
         chain,
         EagleTraining(*random_parts(Eagle, target_model, None), EagleOptions(), depth=3),
         make_training(target_model, **heads),
@@ -148,7 +143,7 @@ def test_every_metric_of_training_has_a_title(
     assert {family for family, _ in families(report_run)} == TITLES.keys()
 
 
-def test_the_best_evaluation_is_ringed_and_every_one_has_a_dot(text: str) -> None:
+def test_the_best_evaluation_is_ringed_and_every_one_has_a_dot(text):
     figure = next(part for part in text.split("<figure>") if part.startswith("<figcaption>Accept length"))
     dots = re.findall(r'<g><title>([^<]*)</title>.*?<use xlink:href="[^"]*" x="([\d.]+)" y="([\d.]+)"', figure, re.S)
     assert [label for label, _, _ in dots] == ["10: 1.5", "20: 2.25", "30: 2.25", "40: 2"]
@@ -161,7 +156,7 @@ def test_the_best_evaluation_is_ringed_and_every_one_has_a_dot(text: str) -> Non
     assert (up[3] - up[1]) / (up[0] - up[1]) == pytest.approx(0.25 / 0.75, abs=0.01)
 
 
-def test_samples_show_what_was_drafted(run: Path, text: str) -> None:
+def test_samples_show_what_was_drafted(run, text):
     assert "<mark>Yes</mark> &amp; <mark>&lt;no&gt;</mark>.\n<mark>End</mark>" in text
     assert "1 &lt; 2?" in text
     assert "67% of the text drafted" in text
@@ -170,15 +165,13 @@ def test_samples_show_what_was_drafted(run: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("spans", [[3], None])
-def test_other_samples_are_named(tmp_path: Path, spans: object) -> None:
+def test_other_samples_are_named(tmp_path, spans):
     sample = {"step": 3, "sample": {"prompt": "", "answer": "four", "spans": spans}}
     with pytest.raises(ValueError, match="step 3: no readable sample"):
         load_run(write_run(tmp_path, [record(1), sample]))
 
 
-def test_a_run_of_the_trainer_is_drawn_with_its_options(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_the_trainer_is_drawn_with_its_options(finished, tmp_path, capsys):
     cli.main(["report", str(finished), "--output", str(tmp_path / "page.html")])
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
@@ -190,7 +183,7 @@ def test_a_run_of_the_trainer_is_drawn_with_its_options(
     Page(text)
 
 
-def test_runs_that_have_just_begun_or_are_none(tmp_path: Path) -> None:
+def test_runs_that_have_just_begun_or_are_none(tmp_path):
     write_run(tmp_path, [record(1)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')  # still being written
@@ -205,7 +198,7 @@ def test_runs_that_have_just_begun_or_are_none(tmp_path: Path) -> None:
     assert "absent does not exist; name the output folder of a training run" in refusal([f"{tmp_path}/absent"], main)
 
 
-def test_only_a_report_is_replaced(tmp_path: Path) -> None:
+def test_only_a_report_is_replaced(tmp_path):
     write_run(tmp_path, [record(1)])
     assert page_of(tmp_path)[0] == page_of(tmp_path)[0]
     (tmp_path / "page.html").write_text("<!doctype html>mine")
@@ -214,7 +207,7 @@ def test_only_a_report_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text() == "<!doctype html>mine"
 
 
-def test_numbers_that_are_none_leave_a_gap_and_not_a_picture(tmp_path: Path) -> None:
+def test_numbers_that_are_none_leave_a_gap_and_not_a_picture(tmp_path):
     """Also constant, negative, tiny and huge ones."""
     values = [-5.0, float("nan"), 1e-9, 1e9]
     lines = [record(step, other=value, constant=0.0, hopeless=float("inf")) for step, value in enumerate(values, 1)]
@@ -223,7 +216,7 @@ def test_numbers_that_are_none_leave_a_gap_and_not_a_picture(tmp_path: Path) -> 
     assert "hopeless" not in text
 
 
-def test_long_lines_are_averaged_and_smoothing_keeps_constants() -> None:
+def test_long_lines_are_averaged_and_smoothing_keeps_constants():
     points = [(float(step), float(step % 2)) for step in range(10_000)]
     assert len(thinned(points)) == 500
     assert thinned(points)[0] == (9.5, 0.5)

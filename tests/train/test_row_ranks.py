@@ -1,22 +1,20 @@
 """Rows that processes share: the losses, weights and metrics are those of one process."""
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.sources import ROOT
 from slipstream.tests.train.block_cases import make_training, packed
-from slipstream.tests.train.runs import Arguments, assert_like_run, end_program, refusal, start_program
+from slipstream.tests.train.runs import assert_like_run, end_program, refusal, start_program
 from slipstream.tests.train.test_block_training import DRAFTS
 from slipstream.train import dflash, eagle
 from slipstream.train.eagle3 import main
 from slipstream.train.row_ranks import Gathering, RowGroup
-from slipstream.train.training import Metrics, add
+from slipstream.train.training import add
 from slipstream.train.ttt import find_rows
 
 PROGRAMS = {"eagle": eagle.main, "eagle3": main, "eagle3 of two layers": main}
@@ -32,9 +30,7 @@ CHANGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_run_whose_rows_are_shared_is_that_of_one_process(
-    name: str, run_flags: Arguments, arguments: Arguments, tmp_path: Path
-) -> None:
+def test_a_run_whose_rows_are_shared_is_that_of_one_process(name, run_flags, arguments, tmp_path):
     flags = arguments if name.startswith("eagle3") else run_flags
     changes = CHANGES.get(name, {})
     PROGRAMS[name](flags(tmp_path / "one", **changes))
@@ -44,7 +40,7 @@ def test_a_run_whose_rows_are_shared_is_that_of_one_process(
 
 
 @pytest.mark.parametrize(("size", "all_run"), [*product((2, 3, 8), (False, True))])
-def test_parts_hold_each_row_once(size: int, all_run: bool) -> None:
+def test_parts_hold_each_row_once(size, all_run):
     for seed in range(20):
         batch, _ = packed(seed)
         batch_rows = find_rows(batch, 3, all_run=all_run)
@@ -66,16 +62,14 @@ def test_parts_hold_each_row_once(size: int, all_run: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), rotating(DRAFTS, [3, 13]))
-def test_parts_of_blocks_add_up(
-    size: int, name: str, target_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_blocks_add_up(size, name, target_model, monkeypatch):
     """More processes than blocks, too: those without any have a loss of zero that waits for the others' gradients."""
     training = make_training(target_model, **DRAFTS[name])
     training.train()
     batch, _ = packed(0)
     expected, counts = training.loss(batch)
     context = training.read(batch).context
-    joined: list[Tensor] = []
+    joined = []
 
     def join(_: Gathering, rows: Tensor, _none: Tensor) -> Tensor:
         joined.append(rows)
@@ -83,7 +77,7 @@ def test_parts_of_blocks_add_up(
 
     monkeypatch.setattr(Gathering, "join", join)
     total = torch.zeros(())
-    sums: Metrics = {}
+    sums = {}
     for index in range(size):
         training.row_group = RowGroup(index, size, None)
         loss, metrics = training.loss(batch)
@@ -96,5 +90,5 @@ def test_parts_of_blocks_add_up(
         torch.testing.assert_close(sums[metric].float(), values.float(), rtol=1e-4, atol=1e-4, msg=metric)
 
 
-def test_ranks_that_do_not_divide_the_processes(arguments: Arguments, tmp_path: Path) -> None:
+def test_ranks_that_do_not_divide_the_processes(arguments, tmp_path):
     assert "data.row_ranks is 2 and there are 1 processes" in refusal(arguments(tmp_path, data__row_ranks=2))

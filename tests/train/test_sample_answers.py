@@ -1,7 +1,6 @@
 """Answers that become samples, and their spans, which hold the characters of the accepted tokens."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +26,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def document(tokenizer: Any, *turns: tuple[str, str]) -> Document:
-    tokens: list[int] = []
-    mask: list[bool] = []
+    tokens = []
+    mask = []
     for prompt, answer in turns:
         for text, supervised in ((prompt, False), (answer, True)):
             ids = tokenizer(text).input_ids
@@ -50,21 +49,21 @@ def samples(tokenizer: Any, rows: list[list[Document]], accepted: list[int], lim
     return answers
 
 
-def test_spans_hold_the_accepted_tokens(tokenizer: Any) -> None:
+def test_spans_hold_the_accepted_tokens(tokenizer):
     # Rounds begin at the roots a, e and g of "abcdefg": rows 2, 6 and 8. Accepted: bcd, f, none.
     (sample,) = samples(tokenizer, [[document(tokenizer, ("1: ", "abcdefg"))]], [0, 0, 3, 9, 9, 9, 1, 9, 0])
     assert sample == Sample("1: ", "abcdefg", ((1, 4), (5, 6)))
     assert sample.html() == "a<mark>bcd</mark>e<mark>f</mark>g"
 
 
-def test_a_character_of_several_tokens_is_drafted_with_the_one_that_ends_it(tokenizer: Any) -> None:
+def test_a_character_of_several_tokens_is_drafted_with_the_one_that_ends_it(tokenizer):
     # "xäyü": x, 2 tokens, y, 2 tokens. From x one token, half of ä, then the target's other half;
     # from there y and half of ü.
     (sample,) = samples(tokenizer, [[document(tokenizer, ("1:", "xäyü"))]], [0, 1, 0, 2, 0, 0])
     assert sample == Sample("1:", "xäyü", ((2, 3),))
 
 
-def test_the_first_answer_of_each_document_up_to_the_limit(tokenizer: Any) -> None:
+def test_the_first_answer_of_each_document_up_to_the_limit(tokenizer):
     documents = [document(tokenizer, (f"{n}: ", "ab"), ("again: ", "cd")) for n in range(3)]
     answers = samples(tokenizer, [documents[:2], documents[2:]], [], limit=2)
     assert [(sample.prompt, sample.answer, sample.spans) for sample in answers] == [
@@ -75,14 +74,14 @@ def test_the_first_answer_of_each_document_up_to_the_limit(tokenizer: Any) -> No
     assert samples(tokenizer, [documents], [], limit=0) == []
 
 
-def test_long_answers_are_cut(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_answers_are_cut(tokenizer, monkeypatch):
     monkeypatch.setattr("slipstream.train.samples.ANSWER_TOKENS", 4)
     monkeypatch.setattr("slipstream.train.samples.PROMPT_TOKENS", 2)
     (sample,) = samples(tokenizer, [[document(tokenizer, ("012: ", "abcdefgh"))]], [0, 0, 0, 0, 5, 0])
     assert sample == Sample(": ", "abcd", ((1, 4),))
 
 
-def test_a_run_writes_samples_at_every_evaluation(finished: Path) -> None:
+def test_a_run_writes_samples_at_every_evaluation(finished):
     lines = read_lines(finished / "metrics.jsonl")
     answers = [(line["step"], Sample.from_record(line)) for line in lines if "sample" in line]
     assert [step for step, _ in answers] == [3] * 4 + [6] * 4

@@ -66,9 +66,9 @@ def check_served(
 ) -> None:
     """Runs `check` on the tokens and rounds of two greedy answers; `states` of a request whose draft was just made.
     Then the accept length: what the server counted is what evaluation counts."""
-    drafter: Any = llm.engine.runner.drafter
+    drafter = llm.engine.runner.drafter
     propose = drafter.propose
-    served: Served = []
+    served = []
 
     def recorded(batch: Any, width: int) -> Any:
         proposal = propose(batch, width)
@@ -101,7 +101,7 @@ def whole(tokens: list[int]) -> Batch:
 @pytest.mark.parametrize(
     ("target_name", "fields"), [("target_path", {}), ("gemma_path", {"draft_vocab_size": 100, "fc_bias": False})]
 )
-def test_eagle(target_name: str, tmp_path: Path, fields: dict[str, Any], request: pytest.FixtureRequest) -> None:
+def test_eagle(target_name, tmp_path, fields, request):
     """A draft for Gemma reads unscaled rows of the embedding and caps no logits, in training as in serving."""
     target = request.getfixturevalue(target_name)
     texts = answers_alone(target)[:1]
@@ -110,7 +110,7 @@ def test_eagle(target_name: str, tmp_path: Path, fields: dict[str, Any], request
     check_chain(target, draft, load_training(eagle.EagleTraining, Eagle, eagle.DraftOptions(), target, draft, DEPTH))
 
 
-def test_eagle3_of_two_layers(target_path: Path, tmp_path: Path) -> None:
+def test_eagle3_of_two_layers(target_path, tmp_path):
     """Its upper layer's KV of committed tokens depends on the rows before."""
     draft = tmp_path / "draft"
     save_random_draft(target_path, draft, num_layers=2, fc_norm=True, norm_output=True)
@@ -120,7 +120,7 @@ def test_eagle3_of_two_layers(target_path: Path, tmp_path: Path) -> None:
 
 def check_chain(target: Path, draft: Path, training: Any) -> None:
     llm = LLM(str(target), str(draft), max_running=1, width=DEPTH + 1)
-    drafter: Any = llm.engine.runner.drafter
+    drafter = llm.engine.runner.drafter
 
     def check(tokens: list[int], served: Served) -> None:
         """The state at the row before each root, and the first drafted token."""
@@ -148,7 +148,7 @@ def check_chain(target: Path, draft: Path, training: Any) -> None:
     ],
     ids=["reduced and deep", "mixed", "adapter"],
 )
-def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_dflash(target_path, tmp_path, fields):
     """`rank`: of an adapter that is trained, and served to requests of the draft."""
     texts = answers_alone(target_path)
     draft = tmp_path / "draft"
@@ -159,8 +159,8 @@ def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> No
     training = load_training(dflash.DFlashTraining, DFlash, options, target_path, draft, BLOCK_SIZE - 1)
     drafter_options = write_random_adapter(training, rank, draft, tmp_path / "adapter") if rank else {}
     llm = LLM(str(target_path), str(draft), max_running=1, width=BLOCK_SIZE, drafter=drafter_options)
-    outputs: list[Tensor] = []
-    drafter: Any = llm.engine.runner.drafter
+    outputs = []
+    drafter = llm.engine.runner.drafter
     drafter.module.register_forward_hook(lambda _module, _inputs, states: outputs.append(states))
 
     def check(tokens: list[int], served: Served) -> None:
@@ -192,14 +192,14 @@ def write_random_adapter(training: DraftTraining, rank: int, draft: Path, folder
 
 
 @pytest.mark.parametrize(("heads", "temperature"), rotating(HEADS, [1.0, 0.0]))
-def test_chains_of_heads(target_path: Path, tmp_path: Path, heads: str, temperature: float) -> None:
+def test_chains_of_heads(target_path, tmp_path, heads, temperature):
     save_random_dflash(
         target_path, tmp_path / "draft", answers_alone(target_path), block_size=BLOCK_SIZE, **HEADS[heads]
     )
     check_accept_length("dflash", target_path, tmp_path / "draft", temperature)
 
 
-def test_chains_at_temperature_1(target_path: Path, gemma_path: Path, tmp_path: Path) -> None:
+def test_chains_at_temperature_1(target_path, gemma_path, tmp_path):
     for drafter, target in (("eagle", target_path), ("eagle3", gemma_path)):
         save_random_chain(drafter, target, tmp_path / drafter)
         check_accept_length(drafter, target, tmp_path / drafter, 1.0)
@@ -225,7 +225,7 @@ def check_accept_length(drafter: str, target: Path, draft: Path, temperature: fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [*HEADS, "eagle", "eagle3"])
-def test_noise_that_is_drawn_for_texts_is_worth_as_much(target_path: Path, tmp_path: Path, heads: str) -> None:
+def test_noise_that_is_drawn_for_texts_is_worth_as_much(target_path, tmp_path, heads):
     """Without the requests' keys, evaluation at temperature 1 finds the served accept length within 3 %."""
     if heads in HEADS:
         save_random_dflash(

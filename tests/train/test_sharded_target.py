@@ -1,7 +1,6 @@
 """A target that two processes share: the same training as with a whole one each, and shares that are shares."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from slipstream.models.targets import sharded
 from slipstream.models.targets.sharded import sharding_mesh
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
-from slipstream.tests.random_targets import RELATIVES, MakeTarget, save_random_target
+from slipstream.tests.random_targets import RELATIVES, save_random_target
 from slipstream.tests.train.runs import end_program, records, refusal, start_program, weights
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
@@ -27,13 +26,7 @@ def without(flags: list[str], *names: str) -> list[str]:
 @pytest.fixture(
     scope="module", params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.gpu)]
 )
-def ran(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    arguments: Callable[..., list[str]],
-    target_path: Path,
-    make_target: MakeTarget,
-) -> Path:
+def ran(request, tmp_path_factory, arguments, target_path, make_target) -> Path:
     """The folder with the output of two processes (sharded_worker.py), the runs by program and sharding."""
     if request.param == "gpu" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -43,7 +36,7 @@ def ran(
     for family in EXPERT_FAMILIES:
         targets.append(folder / family)
         save_random_target(EXPERT_FAMILIES[family], targets[-1])
-    runs: list[tuple[str, list[str]]] = []
+    runs = []
     for sharding in ("none", "all"):
         runs.append(("eagle3", arguments(folder / "eagle3" / sharding, target_sharding=sharding, optim__steps=4)))
     for sharding in ("none", "machine"):
@@ -61,7 +54,7 @@ def found(ran: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("program", "sharding"), [("eagle3", "all"), ("dflash", "machine")])
-def test_training_is_that_of_a_whole_target(ran: Path, program: str, sharding: str) -> None:
+def test_training_is_that_of_a_whole_target(ran, program, sharding):
     """Loss curve, evaluations and weights, up to rounding: transformers runs the shared target, our decoder the whole
     one; and a GPU does not sum in the same order twice."""
     runs = [ran / program / name for name in (sharding, "none")]
@@ -77,12 +70,12 @@ def test_training_is_that_of_a_whole_target(ran: Path, program: str, sharding: s
         assert share < 0.01, f"{name}: {share}"
 
 
-def test_every_family_gives_the_same_states_embeddings_logits_and_weights(ran: Path) -> None:
+def test_every_family_gives_the_same_states_embeddings_logits_and_weights(ran):
     for process in found(ran):
         assert all(target["equal"] for target in process["targets"])
 
 
-def test_each_process_holds_half_of_a_layer(ran: Path) -> None:
+def test_each_process_holds_half_of_a_layer(ran):
     for targets in zip(*(process["targets"] for process in found(ran)), strict=True):
         for target in targets:
             assert target["shares"].keys() == target["sizes"].keys()
@@ -93,7 +86,7 @@ def test_each_process_holds_half_of_a_layer(ran: Path) -> None:
             assert max(shares) <= size // 2, name
 
 
-def test_weights_that_the_config_does_not_name_are_refused_by_every_process(ran: Path) -> None:
+def test_weights_that_the_config_does_not_name_are_refused_by_every_process(ran):
     """As those of a quantized model would be: here q and k norms are missing."""
     for process in found(ran):
         assert "Qwen3ForCausalLM cannot be sharded: its files and its config disagree" in process["refusal"]
@@ -101,7 +94,7 @@ def test_weights_that_the_config_does_not_name_are_refused_by_every_process(ran:
 
 
 @pytest.mark.parametrize("sharding", ["machine", "all"])
-def test_one_process_is_refused(tmp_path: Path, arguments: Callable[..., list[str]], sharding: str) -> None:
+def test_one_process_is_refused(tmp_path, arguments, sharding):
     message = f"target_sharding is '{sharding}', but there is one process"
     assert message in refusal(arguments(tmp_path, target_sharding=sharding))
 
@@ -110,11 +103,9 @@ def test_one_process_is_refused(tmp_path: Path, arguments: Callable[..., list[st
     ("world", "local", "within_machine", "shape"),
     [(16, 8, True, (2, 8)), (16, 8, False, (1, 16)), (8, 8, True, (1, 8)), (12, 8, True, None), (8, 1, True, None)],
 )
-def test_who_shares_with_whom(
-    monkeypatch: pytest.MonkeyPatch, world: int, local: int, within_machine: bool, shape: tuple[int, int] | None
-) -> None:
+def test_who_shares_with_whom(monkeypatch, world, local, within_machine, shape):
     """Each machine holds the layers once, or all machines together."""
-    mesh_shapes: list[tuple[int, int]] = []
+    mesh_shapes = []
 
     def mesh(_device: str, sizes: tuple[int, int], mesh_dim_names: tuple[str, str]) -> dict[str, DeviceMesh | None]:
         mesh_shapes.append(sizes)

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from slipstream.tests.train.runs import Arguments, records, refusal, weights
+from slipstream.tests.train.runs import records, refusal, weights
 from slipstream.train.batches import Batch
 from slipstream.train.checkpoints import Progress
 from slipstream.train.eagle3 import Eagle3Training, main
@@ -36,13 +35,7 @@ def break_gradients(monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[int], 
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_step_whose_gradient_is_not_finite_has_no_effect(
-    optimizer: str,
-    tmp_path: Path,
-    arguments: Arguments,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_step_whose_gradient_is_not_finite_has_no_effect(optimizer, tmp_path, arguments, monkeypatch, capsys):
     """The checkpoints before and after it hold the same weights and moments; the run goes on to its end."""
     options = {"optim__name": optimizer, "checkpoint__every": 1, "checkpoint__keep": 9}
     with monkeypatch.context() as patch:
@@ -63,9 +56,7 @@ def test_a_step_whose_gradient_is_not_finite_has_no_effect(
     assert json.loads((tmp_path / "step-6" / "run.json").read_text())["skipped_steps"] == 1
 
 
-def test_a_run_ends_after_ten_such_steps_in_a_row(
-    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_ends_after_ten_such_steps_in_a_row(tmp_path, arguments, monkeypatch):
     options = {"optim__steps": 40, "checkpoint__every": 20, "checkpoint__keep": 9, "evaluation__every": 40}
     break_gradients(monkeypatch, lambda step: 2 <= step <= 10 or step >= 15)
     error = refusal(arguments(tmp_path, **options))
@@ -74,14 +65,14 @@ def test_a_run_ends_after_ten_such_steps_in_a_row(
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path, 20).values())
 
 
-def test_a_batch_that_is_not_new_adds_no_sum_that_is_not_finite() -> None:
+def test_a_batch_that_is_not_new_adds_no_sum_that_is_not_finite():
     totals = Metrics()
     add(totals, {"loss": torch.tensor([float("nan"), 3.0])}, is_new=False)
     add(totals, {"loss": torch.tensor([2.0, 4.0])})
     assert totals["loss"].tolist() == [2.0, 4.0]
 
 
-def test_deepspeed_skips_by_itself_or_the_run_ends() -> None:
+def test_deepspeed_skips_by_itself_or_the_run_ends():
     """It steps within `backward`; a version that does not look at the gradient has lost the weights by then."""
     deepspeed = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, is_main_process=True)
     optimizer = SimpleNamespace(step_was_skipped=True, step=lambda: None, zero_grad=lambda: None)

@@ -9,7 +9,7 @@ from torch import Tensor, tensor
 from slipstream.models.files.cost_tables import CostTables
 from slipstream.serve.engine import cost_files
 from slipstream.tests.tables import each_case
-from slipstream.tests.train.runs import Arguments, records, refusal
+from slipstream.tests.train.runs import records, refusal
 from slipstream.train import eagle3
 from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.loop import Loop
@@ -23,7 +23,7 @@ TABLES = CostTables({"plain": TARGET, "all": TARGET}, {"plain": DRAFT, "all": DR
 
 
 @pytest.fixture
-def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def costs(tmp_path, monkeypatch) -> Path:
     """A file as a server keeps it."""
     monkeypatch.setenv(cost_files.FOLDER_VARIABLE, str(tmp_path / "cache"))
     key = cost_files.CostKey("H100", "2.11", "3.6", "0.1", "", "")
@@ -32,9 +32,7 @@ def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @each_case()
-def test_a_step_takes_the_passes_that_are_large_enough(
-    costs: Path, requests: int, plain: float, times: dict[int, float]
-) -> None:
+def test_a_step_takes_the_passes_that_are_large_enough(costs, requests, plain, times):
     options = EvaluationOptions(costs=str(costs), requests=requests)
     step_times = StepTimes.read(options, 3)
     assert step_times == StepTimes(requests, plain, times)
@@ -49,16 +47,10 @@ def test_a_step_takes_the_passes_that_are_large_enough(
     }
 
 
-def test_the_fastest_checkpoint_is_best(
-    tmp_path: Path,
-    arguments: Arguments,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    costs: Path,
-) -> None:
+def test_the_fastest_checkpoint_is_best(tmp_path, arguments, monkeypatch, capsys, costs):
     """The second evaluation accepts more at depth 3, and less at depth 1, which is fastest at four requests."""
     lengths = iter([(1.8, 1.9, 2.0), (1.7, 2.1, 2.4), (1.75, 1.9, 2.0)])
-    script: list[tuple[float, ...]] = []
+    script = []
     evaluate_all = Loop.evaluate
 
     def evaluate(_training: Eagle3Training, _batch: object) -> dict[str, Tensor]:
@@ -98,9 +90,7 @@ def test_the_fastest_checkpoint_is_best(
         "has no passes of a draft; name step times of a server with one",
     )
 )
-def test_other_files_and_sizes_are_named(
-    tmp_path: Path, arguments: Arguments, costs: Path, content: str | None, changes: dict[str, int], message: str
-) -> None:
+def test_other_files_and_sizes_are_named(tmp_path, arguments, costs, content, changes, message):
     if content is not None:
         costs.write_text(content)
     assert message in refusal(arguments(tmp_path / "run", evaluation__costs=costs, **changes))

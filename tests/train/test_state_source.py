@@ -21,8 +21,8 @@ from slipstream.data_tools.verb_options import CaptureConfig
 from slipstream.models.files.state_store import shard_path
 from slipstream.tests.pairwise import gate_of
 from slipstream.tests.random_targets import change_json
-from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_dataset
-from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, refusal, run_interrupted
+from slipstream.tests.train.conftest import MAX_LENGTH, random_dataset
+from slipstream.tests.train.runs import assert_like_run, assert_same_run, refusal, run_interrupted
 from slipstream.tests.user_errors import user_error
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import BATCHES_AHEAD, PackedRows
@@ -65,7 +65,7 @@ def start(
     kind, options_class, draft = DRAFTERS[name]
     data = DataOptions(path=str(path), max_length=max_length, aux_states=aux_states and str(aux_states), **options)
     run = options_class(output="", target=str(target), data=data, draft=draft)
-    accelerator: Any = SimpleNamespace(device=CPU, print=print)
+    accelerator = SimpleNamespace(device=CPU, print=print)
     files = TargetFiles.find(run, accelerator, kind.Network)
     splits = load_from_disk(data.path)
     rows = {split: PackedRows(splits[split], data.max_length) for split in ("train", "heldout")}
@@ -92,7 +92,7 @@ def numbers(training: DraftTraining, rows: dict[str, PackedRows]) -> dict[str, T
 
 
 @pytest.fixture(scope="module")
-def online(target_path: Path, data_path: Path) -> Callable[..., dict[str, Tensor]]:
+def online(target_path, data_path) -> Callable[..., dict[str, Tensor]]:
     """Numbers of a drafter that reads the target itself."""
     return cache(lambda name, max_length: numbers(*start(name, target_path, data_path, max_length=max_length)))
 
@@ -112,15 +112,7 @@ def online(target_path: Path, data_path: Path) -> Callable[..., dict[str, Tensor
         [("eagle", "all", 17), ("eagle3", "supervised", MAX_LENGTH), ("dflash", "all", MAX_LENGTH)],
     ),
 )
-def test_losses_are_those_of_the_target_itself(
-    target_path: Path,
-    data_path: Path,
-    stores: dict[str, Path],
-    online: Callable[..., dict[str, Tensor]],
-    name: str,
-    capture: str,
-    max_length: int,
-) -> None:
+def test_losses_are_those_of_the_target_itself(target_path, data_path, stores, online, name, capture, max_length):
     """Captured at one length and in one order of layers, read at others."""
     training, rows = start(name, target_path, data_path, stores[capture], max_length)
     assert all(parameter.is_meta for parameter in training.target.layers.parameters())
@@ -135,9 +127,7 @@ def test_losses_are_those_of_the_target_itself(
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_documents_without_states_are_computed(
-    target_path: Path, data_path: Path, capture_to: CaptureTo, online: Callable[..., dict[str, Tensor]], name: str
-) -> None:
+def test_documents_without_states_are_computed(target_path, data_path, capture_to, online, name):
     """Some were not captured, some are longer than their captured states, and some lost their shard."""
     folder = capture_to("--layers", "3", "2", "0", train_documents=45, heldout_documents=4, max_length=30)
     shard_path(folder, 1).unlink()
@@ -152,9 +142,7 @@ def test_documents_without_states_are_computed(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 2**-8), ("fp8", 2**-4)])
-def test_states_are_those_of_the_target_up_to_rounding(
-    target_path: Path, data_path: Path, capture_to: CaptureTo, dtype: str, tolerance: float
-) -> None:
+def test_states_are_those_of_the_target_up_to_rounding(target_path, data_path, capture_to, dtype, tolerance):
     folder = capture_to("--layers", "3", "2", "0", dtype=dtype)
     plain, plain_rows = start("eagle3", target_path, data_path)
     training, rows = start("eagle3", target_path, data_path, folder)
@@ -175,7 +163,7 @@ def test_states_are_those_of_the_target_up_to_rounding(
         assert not states[is_uncached].any()
 
 
-def test_documents_without_states_stop_a_run(target_path: Path, data_path: Path, capture_to: CaptureTo) -> None:
+def test_documents_without_states_stop_a_run(target_path, data_path, capture_to):
     short = capture_to("--layers", "3", "2", "0", max_length=20)
     _, rows = start("dflash", target_path, data_path, short)
     fault = "document .* of train was captured up to max_length 20 and is longer"
@@ -188,9 +176,7 @@ def read_all(rows: PackedRows) -> None:
         rows.batch([row]).cached.to(CPU)  # type: ignore[union-attr]
 
 
-def test_a_batch_is_made_while_the_last_one_is_copied(
-    target_path: Path, data_path: Path, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_is_made_while_the_last_one_is_copied(target_path, data_path, stores, monkeypatch):
     _, rows = start("dflash", target_path, data_path, stores["all"])
     expected = [rows["train"].batch([row]).cached.to(CPU) for row in (0, 1)]  # type: ignore[union-attr]
     copy = StateSource.copy
@@ -208,9 +194,7 @@ def test_a_batch_is_made_while_the_last_one_is_copied(
         assert torch.equal(states["aux_states"], reference.states["aux_states"])
 
 
-def test_damage_stops_a_run_even_where_states_may_be_computed(
-    tmp_path: Path, target_path: Path, data_path: Path, stores: dict[str, Path]
-) -> None:
+def test_damage_stops_a_run_even_where_states_may_be_computed(tmp_path, target_path, data_path, stores):
     shutil.copytree(stores["all"], tmp_path, dirs_exist_ok=True)
     content = bytearray(shard_path(tmp_path, 1).read_bytes())
     content[-(len(content) // 3)] ^= 1
@@ -220,9 +204,7 @@ def test_damage_stops_a_run_even_where_states_may_be_computed(
         read_all(rows["train"])
 
 
-def test_other_tokens_than_the_data_are_noticed(
-    target_path: Path, save_data: Callable[..., Path], stores: dict[str, Path]
-) -> None:
+def test_other_tokens_than_the_data_are_noticed(target_path, save_data, stores):
     """The data's hash is the same in this test."""
     data = save_data(random_dataset(60, seed=5), random_dataset(9, seed=6))
     _, rows = start("dflash", target_path, data, stores["all"], aux_states_missing="online")
@@ -230,9 +212,7 @@ def test_other_tokens_than_the_data_are_noticed(
         read_all(rows["train"])
 
 
-def test_a_whole_run_is_the_same_and_continues_bit_for_bit(
-    tmp_path: Path, arguments: Arguments, finished: Path, stores: dict[str, Path]
-) -> None:
+def test_a_whole_run_is_the_same_and_continues_bit_for_bit(tmp_path, arguments, finished, stores):
     flags = {"data__aux_states": stores["all"]}
     eagle3.main(arguments(tmp_path / "cached", **flags))
     assert_like_run(tmp_path / "cached", finished)
@@ -245,9 +225,7 @@ WORDS = "--layers", "0", "2", "3", "4"
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
-def test_a_document_that_was_not_captured(
-    tmp_path: Path, arguments: Arguments, capture_to: CaptureTo, split: str
-) -> None:
+def test_a_document_that_was_not_captured(tmp_path, arguments, capture_to, split):
     few = capture_to(*WORDS, **{f"{split}_documents": 4})
     message = refusal(arguments(tmp_path, data__aux_states=few))
     assert f"of {split} was not captured in data.aux_states {few}" in message
@@ -255,16 +233,14 @@ def test_a_document_that_was_not_captured(
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_fewer_documents_of_the_evaluation_may_be_captured(
-    tmp_path: Path, arguments: Arguments, capture_to: CaptureTo
-) -> None:
+def test_fewer_documents_of_the_evaluation_may_be_captured(tmp_path, arguments, capture_to):
     few = capture_to(*WORDS, heldout_documents=4)
     eagle3.main(arguments(tmp_path, data__aux_states=few, evaluation__documents=4))
     assert "eval_accept_length" in read_metrics(tmp_path / "metrics.jsonl")[-1]
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
-def test_a_missing_shard(tmp_path: Path, arguments: Arguments, stores: dict[str, Path], split: str) -> None:
+def test_a_missing_shard(tmp_path, arguments, stores, split):
     folder = shutil.copytree(stores["all"], tmp_path / "features")
     shards = json.loads((folder / "index.json").read_text())["shards"]
     number = max(number for number, shard in enumerate(shards) if shard["split"] == split)
@@ -288,8 +264,8 @@ def test_a_missing_shard(tmp_path: Path, arguments: Arguments, stores: dict[str,
     ],
 )
 def test_aux_states_of_something_else_and_missing_shards_end_in_a_sentence(
-    tmp_path: Path, arguments: Arguments, stores: dict[str, Path], changes: dict[str, str] | None, message: str
-) -> None:
+    tmp_path, arguments, stores, changes, message
+):
     folder = tmp_path / "features"
     layers = (changes or {}).get("layers", "[2, 0, 4]")
     shutil.copytree(stores["all"], folder)
@@ -316,8 +292,8 @@ class CountedRows:
             yield number
 
 
-def test_batches_are_read_ahead_in_order_and_not_too_far() -> None:
-    rows: Any = CountedRows()
+def test_batches_are_read_ahead_in_order_and_not_too_far():
+    rows = CountedRows()
     threads = set(threading.enumerate())
     assert list(read_ahead(rows.batches(10), rows)) == list(range(10))
     rows = CountedRows()
@@ -332,14 +308,14 @@ def test_batches_are_read_ahead_in_order_and_not_too_far() -> None:
         next(batches)
 
 
-def test_batches_that_need_no_disk_are_made_when_they_are_asked_for() -> None:
-    rows: Any = CountedRows()
+def test_batches_that_need_no_disk_are_made_when_they_are_asked_for():
+    rows = CountedRows()
     rows.add_states = None
     batches = read_ahead(rows.batches(9), rows)
     next(batches)
     assert rows.made == 1
 
 
-def test_a_capture_holds_what_an_evaluation_reads() -> None:
+def test_a_capture_holds_what_an_evaluation_reads():
     """By default, or a run would refuse the capture that was made for it."""
     assert CaptureConfig(data=["d"], target="t", output="o").heldout_documents == EvaluationOptions().documents

@@ -13,7 +13,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 DRAFT = torch.tensor([1.0, 1.5, -0.5, 1.0, 0.0, -1.0])  # another distribution, of a draft
 
 
-def test_the_text_is_what_the_noise_makes_the_target_say() -> None:
+def test_the_text_is_what_the_noise_makes_the_target_say():
     """Texts that were sampled with noise of their own: the posterior noise has the law of that noise, and a draft
     meets the text as often as with it."""
     ids = torch.arange(SIZE)

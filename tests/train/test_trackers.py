@@ -17,7 +17,7 @@ from slipstream.train.trackers import JsonLines, Trackers, import_tracker, is_me
 SAMPLE = Sample("what is <2 + 2>?", "it is 4.", ((0, 2), (6, 8)))
 
 
-def test_json_lines_go_on_after_the_step_that_is_resumed(tmp_path: Path) -> None:
+def test_json_lines_go_on_after_the_step_that_is_resumed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     (tmp_path / "metrics.tmp").write_text("mine")
     log = JsonLines(path, step=0)
@@ -40,7 +40,7 @@ def test_json_lines_go_on_after_the_step_that_is_resumed(tmp_path: Path) -> None
     assert (tmp_path / "metrics.tmp").read_text() == "mine"
 
 
-def test_a_full_disk_is_told_with_the_name_of_the_records(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_the_name_of_the_records(tmp_path):
     log = JsonLines(tmp_path / "metrics.jsonl", step=0)
     log.file.close()
     with Path("/dev/full").open("a") as log.file:
@@ -65,12 +65,12 @@ def test_a_full_disk_is_told_with_the_name_of_the_records(tmp_path: Path) -> Non
         ("\xff\n", False),
     ],
 )
-def test_the_records_of_a_run_are_told_from_other_files(content: str, expected: bool, tmp_path: Path) -> None:
+def test_the_records_of_a_run_are_told_from_other_files(content, expected, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(content)
     assert is_metrics(tmp_path / "metrics.jsonl") is expected
 
 
-def test_tensorboard_has_the_content_of_metrics_jsonl(tmp_path: Path) -> None:
+def test_tensorboard_has_the_content_of_metrics_jsonl(tmp_path):
     trackers = Trackers(tmp_path, TrackerOptions(tensorboard=True), {}, {}, step=0)
     trackers.log(1, {"loss": 2.0})
     trackers.log(2, {"loss": 1.5, "eval_accept_length": 1.25}, [SAMPLE, SAMPLE])
@@ -125,7 +125,7 @@ class FakeWandb:
         return text
 
     def Artifact(self, name: str, type: str, metadata: dict[str, Any]) -> SimpleNamespace:
-        files: list[str] = []
+        files = []
         return SimpleNamespace(name=name, type=type, metadata=metadata, files=files, add_file=files.append)
 
     def log_artifact(self, artifact: SimpleNamespace, aliases: list[str]) -> None:
@@ -133,15 +133,13 @@ class FakeWandb:
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+def wandb(monkeypatch) -> FakeWandb:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
     return fake
 
 
-def test_wandb_gets_options_provenance_numbers_and_samples(
-    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_gets_options_provenance_numbers_and_samples(tmp_path, wandb, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "drafts")
     options = TrackerOptions(wandb="metrics")
     run = {"git_revision": "abc", "system": {"cpus": 2}, "argv": ["train/eagle3.py"]}
@@ -168,7 +166,7 @@ def test_wandb_gets_options_provenance_numbers_and_samples(
     assert wandb.is_finished
 
 
-def test_a_run_that_goes_on_is_the_same_run_of_wandb(tmp_path: Path, wandb: FakeWandb) -> None:
+def test_a_run_that_goes_on_is_the_same_run_of_wandb(tmp_path, wandb):
     names = []
     for step in (0, 3):
         Trackers(tmp_path, TrackerOptions(wandb="metrics"), {}, {}, step).close()
@@ -177,9 +175,7 @@ def test_a_run_that_goes_on_is_the_same_run_of_wandb(tmp_path: Path, wandb: Fake
 
 
 @pytest.mark.parametrize(("uploads", "expected"), [("metrics", []), ("best", ["best"]), ("all", ["best", "step-4"])])
-def test_checkpoints_become_artifacts_by_option(
-    uploads: Any, expected: list[str], tmp_path: Path, wandb: FakeWandb
-) -> None:
+def test_checkpoints_become_artifacts_by_option(uploads, expected, tmp_path, wandb):
     folders = [tmp_path / "best", tmp_path / "step-4"]
     for folder in folders:
         (folder / "state").mkdir(parents=True)
@@ -198,9 +194,7 @@ def test_checkpoints_become_artifacts_by_option(
     ("key", "variable", "mode"),
     [("key", None, None), ("", None, "offline"), ("key", "offline", None), ("", "disabled", None)],
 )
-def test_wandb_is_left_its_own_mode(
-    key: str, variable: str | None, mode: str | None, tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_is_left_its_own_mode(key, variable, mode, tmp_path, wandb, monkeypatch):
     """Offline only where it would ask for a key."""
     monkeypatch.setattr(FakeWandb, "api", SimpleNamespace(api_key=key))
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -214,9 +208,7 @@ FAILURES = ("init", "define_metric", "log", "Table", "Artifact", "log_artifact",
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_whatever_wandb_raises_ends_no_run(
-    name: str, tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whatever_wandb_raises_ends_no_run(name, tmp_path, wandb, monkeypatch, capsys):
     """At the start and when a run continues; it is said once, and metrics.jsonl goes on."""
 
     def fail(*_: Any, **__: Any) -> None:
@@ -236,9 +228,7 @@ def test_whatever_wandb_raises_ends_no_run(
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl") if "loss" in line] == [1, 2, 3, 4]
 
 
-def test_wandb_goes_offline_where_the_service_does_not_answer(
-    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wandb_goes_offline_where_the_service_does_not_answer(tmp_path, wandb, monkeypatch, capsys):
     init = wandb.init
 
     def refuse_online(**options: Any) -> FakeWandb:
@@ -255,7 +245,7 @@ def test_wandb_goes_offline_where_the_service_does_not_answer(
 
 
 @pytest.mark.slow
-def test_wandb_runs_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_runs_offline_without_a_key(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -272,13 +262,13 @@ def test_wandb_runs_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(folder.glob("run-*.wandb"))
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
+def test_a_missing_package_is_named_with_the_command_that_installs_it():
     with pytest.raises(ValueError, match=r"tracker.wandb is on, but wandb is missing: pip install wandb"):
         import_tracker("no_such_module_of_wandb", "wandb")
 
 
 @pytest.mark.slow
-def test_training_imports_no_tracker_and_no_server() -> None:
+def test_training_imports_no_tracker_and_no_server():
     names = ("wandb", "tensorboard", "starlette", "uvicorn", "deepspeed")
     code = f"""
 import sys

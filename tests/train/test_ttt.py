@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_targets import target_aux_states
 from slipstream.tests.train.block_cases import flat_documents, packed
-from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.ttt import find_rows
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rows_follow_the_rule(seed: int) -> None:
+def test_rows_follow_the_rule(seed):
     batch, documents = packed(seed)
     rows = find_rows(batch, num_steps=4)
     asking = []
@@ -37,9 +35,7 @@ def test_rows_follow_the_rule(seed: int) -> None:
     assert visible == [list(range(row - positions[row], row + 1)) for row in asking]
 
 
-def test_every_state_is_the_one_of_the_chain_run_token_by_token(
-    training: Eagle3Training, target_model: PreTrainedModel
-) -> None:
+def test_every_state_is_the_one_of_the_chain_run_token_by_token(training, target_model):
     batch, documents = packed(0)
     naive = NaiveEagle3(training.draft, target_model.get_input_embeddings().weight)
     rows, tokens, aux_states, _ = training.read(batch, 4)

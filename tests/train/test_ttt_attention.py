@@ -85,7 +85,7 @@ def run_naive(batch: Batch, num_steps: int, dtype: torch.dtype) -> list[Tensor]:
     inputs = Inputs.random(rows, num_steps, dtype)
     documents = batch.documents.flatten().tolist()
     positions = batch.positions.flatten().tolist()
-    stored: dict[int, tuple[Tensor, Tensor]] = {}
+    stored = {}
     for k, v, numbers in ((*inputs.context, rows.context), (*inputs.steps[0][1:], rows.asking)):
         for index, row in enumerate(numbers.tolist()):
             stored[row] = turned(k[[index]], theta, positions[row])[0], v[index]
@@ -111,7 +111,7 @@ def assert_equal(outputs: list[Tensor], expected: list[Tensor], tolerance: float
         assert float(reference.detach().abs().max()) > 0.1
 
 
-def test_the_batch_holds_what_it_should() -> None:
+def test_the_batch_holds_what_it_should():
     batch = packed(3)
     rows = find_rows(batch, NUM_STEPS)
     assert 1 in rows.num_asking
@@ -161,7 +161,7 @@ def plain_backward(
 
 
 @pytest.fixture
-def plain_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_flash(monkeypatch) -> None:
     """FlashAttention, which only GPUs have, by its formulas, for any dtype."""
     monkeypatch.setattr(module, "flash_forward", plain)
     monkeypatch.setattr(module, "flash_backward", plain_backward)
@@ -169,7 +169,7 @@ def plain_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plain_flash")
-def test_both_equal_the_loops() -> None:
+def test_both_equal_the_loops():
     """Outputs and gradients."""
     batch = packed(3)
     expected = run_naive(batch, NUM_STEPS, torch.float64)
@@ -179,7 +179,7 @@ def test_both_equal_the_loops() -> None:
 
 
 @pytest.mark.usefixtures("plain_flash")
-def test_documents_of_one_answer_share_their_keys() -> None:
+def test_documents_of_one_answer_share_their_keys():
     """Then nothing is copied: the runs' keys, one after another, are all keys."""
     batch = collate([[([3] * 20, [False] * 5 + [True] * 15)] * 3] * 2, MAX_LENGTH)
     rows = find_rows(batch, NUM_STEPS)
@@ -189,7 +189,7 @@ def test_documents_of_one_answer_share_their_keys() -> None:
 
 @pytest.mark.usefixtures("plain_flash")
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_queries_and_keys_take_the_dtype_of_values(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_and_keys_take_the_dtype_of_values(is_packed, monkeypatch):
     """As those of a network without autocast may differ."""
     monkeypatch.setattr(module, "DTYPES", (torch.bfloat16,))
     rows = find_rows(packed(3), 2)
@@ -205,7 +205,7 @@ def test_queries_and_keys_take_the_dtype_of_values(is_packed: bool, monkeypatch:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_flash_attention_equals_documents(dtype: torch.dtype) -> None:
+def test_flash_attention_equals_documents(dtype):
     """Batches of other sizes and numbers of steps one after the other."""
     for num_rows, num_steps in ((20, 4), (30, 4), (26, 7), (2, 2)):
         batch = packed(num_rows)
@@ -214,7 +214,7 @@ def test_flash_attention_equals_documents(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_fp32_goes_document_by_document() -> None:
+def test_fp32_goes_document_by_document():
     batch = packed(5)
     expected = run(False, batch, NUM_STEPS, torch.float32)
     assert_equal(run(True, batch, NUM_STEPS, torch.float32, "cuda"), expected, 1e-3)

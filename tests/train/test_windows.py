@@ -1,15 +1,13 @@
 """Documents longer than a row, against a naive walk through each: what windows hold, and that nothing is lost."""
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset
 
 from slipstream.models.files.checkpoint import read_json
-from slipstream.tests.train.conftest import SaveData
-from slipstream.tests.train.runs import Arguments, refusal
+from slipstream.tests.train.runs import refusal
 from slipstream.train.batches import Batch, PackedRows, possible_roots
 from slipstream.train.eagle3 import main
 from slipstream.train.windows import WindowLayout, measure
@@ -49,7 +47,7 @@ def windows_of(batch: Batch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("max_length", [3, 4, 8, 10, 18, 64])
-def test_windows_lose_no_token_and_no_prediction(max_length: int) -> None:
+def test_windows_lose_no_token_and_no_prediction(max_length):
     documents = long_documents()
     weights = [
         [(token + 2) * is_supervised for token, is_supervised in zip(*document, strict=True)] for document in documents
@@ -78,7 +76,7 @@ def test_windows_lose_no_token_and_no_prediction(max_length: int) -> None:
     assert rows.num_split_documents == sum(length > max_length for length in LENGTHS)
 
 
-def test_what_is_cut_ends_at_the_row() -> None:
+def test_what_is_cut_ends_at_the_row():
     documents = long_documents()
     rows = PackedRows(dataset_of(documents), 10, is_split=False)
     windows = {tuple(window) for window in windows_of(rows.batch(list(range(len(rows.rows)))))}
@@ -86,14 +84,12 @@ def test_what_is_cut_ends_at_the_row() -> None:
     assert rows.num_split_documents == 0
 
 
-def test_two_tokens_have_no_room_for_a_window_with_context() -> None:
+def test_two_tokens_have_no_room_for_a_window_with_context():
     windows, _ = measure(dataset_of(long_documents()), WindowLayout(2, is_split=True))
     assert windows.lengths.tolist() == [min(2, length) for length in LENGTHS]
 
 
-def test_a_run_splits_long_documents_and_says_so(
-    tmp_path: Path, arguments: Arguments, save_data: SaveData, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_splits_long_documents_and_says_so(tmp_path, arguments, save_data, capsys):
     """A run that cut them is not continued with windows, nor the other way round; where none is long, it is."""
     generator = np.random.default_rng(1)
     documents = [

@@ -18,7 +18,7 @@ def with_weights(rows: Sequence[Sequence[Document]], weights: Callable[[], float
     """`rows` with a weight for each answer, a run of supervised tokens."""
 
     def weigh(mask: Sequence[bool]) -> list[float]:
-        weighted: list[float] = []
+        weighted = []
         weight = 0.0
         for index, is_supervised in enumerate(mask):
             if is_supervised and (index == 0 or not mask[index - 1]):

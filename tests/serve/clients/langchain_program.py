@@ -26,12 +26,12 @@ def texts(message: Any) -> str:
 
 
 def main(url: str, question: str, bias: str) -> None:
-    settings: dict[str, Any] = {"model": "byte-model", "base_url": f"{url}/v1", "api_key": "any", "temperature": 0}
+    settings = {"model": "byte-model", "base_url": f"{url}/v1", "api_key": "any", "temperature": 0}
     chat = ChatOpenAI(**settings, max_tokens=20)
     response = ChatOpenAI(**settings, max_tokens=20, use_responses_api=True)
     brief = {"extra_body": {"logit_bias": json.loads(bias)}}
     scored = ChatOpenAI(**settings, max_tokens=20, logprobs=True, top_logprobs=1).invoke(question)
-    report: dict[str, Any] = {
+    report = {
         "chat": chat.invoke(question).content,
         "batch": [message.content for message in chat.batch([question, question])],
         "logprobs": [entry["logprob"] for entry in scored.response_metadata["logprobs"]["content"]],

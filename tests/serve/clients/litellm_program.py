@@ -5,7 +5,6 @@ python litellm_program.py URL QUESTION LOGIT_BIAS
 
 import json
 import sys
-from typing import Any
 
 import litellm
 
@@ -13,10 +12,10 @@ TOOL = {"name": "now", "parameters": {"type": "object", "properties": {}, "addit
 
 
 def main(url: str, question: str, bias: str) -> None:
-    settings: dict[str, Any] = {"api_base": f"{url}/v1", "api_key": "any", "temperature": 0}
+    settings = {"api_base": f"{url}/v1", "api_key": "any", "temperature": 0}
     messages = [{"role": "user", "content": question}]
-    chat: dict[str, Any] = {"model": "openai/byte-model", "messages": messages, "max_tokens": 20, "seed": 1, **settings}
-    response: dict[str, Any] = {"model": "openai/byte-model", "input": question, "max_output_tokens": 20, **settings}
+    chat = {"model": "openai/byte-model", "messages": messages, "max_tokens": 20, "seed": 1, **settings}
+    response = {"model": "openai/byte-model", "input": question, "max_output_tokens": 20, **settings}
     answer = litellm.completion(**chat, logprobs=True, top_logprobs=1)
     stream = litellm.completion(**chat, stream=True, stream_options={"include_usage": True})
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
