@@ -10,7 +10,6 @@ import ssl
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +23,7 @@ if not torch.cuda.is_available():
 from slipstream.tests import interpreter
 
 if TYPE_CHECKING:
-    from slipstream.tests.mtp_targets import MakeMTP, MTPTarget
+    from slipstream.tests.mtp_targets import MakeMTP
     from slipstream.tests.random_targets import MakeTarget
 
 if not torch.cuda.is_available():
@@ -58,7 +57,7 @@ def make_target(tmp_path_factory) -> "MakeTarget":
     from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, WIDE, save_random_target  # takes seconds
 
     @cache
-    def make(family: str) -> Path:
+    def make(family):
         folder = tmp_path_factory.mktemp("targets") / family
         save_random_target((FAMILIES | CAPPED | RELATIVES | WIDE)[family], folder)
         return folder
@@ -75,7 +74,7 @@ def make_mtp(tmp_path_factory) -> "MakeMTP":
         pytest.skip("this transformers is too old to run a single layer of MTP heads")
 
     @cache
-    def make(kind: str, count: int = 1) -> "MTPTarget":
+    def make(kind, count=1):
         return save_mtp_target(kind, tmp_path_factory.mktemp("mtp") / kind, count=count)
 
     return make
@@ -87,7 +86,7 @@ def exits(capsys) -> Callable[..., AbstractContextManager[None]]:
     is given."""
 
     @contextmanager
-    def expect(words: str, code: int | None = None) -> Iterator[None]:
+    def expect(words, code=None):
         with pytest.raises(SystemExit) as ended:
             yield
         assert ended.value.code == code if code else ended.value.code
@@ -139,7 +138,7 @@ def slow_files_read_once() -> Iterator[None]:
     read = AttributeDocstrings.get_attr_docs
 
     @cache
-    def descriptions(component: type) -> dict[str, Any]:
+    def descriptions(component):
         return read(AttributeDocstrings(), component)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,6 @@
 """Triton's interpreter, two to four times as fast, and with products whose bits do not depend on the processor."""
 
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ def add_products_in_order() -> None:
     """Multiplies matrices term by term along the depth. NumPy's BLAS adds in an order of its own, which depends on the
     processor and on the sizes of a tile, so kernels that differ in their tiling would not give equal bits."""
 
-    def create_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
+    def create_dot(_, a, b, d, *__):
         left, right = (widened(operand) for operand in (a, b))
         return interpreter.TensorHandle(matmul_in_order(left, right, d.data.dtype) + d.data, d.dtype.scalar)
 
@@ -76,7 +75,7 @@ def patch_once_per_launch() -> None:
             patched.clear()
             super().restore()
 
-    def patch_unless_done(fn: FunctionType) -> Scope:
+    def patch_unless_done(fn):
         if id(fn.__globals__) in patched:
             return Scope()
         patched.add(id(fn.__globals__))
@@ -91,11 +90,11 @@ def call_directly() -> None:
     semantic = {"_semantic": interpreter.interpreter_semantic}
     unwrap = tl.core._unwrap_if_constexpr
 
-    def patch_function(module: Any, name: str, function: Any, _: Any, scope: Any) -> None:
+    def patch_function(module, name, function, _, scope):
         function = getattr(function, "__wrapped__", function)
         scope.set_attr(module, name, lambda *args, **options: function(*args, **options | semantic))
 
-    def unwrap_others(value: Any) -> Any:
+    def unwrap_others(value):
         return value if type(value) in UNWRAPPED else unwrap(value)
 
     interpreter._patch_attr = patch_function
@@ -105,7 +104,7 @@ def call_directly() -> None:
 def make_handles_unchecked() -> None:
     """The interpreter compares the sizes of numbers with their type whenever it holds an array."""
 
-    def init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+    def init_handle(self, data, dtype, attr=None):
         self.data = data
         self.dtype = dtype
         self.attr = attr or {}
@@ -123,20 +122,20 @@ def know_types() -> None:
     sizes = {}
     shapes = {}
 
-    def known_dtype(dtype: Any) -> np.dtype[Any]:
+    def known_dtype(dtype):
         name = dtype.scalar.name
         if name not in dtypes:
             dtypes[name] = find_dtype(dtype)
         return dtypes[name]
 
-    def known_type(self: Any, element_ty: Any, shape: Any) -> None:
+    def known_type(self, element_ty, shape):
         key = (element_ty.name, *[length.value if isinstance(length, tl.constexpr) else length for length in shape])
         if key not in types:
             init_type(self, element_ty, shape)
             types[key] = vars(self) | {"shape": sizes.setdefault(key[1:], self.shape)}
         vars(self).update(types[key], element_ty=element_ty)
 
-    def known_shape(self: Any, handle: Any, type: Any) -> None:
+    def known_shape(self, handle, type):
         key = id(shape_of(type))
         if key not in shapes:
             init_tensor(self, handle, type)
@@ -154,12 +153,12 @@ def leave_equal_types() -> None:
     broadcast = TritonSemantic.broadcast_impl_value
     shapes = {}
 
-    def cast_others(self: Any, operand: Any, dtype: Any, *rounding: Any, **options: Any) -> Any:
+    def cast_others(self, operand, dtype, *rounding, **options):
         if operand.type.scalar is dtype and not rounding and not options:
             return operand
         return cast(self, operand, dtype, *rounding, **options)
 
-    def broadcast_others(self: Any, left: Any, right: Any) -> Any:
+    def broadcast_others(self, left, right):
         key = (id(shape_of(left.type)), id(shape_of(right.type)))
         if key[0] == key[1]:
             return left, right
@@ -196,7 +195,7 @@ def know_constants() -> None:
     check = TritonSemantic.binary_op_type_checking_impl
     constants = {}
 
-    def check_others(self: Any, left: Any, right: Any, *flags: bool, **options: bool) -> Any:
+    def check_others(self, left, right, *flags, **options):
         first = isinstance(left, tl.tensor)
         tile = left if first else right
         divides = len(flags) == 4

@@ -88,7 +88,7 @@ class NaiveDFlash(NaiveLayers):
             return x, lambda output: output
         deltas = self._project(x, f"{name}.kernel_projection").unflatten(-1, (2, 2, -1))  # side, tap, group
 
-        def convolve(rows: Tensor, side: int) -> Tensor:
+        def convolve(rows, side):
             outputs = torch.zeros_like(rows)
             for tap in range(2):
                 kernel = deltas[:, side, tap].repeat_interleave(self.heads["conv_group_size"], dim=-1)
@@ -172,7 +172,7 @@ class NaiveDFlash(NaiveLayers):
                 self.embeddings[candidates][None], values[None], states[None], self.fuse(aux_states)[-1:]
             )
 
-        def after(slot: int, choice: int, before: int) -> Tensor:
+        def after(slot, choice, before):
             if is_scored:
                 return (edges[0, slot - 1, choice] if slot else start[0]) + extra[slot]
             slot_scores = values[slot]
@@ -189,7 +189,7 @@ class NaiveDFlash(NaiveLayers):
                 slot_scores = slot_scores + weights["markov_head.markov_w2.weight"][columns[slot]] @ query
             return slot_scores
 
-        def trust(slot: int, before: int) -> Tensor:
+        def trust(slot, before):
             embedded = weights.get("markov_head.markov_w1.weight")
             read = states[slot] if embedded is None else torch.cat((states[slot], embedded[before]))
             temperatures = self.heads.get("confidence_temperatures") or [1.0] * count

@@ -136,7 +136,7 @@ class NaiveEagle3(NaiveLayers):
         """
         states = dict[tuple[int, ...], Tensor]()
 
-        def children_of(path: list[int]) -> list[tuple[float, int]]:
+        def children_of(path):
             states[tuple(path)] = self._states_at(path, aux_states, tokens, states)
             logits = self.logits(states[tuple(path)][-1:])[0]
             position = torch.tensor([len(tokens) + len(path)])

@@ -54,13 +54,13 @@ def grouped(*keys: str) -> Callable[[Test], Test]:
     all of them and names those that fail. Each has a `tmp_path` and a `monkeypatch` of its own, and finds `capsys` and
     `caplog` empty; what else fixtures give is made once. A skipped case hides no other."""
 
-    def decorate(test: Test) -> Test:
+    def decorate(test):
         marks = test.pytestmark  # type: ignore[attr-defined]
         products = [mark for mark in marks if mark.name == "parametrize"]
         names = [name for mark in products for name in _names(mark)]
 
         @functools.wraps(test)
-        def run_all(*, cases: Sequence[Case], **fixtures: Any) -> None:
+        def run_all(*, cases, **fixtures):
             errors = []
             skips = []
             for index, case in enumerate(cases):

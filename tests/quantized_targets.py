@@ -246,7 +246,7 @@ def dequantized_weights(target: Target) -> Tensors:
     """Weights of the linear layers that are quantised, experts included, by their names in files."""
     weights = {}
 
-    def add(parent: str, name: str, linear: QuantizedLinear) -> None:
+    def add(parent, name, linear):
         weight = linear.dequantized()
         for part, rows in (linear.parts or {name: slice(None)}).items():
             weights[f"model.{parent}.{part}.weight"] = weight[rows]

@@ -162,7 +162,7 @@ def check_plain(values: Values) -> None:
 
 
 def plain_block(server: str) -> Callable[[Values, Shapes, int], None]:
-    def load(values: Values, shapes: Shapes, depth: int) -> None:
+    def load(values, shapes, depth):
         heads = {}
         if server == "vllm" and values.get("draft_vocab_size"):
             size = (values["draft_vocab_size"], values["hidden_size"])
@@ -180,7 +180,7 @@ def plain_block(server: str) -> Callable[[Values, Shapes, int], None]:
 
 
 def selector_block(server: str) -> Callable[[Values, Shapes, int], None]:
-    def load(values: Values, shapes: Shapes, depth: int) -> None:
+    def load(values, shapes, depth):
         check_plain(values)
         fields = values["dflash_config"]
         assert server == "sglang" or fields["conv_kernel_size"] > 0
@@ -196,7 +196,7 @@ ENDS = ("predecessor", "successor")
 
 
 def lilicorr_block(server: str) -> Callable[[Values, Shapes, int], None]:
-    def load(values: Values, shapes: Shapes, depth: int) -> None:
+    def load(values, shapes, depth):
         check_plain(values)
         assert values["dflash_config"]["lilicorr_candidate_topk"] in (1, 2, 4, 8, 16)
         heads = {name: shape for name, shape in shapes.items() if name.startswith("lilicorr.")}
@@ -207,7 +207,7 @@ def lilicorr_block(server: str) -> Callable[[Values, Shapes, int], None]:
 
 
 def markov_block(server: str) -> Callable[[Values, Shapes, int], None]:
-    def load(values: Values, shapes: Shapes, depth: int) -> None:
+    def load(values, shapes, depth):
         """Both read the fields of heads at the top level alone, and take a missing sample_from_anchor as true."""
         rank = values["markov_rank"]
         hidden = values["hidden_size"]

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 def each_case(*rows: Any) -> Callable[[Test], Test]:
     """Runs a test for each row of its table, and for these, which YAML cannot say."""
 
-    def decorate(test: Test) -> Test:
+    def decorate(test):
         columns, *table = table_of(inspect.getfile(inspect.unwrap(test)), test.__name__)
         return pytest.mark.parametrize(columns, [*table, *rows])(test)
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def test_cases_of_equal_marks_and_keys_are_one_test():
     @pytest.mark.filterwarnings("error")
     @pytest.mark.parametrize("factor", [1, 2])
     @pytest.mark.parametrize(("name", "number"), gate_of([("a", 0), ("a", 1), ("a", 2), ("b", 3)], [("a", 0)]))
-    def ignore(name: str, number: int, factor: int) -> None: ...
+    def ignore(name, number, factor): ...
 
     assert batches_of(ignore) == BATCHES
     filter_mark, batches = ignore.pytestmark  # type: ignore[attr-defined]
@@ -41,7 +40,7 @@ def test_all_cases_run_and_those_that_fail_are_named(tmp_path):
 
     @grouped()
     @pytest.mark.parametrize("number", range(5))
-    def is_odd(number: int, tmp_path: Path) -> None:
+    def is_odd(number, tmp_path):
         runs.append((number, tmp_path))
         if number == 4:
             with pytest.raises(ValueError, match="never raised"):
@@ -62,7 +61,7 @@ def test_a_case_does_not_see_what_another_patched(monkeypatch):
 
     @grouped()
     @pytest.mark.parametrize("number", [0, 1])
-    def patch(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def patch(number, monkeypatch):
         assert os.environ["FROM_A_FIXTURE"] == "1"
         assert "FROM_A_CASE" not in os.environ
         monkeypatch.setenv("FROM_A_CASE", str(number))
@@ -74,7 +73,7 @@ def test_a_case_does_not_see_what_another_patched(monkeypatch):
 def test_a_skipped_case_hides_no_other():
     @grouped()
     @pytest.mark.parametrize("number", [0, 1])
-    def skip_zero(number: int) -> None:
+    def skip_zero(number):
         if not number:
             pytest.skip("zero")
         raise ValueError("one")

@@ -272,7 +272,7 @@ def test_quiet_weights_of_a_block_draft_change_no_bit(pairs, dtype):
     aux_states[:, :, -1] = CONSTANT
     unused = torch.empty(1, BLOCK - 1)  # labels, and which of them count
 
-    def states() -> Tensor:
+    def states():
         attention = Widened(torch.arange(8), RotaryEmbedding(module.config.rope, module.config.head_dim, 8 + BLOCK))
         attention.ask(Blocks(torch.tensor([8]), torch.tensor([0]), torch.arange(8, 8 + BLOCK)[None], *[unused] * 2))
         module.write_context(module.fuse(aux_states.flatten(1)), attention)

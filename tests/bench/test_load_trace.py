@@ -73,7 +73,7 @@ def test_figures_of_a_phase():
 
 
 def test_medians_are_compared_with_those_without_a_draft():
-    def line(setting: str, tok_s: float, answers: list[int]) -> dict[str, Any]:
+    def line(setting, tok_s, answers):
         phases = [{"tok_s": tok_s}, {"tok_s": 2 * tok_s}]
         figures = {"tok_s": tok_s, "total_s": 1.0, "accept_length": 1.0, "step_time_error": 0.01}
         times = {"token_ms": [1000 / tok_s, 50.0, None]}

@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -150,7 +150,7 @@ class FakeEngines:
 
     @contextmanager
     def measuring(self, _: Any, draft: str) -> Iterator[Any]:
-        def run(tasks: Sequence[Task], level: int, namespace: str, _: int) -> Run:
+        def run(tasks, level, namespace, _):
             self.calls.append((draft, len(tasks), level, namespace))
             if (draft, level) == self.interrupted_at:
                 raise KeyboardInterrupt

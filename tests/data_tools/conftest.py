@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 def make_folder(tmp_path_factory) -> Callable[..., Path]:
     """template, vocab_size -> a folder with a tokenizer and, for a vocab_size, a model config."""
 
-    def make(template: str | None = CHATML_TAGGED, vocab_size: int | None = None, end: str = "<|im_end|>") -> Path:
+    def make(template=CHATML_TAGGED, vocab_size=None, end="<|im_end|>"):
         folder = tmp_path_factory.mktemp("target")
         build_tokenizer(template, end).save_pretrained(folder)
         if vocab_size is not None:
@@ -75,7 +74,7 @@ def flags(capture_target, capture_data) -> Flags:
     """Flags of a capture of some ten small shards; `changes` replace or add options."""
     standard = {"target": capture_target, "data": capture_data, "max-length": MAX_LENGTH, "batch-tokens": 64}
 
-    def build(output: Path, *words: str, **changes: Any) -> list[str]:
+    def build(output, *words, **changes):
         options = {**standard, "shard-gb": 4e-5, "dtype": "fp32", "output": output} | changes
         return [f"--{name}={value}" for name, value in options.items()] + ["--yes", *words]
 

@@ -87,12 +87,12 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(folder, tmp_path, monk
     adapt(config(folder, tmp_path / "whole", epochs=2))
     output = tmp_path / "adapted"
 
-    def end_in_second(loop: Loop, interrupted: bool) -> Any:
+    def end_in_second(loop, interrupted):
         if loop.progress.step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return train_step(loop, interrupted)
 
-    def end_last(self: Continuation, loop: Loop, weights: Any) -> Any:
+    def end_last(self, loop, weights):
         if loop.is_done:
             raise KeyboardInterrupt
         return lengths(self, loop, weights)
@@ -155,7 +155,7 @@ def test_a_log_of_one_row_is_refused(folder, tmp_path):
 
 
 def test_every_eighth_row_of_a_category_is_held_out_and_copies_are_dropped():
-    def conversation(category: str, number: int) -> Conversation:
+    def conversation(category, number):
         return Conversation([(np.array([number], np.int32), np.array([True]))], category)
 
     sizes = {"a": 9, "b": 1, "c": HELD_OUT * (MOST_HELD_OUT + 5)}

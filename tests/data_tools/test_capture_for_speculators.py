@@ -121,7 +121,7 @@ def test_the_ratio_survives_rounding(total, tmp_path):
 
 
 def test_a_stopped_capture_continues_with_what_is_missing(tmp_path, flags, folder, monkeypatch):
-    def write_some(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    def write_some(path, tensors):
         if path.name == "hs_20.safetensors":
             staging_path(path).mkdir()
             (staging_path(path) / "new").write_text("half")

@@ -7,9 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from slipstream.tests.sources import ROOT
 
 
 def test_a_stopped_capture_continues_with_what_is_missing(tmp_path, flags, captured, monkeypatch):
-    def write_three(folder: Path, number: int, *rest: Any) -> None:
+    def write_three(folder, number, *rest):
         if number == 3:
             staging_path(shard_path(folder, number)).mkdir()
             (staging_path(shard_path(folder, number)) / "new").write_text("half")

@@ -7,7 +7,6 @@ import shutil
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -180,7 +179,7 @@ def test_a_second_capture_into_the_folder_is_refused(layout, tmp_path, flags, mo
     messages = list[str]()
     words = flags(output, layout=layout)
 
-    def capture_twice(*arguments: Any, **options: Any) -> None:
+    def capture_twice(*arguments, **options):
         if not messages:
             messages.append("begun")
             messages[0] = refusal(words, main)

@@ -70,7 +70,7 @@ def test_a_bad_file_of_options_is_named(tmp_path, content, message, form, exits)
     ],
 )
 def test_faults_become_one_sentence(raised, status, message, capsys):
-    def program(_: Options) -> None:
+    def program(_):
         raise raised
 
     with pytest.raises(SystemExit) as caught:

@@ -286,7 +286,7 @@ def save_tools(folder: Path, kind: str, rows: list[Any], monkeypatch: pytest.Mon
 def test_objects_of_a_column_do_not_lend_each_other_keys(tmp_path, kind, limit, monkeypatch):
     """Arrow gives all objects of a column the same keys; a template would show what one row lacks as null."""
 
-    def row(name: str, properties: dict[str, Any]) -> dict[str, Any]:
+    def row(name, properties):
         tool = {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
         call = {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": properties}}]}
         return {"messages": [chat("Hello", "fine")[0], call], "tools": [tool]}

@@ -94,7 +94,7 @@ def assert_equal_scores(
 ) -> None:
     """Compares scores (N, K, k, k) of tokens (N, K, k) with the library's own functions, predecessor by predecessor."""
 
-    def expected(slot: int, previous: Tensor) -> Tensor:
+    def expected(slot, previous):
         """previous (N,) target ids -> (N, k) of the slot's candidates."""
         candidates = tokens[:, slot]
         if hasattr(model, "candidate_selector"):

@@ -171,7 +171,7 @@ def test_experts_in_one_tensor_are_replaced_together(make_mtp, tmp_path):
     path = "mtp.layers.0.mlp.experts"
     count = len({name for name in tensors if name.startswith(path) and name.endswith("down_proj.weight")})
 
-    def matrices(source: dict[str, Tensor], part: str) -> Tensor:
+    def matrices(source, part):
         return torch.stack([source[f"{path}.{expert}.{part}_proj.weight"] for expert in range(count)])
 
     together = {
@@ -188,7 +188,7 @@ def test_experts_in_one_tensor_are_replaced_together(make_mtp, tmp_path):
 
 
 def test_a_copy_takes_the_place_of_a_link_that_cannot_be(tmp_path, monkeypatch):
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)

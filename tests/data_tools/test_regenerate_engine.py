@@ -1,8 +1,6 @@
 """`slipstream regenerate` with an engine in the same process: answers, options, drops, interrupts."""
 
 import json
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
@@ -23,7 +21,7 @@ def llms(monkeypatch) -> list[FakeLLM]:
     """The engines that programs made, in place of the real one."""
     engines = []
 
-    def make(*arguments: Any, **options: Any) -> FakeLLM:
+    def make(*arguments, **options):
         engines.append(FakeLLM(*arguments, **options))
         return engines[-1]
 
@@ -103,7 +101,7 @@ def test_cut_answers(tmp_path, target, llms):
 
 @with_llms
 def test_rows_that_the_engine_ends_are_failures(tmp_path, target, monkeypatch, capsys):
-    def stream(_: FakeLLM, requests: Any) -> Iterator[Output]:
+    def stream(_, requests):
         for request in requests:
             yield Output(request_id=request.id, tokens=[], finish_reason="abort")
 
@@ -117,7 +115,7 @@ def test_a_run_is_continued_where_it_was_interrupted(tmp_path, target, words, to
     rows = run(tmp_path, "--target", target, *words)
     stream = FakeLLM.stream
 
-    def interrupted(self: FakeLLM, requests: Any) -> Iterator[Output]:
+    def interrupted(self, requests):
         for number, output in enumerate(stream(self, requests)):
             if number == 40:
                 raise KeyboardInterrupt
@@ -160,7 +158,7 @@ def test_a_file_has_one_recipe(tmp_path, target, capsys):
 
 
 def test_each_prompt_gets_several_answers(tmp_path, target, llms, capsys):
-    def answer(*flags: Any) -> list[dict[str, Any]]:
+    def answer(*flags):
         return run(tmp_path, "--target", target, "--temperature", 1, *flags, rows=ROWS[3:6])
 
     single = answer()

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ def healthy(answers, tmp_path_factory) -> Callable[..., Subject]:
     """A healthy draft of a family, with fields of its config."""
 
     @cache
-    def make(family: str, **fields: Any) -> Subject:
+    def make(family, **fields):
         folder = answers[0]
         path = tmp_path_factory.mktemp("draft") / "draft"
         if family == "eagle3":

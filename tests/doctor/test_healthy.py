@@ -39,7 +39,7 @@ def test_a_healthy_draft_on_a_few_short_answers():
 def test_a_draft_that_was_hardly_trained_is_not_called_sound(run, cause, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(run))
 
-    def examination(accepted: int) -> Examination:
+    def examination(accepted):
         rounds = tuple(Round(answer=0, position=place, accepted=accepted) for place in range(2))
         score = Score(emitted=(2 + 2 * accepted,), rounds=rounds, depth=5)
         diagnosis = Diagnosis(findings=(), tried=(), as_read=score, mended=score)

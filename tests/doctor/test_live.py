@@ -65,7 +65,7 @@ def test_a_page_without_requests_and_other_servers():
 
 
 def test_a_server_with_keys_asks_for_one(monkeypatch, capsys):
-    async def models(*_: object) -> web.Response:
+    async def models(*_):
         raise web.HTTPUnauthorized
 
     monkeypatch.setattr(PacedServer, "models", models)
@@ -76,7 +76,7 @@ def test_a_server_with_keys_asks_for_one(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("rates", "status"), [(FELL, 1), (SOUND, 0)])
 def test_a_server_is_asked(rates, status, capsys, monkeypatch):
-    async def metrics(*_: object) -> web.Response:
+    async def metrics(*_):
         return web.Response(text=metrics_of(view(rates)))
 
     monkeypatch.setattr(PacedServer, "metrics", metrics)

@@ -133,7 +133,7 @@ def main() -> None:
     run = JITFunction.run
     compiled = list[Any]()
 
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:  # noqa: ARG001
+    def compile_only(kernel, *args, grid, warmup, **options):  # noqa: ARG001
         compiled.append(run(kernel, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_only  # type: ignore[method-assign]

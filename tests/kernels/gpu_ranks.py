@@ -173,14 +173,14 @@ def replays(ranks: Ranks) -> str:
     partials = [random(ranks.world, rows, size, seed=index) for index, rows in enumerate(calls)]
     residuals = [random(rows, size, seed=50 + rows, dtype=torch.bfloat16) for rows in calls]
 
-    def run() -> list[Tensor]:
+    def run():
         outputs = []
         for partial, residual in zip(partials, residuals, strict=True):
             outputs += reduce.add_and_norm(partial[ranks.rank], Norm(residual, weight, EPS))
             outputs.append(gather(outputs[-2][:1, : size // 2].contiguous()))
         return outputs
 
-    def check() -> list[Tensor]:
+    def check():
         outputs = []
         for partial, residual in zip(partials, residuals, strict=True):
             outputs += add_rms_norm.triton(residual, add_ranks(partial, torch.bfloat16), weight, EPS)
@@ -229,7 +229,7 @@ def lost(ranks: Ranks) -> str:
     gather = Gather(ranks.peers, 1 << 16)
     partial, shared, many = (random(rows, 4096, seed=0) for rows in (8, 100, 300))
 
-    def run() -> None:
+    def run():
         for _ in range(8):
             reduce.add(partial, torch.bfloat16)
             reduce.add(shared, torch.bfloat16)

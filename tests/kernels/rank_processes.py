@@ -46,7 +46,7 @@ def run_ranks(world: int, num_bytes: int, run: Callable[[Peers], list[Tensor]]) 
     context = multiprocessing.get_context("fork")  # memory has the same addresses in all
     results = context.Queue()
 
-    def work(rank: int) -> None:
+    def work(rank):
         gc.disable()  # what earlier tests have left may wait for threads that only their process has
         torch.set_num_threads(1)
         peers._is_over = look_and_rest  # in this process alone

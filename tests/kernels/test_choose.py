@@ -6,7 +6,6 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.gemm import fp8, int4
@@ -134,13 +133,13 @@ def test_choices_can_be_executed():
     block_rows = fp8.quantize_rows(x, fp8.InputScales(by_block=True))
     codes = fp8.quantize_weight(weight)
 
-    def of_16_bits(count: int) -> Tensor:
+    def of_16_bits(count):
         choice = choose(product_of(x[:count], weight, is_exact=True), B200)
         if choice.kernel == "many rows":
             return linear_many_rows_triton(x[:count], weight, bias)
         return few_rows(choice, x[:count], weight, bias)
 
-    def first(count: int, rows: fp8.QuantizedRows) -> fp8.QuantizedRows:
+    def first(count, rows):
         scales = rows.scales[:count] if rows.scales.dim() == 1 else rows.scales[:, :count]
         return rows._replace(codes=rows.codes[:count], scales=scales)
 

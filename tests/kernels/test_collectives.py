@@ -54,10 +54,10 @@ def test_all_ranks_get_the_sum_in_tree_order(world, dtype, monkeypatch):
     calls = [3, 6, 1, 4, 8, 2, 7, 8, 5]
     weight = random(SIZE, seed=1).half()
 
-    def dtype_of(index: int) -> torch.dtype:
+    def dtype_of(index):
         return torch.float32 if index % 3 else torch.float16
 
-    def run(peers: Peers) -> list[Tensor]:
+    def run(peers):
         reduce = AllReduce(peers, SIZE, 8, dtype)
         outputs = []
         for index, rows in enumerate(calls):
@@ -100,7 +100,7 @@ def test_numbers_that_are_none_are_sent(dtype, monkeypatch):
     nan = torch.tensor([-1], dtype=integer).view(dtype)
     special = torch.cat([torch.tensor([0.0, -0.0, torch.inf, -torch.inf], dtype=dtype), nan]).repeat(3, 8)
 
-    def run(peers: Peers) -> list[Tensor]:
+    def run(peers):
         reduce = AllReduce(peers, 40, 8, dtype)
         return [reduce.add(special[:rows], dtype) for rows in (1, 3, 2, 1, 3)]
 
@@ -117,7 +117,7 @@ def test_a_peer_that_leaves_is_named(rows, monkeypatch):
     monkeypatch.setattr(all_reduce, "FEW_ROWS", 2)
     monkeypatch.setattr(all_reduce, "SHARED_ROWS", 4)
 
-    def run(peers: Peers) -> list[Tensor]:
+    def run(peers):
         reduce = AllReduce(peers, SIZE, 8)
         reduce.add(torch.ones(rows, SIZE), torch.float16)
         assert peers.lost == []
@@ -137,7 +137,7 @@ def test_columns_are_gathered_in_the_order_of_ranks(world, monkeypatch):
     monkeypatch.setattr(gather, "PROGRAMS", 2)
     calls = [(1, 50), (3, 20), (2, 34), (1, 2), (9, 30), (2, 3), (15, 1)]
 
-    def run(peers: Peers) -> list[Tensor]:
+    def run(peers):
         together = Gather(peers, 100)
         outputs = [together(random(world, *call, seed=index)[peers.rank].half()) for index, call in enumerate(calls)]
         with pytest.raises(ValueError, match="share memory for 112 words, fewer than 200 of a row"):
@@ -175,7 +175,7 @@ def test_ranks_of_one_machine_meet_when_they_first_add(monkeypatch):
     gain = random(SIZE, seed=1).half()
     shapes = [(2, 3, SIZE), (3, SIZE), (9, SIZE), (0, SIZE)]
 
-    def run(peers: Peers) -> list[Tensor]:
+    def run(peers):
         monkeypatch.setattr(PeerRanks, "_meet", lambda ranks, _: ranks._peers.append(peers) or peers)
         ranks = PeerRanks(Mock(), peers.rank, 2, torch.device("cpu"))
         outputs = [ranks.add(random(2, *shape, seed=0)[peers.rank], torch.float16) for shape in shapes]

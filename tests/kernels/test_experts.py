@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +60,7 @@ def random_layer(
     size, intermediate, experts, _ = shape
     generator = torch.Generator(device).manual_seed(experts)
 
-    def random(*sizes: int, scale: float = 1.0) -> Tensor:
+    def random(*sizes, scale=1.0):
         return (scale * torch.randn(sizes, generator=generator, device=device)).to(dtype)
 
     gate_up = random(experts, 2 * intermediate, size, scale=size**-0.5)
@@ -112,10 +111,10 @@ def quantized_matrix(kind: str, outputs: int, inputs: int, experts: int, device:
     """Random codes and scales of a format, and the matrix that they mean in fp64."""
     generator = torch.Generator(device).manual_seed(outputs)
 
-    def codes(*shape: int, end: int = 256) -> Tensor:
+    def codes(*shape, end=256):
         return torch.randint(end, shape, generator=generator, device=device).byte()
 
-    def scales(*shape: int) -> Tensor:
+    def scales(*shape):
         return (1 + torch.rand(shape, generator=generator, device=device)) * inputs**-0.5
 
     if kind == "mxfp4":
@@ -374,7 +373,7 @@ def rounding(kind: str, device: str) -> Callable[[Tensor], Tensor]:
     how = {"fp8": "row"}.get(kind, kind.removeprefix("fp8 ").rstrip("s"))
     static = torch.tensor(0.02, device=device)
 
-    def round_inputs(row: Tensor) -> Tensor:
+    def round_inputs(row):
         return rounded(row.float()[None], how, static)[0].double() if kind.startswith("fp8") else row
 
     return round_inputs
@@ -536,7 +535,7 @@ def test_a_row_of_quantised_experts_has_the_same_bits_among_any_others(kind, nam
     x = random_rows(ROWS[-1], size, torch.bfloat16, "cuda")
     format = format_of(weights.gate_up)
 
-    def run(start: int, end: int) -> Tensor:
+    def run(start, end):
         routing = route_triton(x[start:end], router, bias, top_k, True, least_block_rows(format, end - start))
         return mix_experts_triton(x[start:end], routing, weights)
 
@@ -562,7 +561,7 @@ def test_a_row_has_the_same_bits_among_any_others(name, dtype):
     x = random_rows(ROWS[-1], size, dtype, "cuda")
     shared = Shared(x.flip(0).contiguous(), x[:, :1].contiguous()) if name == "qwen2" else None
 
-    def run(start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+    def run(start, end):
         rows = x[start:end]
         routing = route_triton(rows, router, bias, top_k, name != "qwen2", least_block_rows("plain", len(rows)))
         part_shared = None if shared is None else Shared(*(part[start:end].contiguous() for part in shared))
@@ -596,7 +595,7 @@ def test_every_block_size_has_a_tiling(format):
 def part_of(weights: ExpertWeights, share: Share) -> ExpertWeights:
     """A rank's experts."""
 
-    def cut(matrix: Any) -> Any:
+    def cut(matrix):
         if isinstance(matrix, Tensor):
             return matrix[share.first : share.first + share.size]
         return matrix._replace(**{name: cut(x) for name, x in matrix._asdict().items() if isinstance(x, Tensor)})
@@ -658,7 +657,7 @@ def test_a_gated_product_begins_beside_the_router():
     weight = random_rows(4224, 2816, torch.bfloat16, "cuda") / 53
     gain = torch.ones(2816, device="cuda").bfloat16()
 
-    def chain(x: Tensor, *, is_early: bool) -> Tensor:
+    def chain(x, *, is_early):
         for _ in range(8):
             normed, routed = (rms_norm(x, gain, 1e-6) for _ in range(2))
             routing = route_triton(routed, router, None, 8, True)

@@ -3,7 +3,6 @@ they stand for, in fp64; a row's bits do not depend on its pass."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -172,7 +171,7 @@ def test_a_row_has_the_same_bits_in_another_pass(device):
     case = replace(test_ragged_attention.CASES["nodes of trees"], nodes=nodes, D=16 if tiny else 128)
     rows = [rows for _, rows in nodes]
 
-    def answer(order: list[int]) -> list[Tensor]:
+    def answer(order):
         part = replace(case, nodes=tuple(nodes[s] for s in order))
         scene = test_ragged_attention.Scene(part, dtype, device, seeds=order, shuffle=order[0])
         paths = scene.paths()
@@ -196,7 +195,7 @@ def test_bits_do_not_depend_on_the_height_of_tiles(name):
     scene = test_ragged_attention.Scene(case, torch.bfloat16, "cuda")
     scales, _ = coded(scene)
 
-    def run(**options: Any) -> Tensor:
+    def run(**options):
         return scene.run(lambda *x, **y: ragged_attention.triton(*x, **y, scales=scales), **options)
 
     expected = run()

@@ -251,7 +251,7 @@ def test_a_graph_replays_them(rows):
     positions = torch.arange(rows, device="cuda")
     sampling = sampling_of(rows, "cuda")
 
-    def run() -> tuple[Tensor, Tensor, Tensor]:
+    def run():
         assert head.ids is not None
         head.ids.copy_(ids.flip(0))
         first = head_topk(head, hidden, 1, positions, sampling)[1][:, 0]

@@ -107,7 +107,7 @@ def test_a_replay_gives_the_same(vocab):
     emitted = emitted_of(vocab, "cuda")
     counts = torch.tensor(WANTED, dtype=torch.int32, device="cuda")
 
-    def run() -> Tensor:
+    def run():
         out = torch.full((COLUMNS, len(SLOTS), 4), UNWRITTEN, dtype=torch.int32, device="cuda")
         emitted_logprobs.triton(logits, emitted, counts, None, out)
         return out

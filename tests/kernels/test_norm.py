@@ -215,7 +215,7 @@ def test_a_row_does_not_depend_on_the_others(device):
     assert torch.equal(torch.cat([rms_norm.triton(row, weight, EPS) for row in x.split(1)]), together)
     delta = random((40, 256), torch.float32, device, 2)
 
-    def grown(rows: slice) -> tuple[list[Tensor], Tensor]:
+    def grown(rows):
         branch = Branch(delta[rows], weight, EPS)
         return grow_and_norm.triton(x[rows], Increment(branch, branch, (weight, EPS)), [weight], EPS)
 
@@ -304,7 +304,7 @@ def test_gradients_of_a_residual_that_grows(autocast, device):
 def test_a_graph_replays_the_norms(rows):
     x, delta, weight = (random(shape, torch.bfloat16, "cuda", 0) for shape in ((rows, 4096), (rows, 4096), (4096,)))
 
-    def run() -> list[Tensor]:
+    def run():
         normed, summed = add_rms_norm.triton(x, delta, weight, EPS)
         return [rms_norm.triton(summed, weight, EPS), rms_norm_pair.triton(normed, summed, (weight, weight), EPS)]
 

@@ -34,7 +34,7 @@ class Scene:
         N, S, Q, G, D = case
         generator = torch.Generator().manual_seed(sum(case))
 
-        def random(*shape: int, scale: float = 1.0) -> Tensor:
+        def random(*shape, scale=1.0):
             return (scale * torch.randn(shape, generator=generator)).to(device, dtype)
 
         self.q = random(N, Q, D, scale=2.0)

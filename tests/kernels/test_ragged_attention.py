@@ -260,7 +260,7 @@ def same(actual: Tiles | None, right: Tiles | None) -> None:
 def test_plan_of_the_kernel_is_that_of_the_reference(seed, device):
     rng = random.Random(seed)
 
-    def length() -> int:
+    def length():
         return rng.choice((0, 1, 127, 128, rng.randrange(600), rng.randrange(9000), rng.randrange(70000)))
 
     max_nodes = rng.choice((1, 4, 16, 64))

@@ -532,7 +532,7 @@ def test_a_graph_replays_a_step(branches):
     results = scene.new_results("cpu")[None].repeat(3, 1, 1).pin_memory()
     passes = torch.zeros(1, dtype=torch.int64, device="cuda")
 
-    def run() -> tuple[Tensor | None, ...]:
+    def run():
         for x, y in zip(stored, before, strict=True):
             x.copy_(y)
         results.fill_(-1)

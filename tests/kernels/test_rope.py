@@ -171,7 +171,7 @@ def test_replays_write_what_eager_calls_write():
     expected = rotate_and_store(*scene.arguments())
     keys = scene.keys[scene.slots]
 
-    def run() -> Tensor:
+    def run():
         scene.keys.fill_(torch.nan)
         return rotate_and_store(*scene.arguments())
 

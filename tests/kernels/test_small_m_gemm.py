@@ -145,7 +145,7 @@ def test_a_graph_replays_a_chain(run):
     x, down, _ = random(4, 4096, 14336, torch.bfloat16, "cuda")
     _, gate_up, _ = random(4, 28672, 4096, torch.bfloat16, "cuda")
 
-    def layer(x: Tensor) -> Tensor:
+    def layer(x):
         return F.rms_norm(small_m.gated_linear_few_rows_triton(run(x, down), gate_up), (14336,))
 
     check_chain([layer], x)

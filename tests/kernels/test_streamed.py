@@ -1,11 +1,9 @@
 """Gated MLPs in one kernel against the separate kernels, bit by bit."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.gemm import fp8
@@ -27,16 +25,16 @@ def test_an_mlp_in_fp8_has_the_bits_of_its_parts(shape):
     size, intermediate = shape
     gate_up, down = (FP8Matrix(*test_fp8.layer(*pair, False, "cuda")) for pair in ((2 * intermediate, size), shape))
 
-    def whole(x: Tensor) -> Tensor:
+    def whole(x):
         product = Product("fp8", len(x), size, size, "mlp", size=intermediate)
         assert choose(product, device_of(x)).kernel == "fp8 mlp"
         return fp8_mlp(fp8.quantize_rows(x), gate_up, down)
 
-    def apart(x: Tensor) -> Tensor:
+    def apart(x):
         hidden = fp8.fp8_linear(fp8.quantize_rows(x), *gate_up, None, True)
         return fp8.fp8_linear(fp8.quantize_rows(hidden), *down)
 
-    def chain(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def chain(layer, x):
         for _ in range(6):
             x = F.rms_norm(x + layer(x), (size,))
         return x

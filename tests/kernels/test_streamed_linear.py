@@ -53,13 +53,13 @@ def of_16_bits(shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype =
     weight = torch.randn(shape, device="cuda").to(dtype)
     own_bias = None if bias is None else bias.to(dtype)
 
-    def streamed(x: Tensor, rotation: Rotation | None) -> Tensor:
+    def streamed(x, rotation):
         kind = "plain" if rotation is None else "rotated"
         choice = choose(product_of(x, weight, kind, is_exact=True, rotation=rotation), device_of(x))
         assert choice.kernel == "streamed"
         return few_rows(choice, x, weight, own_bias, rotation)
 
-    def usual(x: Tensor, rotation: Rotation | None) -> Tensor:
+    def usual(x, rotation):
         return small_m.linear_few_rows_triton(x, weight, own_bias, choose_tiling(*shape, num_rows=len(x)), rotation)
 
     return ProductPair(streamed, usual, STREAMED_ROWS["16 bits"], dtype)
@@ -69,13 +69,13 @@ def of_fp8(shape: tuple[int, int], bias: Tensor | None, *, by_block: bool = Fals
     weight, scales = test_fp8.layer(*shape, by_block, "cuda")
     quantize = partial(fp8.quantize_rows, input_scales=fp8.InputScales(by_block=by_block))
 
-    def streamed(x: Tensor, rotation: Rotation | None) -> Tensor:
+    def streamed(x, rotation):
         rows = quantize(x)
         kind = "plain" if rotation is None else "rotated"
         assert choose(fp8.fp8_product(rows, weight, scales, kind, rotation), device_of(x)).kernel == "streamed"
         return fp8.fp8_linear_triton(rows, weight, scales, bias, rotation=rotation)
 
-    def usual(x: Tensor, rotation: Rotation | None) -> Tensor:
+    def usual(x, rotation):
         tiling = choose_fp8_tiling(*shape, False, len(x), by_block)
         return fp8.fp8_linear_triton(quantize(x), weight, scales, bias, tiling=tiling, rotation=rotation)
 
@@ -85,11 +85,11 @@ def of_fp8(shape: tuple[int, int], bias: Tensor | None, *, by_block: bool = Fals
 def of_4_bits(shape: tuple[int, int], bias: Tensor | None, group: int = 128, symmetric: bool = True) -> ProductPair:
     weight, _ = test_int4.layer(*shape, group, symmetric, "cuda", torch.bfloat16)
 
-    def streamed(x: Tensor, _: Rotation | None) -> Tensor:
+    def streamed(x, _):
         assert choose(int4.int4_product(x, weight, "plain", True), device_of(x)).kernel == "int4 streamed"
         return int4.int4_linear_triton(x, weight, bias)
 
-    def usual(x: Tensor, _: Rotation | None) -> Tensor:
+    def usual(x, _):
         return int4.int4_linear_triton(x, weight, bias, tiling=choose_int4_tiling(*shape, num_rows=len(x)))
 
     return ProductPair(streamed, usual, STREAMED_INT4_ROWS)
@@ -185,7 +185,7 @@ def test_a_graph_replays_a_chain(name):
     """Each kernel's weights are read while the one before it runs, and its rows once that has written them."""
     pair = FORMATS[name]((4096, 4096), None)
 
-    def chain(product: Product, x: Tensor) -> Tensor:
+    def chain(product, x):
         for _ in range(8):
             x = torch.nn.functional.rms_norm(x + product(x, None), (4096,))
         return x

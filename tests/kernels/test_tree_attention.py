@@ -243,7 +243,7 @@ def test_a_graph_follows_the_lengths_on_the_device():
     values = scene.values.nan_to_num(0.5)
     lengths = scene.lengths.clone()
 
-    def attend() -> Tensor:
+    def attend():
         out = tree_attention(scene.q, keys, values, scene.pages, scene.rows, lengths, scene.ancestors, "tree", 0.3)
         assert isinstance(out, Tensor)
         return out

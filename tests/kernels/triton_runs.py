@@ -60,7 +60,7 @@ def check_chain(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> None
     """Each kernel starts while the one before it runs, and reads what that one writes: eight rounds of `layers` in a
     graph give what they give where each has ended before the next."""
 
-    def chain(pause: bool = False) -> Tensor:
+    def chain(pause=False):
         hidden = x
         for _ in range(8):
             for layer in layers:

@@ -46,7 +46,7 @@ def killed(action: Callable[[Path], None], path: Path, number: int) -> bool:
     if child == 0:
         calls = iter(range(number))
 
-        def count(event: str, _: object) -> None:
+        def count(event, _):
             is_call = event == "open" or event.startswith(("os.", "fcntl."))
             if is_call and next(calls, None) is None:
                 signal.raise_signal(signal.SIGKILL)

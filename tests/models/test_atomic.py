@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
@@ -59,12 +58,12 @@ def test_all_is_on_the_disk_before_it_gets_its_name(action, tmp_path, monkeypatc
     sync = os.fsync
     rename = os.rename
 
-    def checked(source: Path, target: Path) -> None:
+    def checked(source, target):
         paths = [source, *source.rglob("*")]
         assert {path.stat().st_ino for path in paths} <= synced
         rename(source, target)
 
-    def note(descriptor: int) -> None:
+    def note(descriptor):
         synced.add(os.fstat(descriptor).st_ino)
         sync(descriptor)
 
@@ -82,7 +81,7 @@ def test_a_failure_leaves_the_old_ones(error, tmp_path):
     make(folder, "old")
     file.write_text("old")
 
-    def fail() -> None:
+    def fail():
         with atomic_folder(folder, KIND.check) as new, atomic_file(file) as temporary:
             (new / "a").write_text("new")
             temporary.write_text("new")
@@ -99,7 +98,7 @@ def test_nothing_is_lost_where_the_second_rename_fails(tmp_path, monkeypatch):
     rename = os.rename
     make(path, "old")
 
-    def fail(source: Path, target: Path) -> None:
+    def fail(source, target):
         if target == path:
             raise OSError("disk error")
         rename(source, target)
@@ -149,7 +148,7 @@ def test_a_lock_is_of_the_file_that_bears_the_name(tmp_path, monkeypatch):
     lock = fcntl.flock
     other.touch()
 
-    def replace_and_lock(file: BinaryIO, operation: int) -> None:
+    def replace_and_lock(file, operation):
         if other.exists():
             other.replace(path)
         lock(file, operation)
@@ -189,7 +188,7 @@ def test_a_folder_that_became_somebody_elses_while_it_was_written_is_kept(tmp_pa
     path = tmp_path / "name"
     make(path, "old")
 
-    def write() -> None:
+    def write():
         with atomic_folder(path, KIND.check) as folder:
             (folder / "a").write_text("new")
             (path / "notes").write_text("mine")

@@ -42,7 +42,7 @@ SHAPES = table_of(__file__, "shapes")  # of some tensors
 def make_draft(make_target) -> Callable[..., DFlash]:
     target = load_config(make_target("qwen3"))
 
-    def make(**fields: Any) -> DFlash:
+    def make(**fields):
         torch.manual_seed(4)
         sizes = {"num_layers": 2, "mask_token_id": 7, "block_size": 8, "aux_layers": (0, 2)}
         module = DFlash(DFlashConfig.from_target(target, **sizes | ORIGIN | fields))
@@ -155,10 +155,10 @@ def test_the_scorer_equals_torchs_attention(make_draft):
     log_probs = torch.randn(B, K, 9).log_softmax(-1).sort(descending=True).values[..., :k]
     start, edges = scorer(embedded, log_probs, hidden, context)
 
-    def norm(x: Tensor, name: str) -> Tensor:
+    def norm(x, name):
         return nn.functional.rms_norm(x, x.shape[-1:], scorer.get_parameter(f"{name}.weight"), 1e-6)
 
-    def mlp(x: Tensor, name: str) -> Tensor:
+    def mlp(x, name):
         module = scorer.get_submodule(name)
         return module.down_proj(nn.functional.silu(module.up_proj(x)))
 

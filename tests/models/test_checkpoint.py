@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import huggingface_hub
@@ -118,7 +117,7 @@ def test_the_tokenizer_hash_is_of_the_mapping_alone(tmp_path):
 
 
 def test_slow_tokenizers_are_hashed_by_their_vocabulary():
-    def slow(vocab: dict[str, int]) -> str:
+    def slow(vocab):
         return tokenizer_hash(SimpleNamespace(is_fast=False, get_vocab=lambda: vocab))
 
     assert slow({"a": 0, "b": 1}) == slow({"b": 1, "a": 0})
@@ -189,7 +188,7 @@ def test_the_hub_is_asked_for_what_is_read_and_no_more(kind, weights, trust_remo
     downloads = []
     fill(tmp_path / "hub", files)
 
-    def fetch(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: Any = None) -> str:
+    def fetch(name, *, revision, allow_patterns, ignore_patterns=None):
         downloads.append((name, revision))
         for file in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
             (commit / file).parent.mkdir(parents=True, exist_ok=True)
@@ -258,7 +257,7 @@ NOT_FOUND = RepositoryNotFoundError(
     ],
 )
 def test_the_hubs_errors_are_sentences(error, message, monkeypatch):
-    def fail(*_: object, **__: object) -> str:
+    def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)

@@ -1,7 +1,6 @@
 """The EAGLE network against its fp64 oracle; its files, those of other trainers, and refusals."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from slipstream.tests.tables import each_case, table_of
 
 @pytest.fixture
 def make_draft(make_target, tmp_path) -> Callable[..., SavedDraft]:
-    def make(**fields: Any) -> SavedDraft:
+    def make(**fields):
         target = load_config(make_target("llama"))
         torch.manual_seed(4)
         module = Eagle(EagleConfig.from_target(target, **ORIGIN, **fields))

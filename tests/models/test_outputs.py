@@ -97,7 +97,7 @@ def test_an_output_is_no_input(kind, output, source, relation, tmp_path):
 def test_a_file_is_replaced_if_it_was_asked_for_and_is_ours(tmp_path):
     path = tmp_path / "map"
 
-    def check(*, overwrite: bool, is_ours: bool = True) -> None:
+    def check(*, overwrite, is_ours=True):
         check_output_file(str(path), lambda _: is_ours, "a map", {}, overwrite=overwrite, option="plot")
 
     check(overwrite=False)

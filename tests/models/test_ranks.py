@@ -627,7 +627,7 @@ def test_fp8_mlps_of_ranks_add_up_to_one(rows):
     gates, ups, downs = (quantize_weight(weight)[0] for weight in weights)
     scales = torch.tensor([[0.5, 2.0]])  # of two blocks of 128 channels
 
-    def mlp(rank: int, world: int) -> nn.Module:
+    def mlp(rank, world):
         part = slice(256 * rank // world, 256 * (rank + 1) // world)
         network = GatedMLP(128, MLPSpec(intermediate_size=256 // world))
         for name, codes in (("gate_up_proj", torch.cat([gates[part], ups[part]])), ("down_proj", downs[:, part])):
@@ -658,7 +658,7 @@ def test_fp8_layers_scale_the_leaves_of_shared_inputs():
     codes, scales = quantize_weight(weight)
     x = torch.randn(3, 1024)
 
-    def layer(part: slice) -> FP8Linear:
+    def layer(part):
         linear = Linear(part.stop - part.start, 128)
         linear.shares_inputs = True
         with torch.device("cpu"):

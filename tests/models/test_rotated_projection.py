@@ -1,8 +1,6 @@
 """Layers whose projection rotates and stores what it projects, against those that leave this to attention. The kernels
 themselves are tested in tests/kernels/test_rope.py; here plain torch stands for them."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -61,11 +59,11 @@ def test_it_attends_to_the_same(format, monkeypatch):
         projection.load_part(None, {"weight": layer.qkv_proj.weight.data})
         layer.qkv_proj = projection
 
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rotation) -> Tensor:
+    def multiply(x, weight, bias, rotation):
         calls.append(len(x))
         return rotated(linear(x, weight, bias), rotation)
 
-    def multiply_fp8(x: fp8.QuantizedRows, *arguments: Any, rotation: Rotation) -> Tensor:
+    def multiply_fp8(x, *arguments, rotation):
         calls.append(len(x.codes))
         return rotated(fp8.fp8_linear.reference(x, *arguments), rotation)
 

@@ -32,7 +32,7 @@ def start(tmp_path, monkeypatch) -> Iterator[Start]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     processes = []
 
-    def run(kind: str) -> subprocess.Popen[bytes]:
+    def run(kind):
         environment = os.environ | {"TMPDIR": str(tmp_path)}
         argv = [sys.executable, "-c", HOLD, kind]
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -48,7 +48,7 @@ def start(tmp_path, monkeypatch) -> Iterator[Start]:
 
 
 def test_folders_of_killed_programs_are_removed(start, tmp_path):
-    def entries() -> set[Path]:
+    def entries():
         return {*tmp_path.iterdir()}
 
     start("ranks")

@@ -151,7 +151,7 @@ def reads(monkeypatch) -> list[tuple[int, int]]:
     requests = []
     monkeypatch.setattr(state_store, "READ_AHEAD_BYTES", 48)
 
-    def record(_file: int, first: int, count: int, advice: int) -> None:
+    def record(_file, first, count, advice):
         assert advice == os.POSIX_FADV_WILLNEED
         requests.append((first, count))
 

@@ -170,7 +170,7 @@ def test_a_file_is_released_once_its_tensors_are_loaded(tmp_path, monkeypatch):
     alive_names = []
     load_part = Linear.load
 
-    def load_and_look(*arguments: Any) -> None:
+    def load_and_look(*arguments):
         alive_names.append([name for name, reference in references.items() if reference() is not None])
         load_part(*arguments)
 

@@ -26,7 +26,6 @@ from slipstream.serve.request import (
     SamplingParams,
     TokenTrace,
 )
-from slipstream.serve.runner.batch import DraftBatch, Proposal
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.tables import table_of
@@ -137,7 +136,7 @@ def watch_outputs(engine: Engine, look: Callable[[StepPlan, StepOutput], None]) 
     """Calls `look` from now on with each step that was read, before it is committed."""
     commit = engine.planner.commit
 
-    def looking(plan: StepPlan, output: StepOutput, *options: Any) -> list[Output]:
+    def looking(plan, output, *options):
         look(plan, output)
         return commit(plan, output, *options)
 
@@ -149,7 +148,7 @@ def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]
     propose = drafter.propose
     proposed = dict[int, tuple[list[int], list[float]]]()
 
-    def recorded(batch: DraftBatch, width: int) -> Proposal:
+    def recorded(batch, width):
         proposal = propose(batch, width)
         nodes = zip(proposal.tokens.tolist(), proposal.scores.tolist(), strict=True)
         proposed.update(zip(batch.requests.tolist(), nodes, strict=True))
@@ -167,7 +166,7 @@ def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict
     proposed = record_proposals(engine.runner.drafter)
     steps = []
 
-    def record(*_: object) -> None:
+    def record(*_):
         for sequence in decoding(engine):
             stored = tuple(engine.runner.state.proposals[:2, sequence.slot].tolist())
             steps.append((sequence.request, [*sequence.tokens], stored, proposed[sequence.slot][1]))
@@ -192,7 +191,7 @@ def remembered(oracle: Oracle) -> Oracle:
     """The same, computed once for a text, however often engines come by it."""
     nodes = {}
 
-    def recall(tokens: list[int], request: Request) -> Nodes:
+    def recall(tokens, request):
         key = (tuple(tokens), request.seed, request.choice, request.params.temperature)
         if key not in nodes:
             nodes[key] = oracle(tokens, request)
@@ -206,7 +205,7 @@ def counted_bins(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts = []
     record = engine.planner.policy.record
 
-    def watch(slots: Any, *arguments: Any) -> None:
+    def watch(slots, *arguments):
         counts.append(len(slots))
         record(slots, *arguments)
 
@@ -268,7 +267,7 @@ def drafted_engines(target: Path, folder: Path, texts: list[tuple[int, list[int]
 def engines_of(target: Path, folder: Path, **shared: Any) -> Build:
     """As `drafted_engines`, of drafts that lie in `folder` already. `shared`: options of all engines."""
 
-    def make(drafter: str, **options: Any) -> Engine:
+    def make(drafter, **options):
         name = drafter.split()[0]
         draft = name if name in ("none", "ngram") else folder / name
         return build_engine(target, draft, drafter=DRAFTERS[drafter], **shared | options)
@@ -293,7 +292,7 @@ def kinds_of_requests(
     """Requests by id, of every kind of sampling; some prompts begin alike. Answers have fewer than `longest` tokens,
     prompts fewer than 100; with `longest_prompt` every fourth has up to so many, most of them short."""
 
-    def prompt(index: int) -> list[int]:
+    def prompt(index):
         if longest_prompt is not None and index % 4 == 3:
             return random_prompt(int(longest_prompt ** rng.random()), index)
         return random_prompt(40, index % 5)[: rng.randrange(1, 40)] + random_prompt(rng.randrange(1, 60), index)
@@ -327,7 +326,7 @@ def serve_traffic(
     answers = dict[str, Answer]()
     number = 0
 
-    def goes_on() -> bool:
+    def goes_on():
         return more(number) or (number < MOST_REQUESTS and not engine.scheduler.num_preemptions)
 
     while goes_on() or engine.has_work:

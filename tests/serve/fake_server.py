@@ -87,7 +87,7 @@ def serving(config: ServeConfig, make_engine: EngineFactory = FakeEngine) -> Ite
     """A server with an engine process, a fake one unless told otherwise, on a thread of this process."""
     servers = []
 
-    async def run() -> None:
+    async def run():
         listener = bind(config.host, config.port)
         async with prepare(config, listener, EngineClient(make_engine)) as server:
             servers.append(server)

@@ -96,7 +96,7 @@ def fleet_serving(config: ServeConfig, num_replicas: int = 2, keys: Sequence[str
     """A deployment on a thread of this process."""
     servers = []
 
-    async def run() -> None:
+    async def run():
         replicas = [
             Replica(f"r{index}", EngineClient(FakeEngine), draft="fake", health_timeout=120)
             for index in range(num_replicas)

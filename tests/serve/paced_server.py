@@ -164,7 +164,7 @@ def paced(dialect: str = "plain", **options: Any) -> Iterator[PacedServer]:
     app.add_routes([web.post("/v1/chat/completions", server.chat)])
     runner = web.AppRunner(app)
 
-    async def start() -> None:
+    async def start():
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

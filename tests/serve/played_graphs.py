@@ -15,12 +15,12 @@ from slipstream.serve.engine.build import Capture, Networks, build, measured_cos
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import EnginePlan, read_plan
 from slipstream.serve.engine.graph_keys import MODES, GraphKeys
-from slipstream.serve.engine.plan import StepKey, StepPlan
+from slipstream.serve.engine.plan import StepKey
 from slipstream.serve.engine.step_costs import Costs, StepCosts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.cuda_graphs import Capturer, DraftGraphs, Part, StepGraphs, make_graphs
 from slipstream.serve.runner.model_runner import ModelRunner
-from slipstream.serve.runner.step import Results, StepPasses
+from slipstream.serve.runner.step import StepPasses
 
 ATTENTION = "prefill=sdpa,verify=triton,draft=triton"
 
@@ -51,7 +51,7 @@ class Player(Capturer):
         """A part's value is a list that holds what its last replay returned."""
         played = []
 
-        def play() -> None:
+        def play():
             played[:] = [part(value[0] if value else None)]
 
         return Played(play), played
@@ -72,7 +72,7 @@ def play_all(passes: StepPasses, keys: GraphKeys) -> tuple[StepGraphs, DraftGrap
         drafts.capture_all()
     finish = steps.finish
 
-    def finish_and_copy(plan: StepPlan, number: int) -> tuple[Results, int]:
+    def finish_and_copy(plan, number):
         results, first = finish(plan, number)
         logprobs = None if results.logprobs is None else results.logprobs.clone()  # as a GPU's before the next replay
         return results._replace(logprobs=logprobs), first

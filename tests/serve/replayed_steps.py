@@ -28,7 +28,7 @@ def record_steps(engine: Engine, requests: Sequence[Request], file: Path, patch:
     outputs = Outputs()
     read = InFlight.read
 
-    def reading(flight: InFlight) -> StepOutput:
+    def reading(flight):
         outputs[flight.plan.number] = read(flight)
         return outputs[flight.plan.number]
 

@@ -231,10 +231,10 @@ def test_a_new_template_is_noticed_whatever_users_write():
     """The template decides the first two tokens and the last three; texts the others."""
     generator = random.Random(0)
 
-    def prompt(head: list[int], tail: list[int]) -> list[int]:
+    def prompt(head, tail):
         return [*head, *(generator.randrange(100, 5000) for _ in range(generator.randrange(1, 40))), *tail]
 
-    def serve(forms: PromptForms, head: list[int], tail: list[int], count: int, *, learns: bool = True) -> None:
+    def serve(forms, head, tail, count, *, learns=True):
         for _ in range(count):
             edges = forms.see(chat(prompt(head, tail)))
             if learns:
@@ -313,7 +313,7 @@ def test_rates_are_those_of_first_tokens(draft, options, width):
     rates = []
     record = engine.planner.alarm.record
 
-    def note(slots: Any, values: Any) -> None:
+    def note(slots, values):
         rates.extend(values.tolist())
         record(slots, values)
 

@@ -193,7 +193,7 @@ def test_a_text_that_spells_a_marker_is_none(tmp_path):
     call = '\n{"name": "now", "arguments": {}}\n'
     marker = tokenizer.convert_tokens_to_ids
 
-    def encode(text: str) -> list[int]:
+    def encode(text):
         return tokenizer(text, split_special_tokens=True, add_special_tokens=False).input_ids
 
     spelled = encode(f"<tool_call>{call}</tool_call>")

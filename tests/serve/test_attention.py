@@ -1,7 +1,6 @@
 """Every attention backend that runs here against one loop per request, query and head."""
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from slipstream.serve.attention.base import NO_BACKENDS, Backend
 from slipstream.serve.attention.parts import Nodes, PartsAttention
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
-from slipstream.serve.runner.batch import AttentionMetadata, Phase
+from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.serve.runner.request_state import KVSlots
 from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.serve.attention_passes import LAYER, RAGGED, Pass, Scene
@@ -165,7 +164,7 @@ def test_many_requests_share_a_call_on_a_cpu(name, monkeypatch):
     calls = []
     attend_pages = SDPABackend._attend_pages
 
-    def record(backend: SDPABackend, q: Tensor, pages: Tensor, *arguments: Any) -> Tensor:
+    def record(backend, q, pages, *arguments):
         calls.append(len(pages))
         return attend_pages(backend, q, pages, *arguments)
 
@@ -262,7 +261,7 @@ def test_a_pass_by_parts_equals_a_loop(nodes, name):
     split = Nodes.of(counts, scene.device)
     attention = PartsAttention(split, nodes(scene.kv, scene.ropes), SDPABackend(scene.kv, scene.ropes))
 
-    def part(phase: Phase, requests: slice, **shape: Any) -> AttentionMetadata:
+    def part(phase, requests, **shape):
         return AttentionMetadata(
             phase=phase,
             state=scene.state,

@@ -288,7 +288,7 @@ def test_times_of_random_tokens_lead_to_the_budgets_of_real_text(batch, power, m
     """A step of text reads fewer experts than start-up `measured`, or is faster by a factor: that is learnt from its
     times."""
 
-    def step_ms(rows: int, requests: int, width: int) -> float:
+    def step_ms(rows, requests, width):
         return experts_ms(rows, requests, width, overlap=0.4)
 
     rates = []
@@ -365,7 +365,7 @@ def test_nodes_beside_prompts_pay_as_much_as_elsewhere():
     for prompt_rows in (0, 7, 100, 300):
         choice = settled(policy, 64, prompt_rows)
 
-        def value(nodes: int, prompt_rows: int = prompt_rows, width: int = choice.width) -> float:
+        def value(nodes, prompt_rows=prompt_rows, width=choice.width):
             tokens = 64 * mean_tokens(policy, width, nodes / 64 - 1)
             return tokens - alone.tokens / alone.ms * policy.costs.target(nodes + prompt_rows, filtered=False)
 

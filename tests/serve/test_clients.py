@@ -184,7 +184,7 @@ def test_tools_are_called(client, brief):
 def run_program(server, tmp_path_factory) -> Callable[..., Any]:
     """Installs a client into an environment of its own, above this one, and gives what its program in clients/ says."""
 
-    def run(package: str, program: str, *arguments: str) -> Any:
+    def run(package, program, *arguments):
         home = tmp_path_factory.mktemp(program)
         subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
         python = str(home / "bin" / "python")

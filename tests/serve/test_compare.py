@@ -66,7 +66,7 @@ def test_twenty_runs_of_simulated_servers(questions, tmp_path, slowed, least_cor
     rng = random.Random(5)
     clock = [0.0]
 
-    async def send(client: Client, tasks: Any, level: int) -> LoadResult:
+    async def send(client, tasks, level):
         answers = [Answer(completion_tokens=length_of(prompt[0]["content"])) for prompt, _ in tasks]
         disturbed = rng.uniform(0.05, 0.5) if rng.random() < 0.06 else 0.0
         seconds = 0.1 + sum(answer.completion_tokens for answer in answers) / 250  # 16 answers: about a second

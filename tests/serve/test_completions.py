@@ -50,11 +50,11 @@ def test_text_that_waits_is_joined(burst):
     order = [0] * 40 + [1] * 25
     rng.shuffle(order)
 
-    async def run() -> list[Delta]:
+    async def run():
         completion = call(2)
         deltas = []
 
-        async def take() -> None:
+        async def take():
             async for delta in completion.deltas():
                 deltas.append(delta)
 
@@ -80,11 +80,11 @@ def test_text_that_waits_is_joined(burst):
 
 
 def test_what_came_before_a_failure_is_not_lost():
-    async def run() -> list[str]:
+    async def run():
         completion = call(2)
         texts = []
 
-        async def take() -> None:
+        async def take():
             async for delta in completion.deltas():
                 texts.append(delta.content)
 

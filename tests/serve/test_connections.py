@@ -162,7 +162,7 @@ def test_a_hundred_events_for_a_client_that_has_left_are_one_line(own_server, ca
         [state] = connections_of_server
     wait_until(lambda: not connections_of_server, "the client has left")
 
-    async def write() -> None:
+    async def write():
         for _ in range(100):
             state.transport.write(b"data: {}\n\n")
 

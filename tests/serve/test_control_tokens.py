@@ -98,7 +98,7 @@ def test_no_special_token_arises_from_text(name, contents):
     tokenizer, _ = both(name)
     kinds = special_tokens(tokenizer).values()
 
-    def special(ids: list[int]) -> list[int]:
+    def special(ids):
         return [token for token in ids if token in kinds]
 
     _, empty = encoded(name, conversation(["" for _ in contents]))

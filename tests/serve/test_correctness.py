@@ -36,7 +36,7 @@ class Subject(NamedTuple):
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory) -> Callable[[str], Subject]:
     @cache
-    def find(kind: str) -> Subject:
+    def find(kind):
         folder = tmp_path_factory.mktemp(kind)
         target = find_target(kind, folder)
         return Subject(target, answers_alone(target), folder)

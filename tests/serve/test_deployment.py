@@ -91,7 +91,7 @@ class Deployment:
         return total
 
     def wait_for_replicas(self, number: int = 2) -> None:
-        def are_there() -> bool:
+        def are_there():
             with suppress(httpx.HTTPError):
                 return sum(self.samples("engine_up", "replica").values()) == number
             return False
@@ -111,7 +111,7 @@ class Deployment:
         """Has clients ask, streamed and greedy, while `act` runs, and for so many seconds after it."""
         stop = asyncio.Event()
 
-        async def ask(client: Client, number: int) -> list[Answer]:
+        async def ask(client, number):
             answers = []
             while not stop.is_set():
                 question = QUESTIONS[(number + NUM_CLIENTS * len(answers)) % len(QUESTIONS)]
@@ -121,7 +121,7 @@ class Deployment:
                 self.texts.setdefault(question, set()).add(answer.text if answer.error is None else "")
             return answers
 
-        async def run() -> list[Answer]:
+        async def run():
             async with Client(self.url, connections=NUM_CLIENTS, api_key=KEY) as client:
                 tasks = [asyncio.create_task(ask(client, number)) for number in range(NUM_CLIENTS)]
                 await asyncio.sleep(3)

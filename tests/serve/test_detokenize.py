@@ -106,7 +106,7 @@ def lossy(name: str, tokens: list[int], prompt: list[int]) -> str:
     tokenizer = TOKENIZERS[name]()
     texts = TokenTexts(tokenizer)
 
-    def spelled(ids: list[int]) -> str:
+    def spelled(ids):
         text = b"".join(texts.bytes_of(token) for token in ids if token >= len(SPECIAL)).decode(errors="replace")
         return text.removeprefix(" ") if name == "byte_fallback" else text
 

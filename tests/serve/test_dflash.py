@@ -106,7 +106,7 @@ def make_draft(make_target, tmp_path_factory) -> MakeDraft:
     """(family, variant) -> folder of a draft that knows the first two answers to `requests_of`."""
 
     @cache
-    def make(family: str, variant: str) -> Path:
+    def make(family, variant):
         target = make_target(family)
         folder = tmp_path_factory.mktemp("drafts") / family
         save_random_dflash(target, folder, texts_of(target, requests_of()[:2]), **VARIANTS[variant])
@@ -326,7 +326,7 @@ def test_behind_trees_of_ngrams_the_network_proposes_the_same(make_target, make_
     engine = build_engine(target, draft, drafter={"ngram_first": 2, "ngram_nodes": 7})
     proposed = record_proposals(engine.runner.drafter)
 
-    def check(*_: object) -> None:
+    def check(*_):
         for sequence in decoding(engine):
             assert proposed[sequence.slot][0] == oracle(sequence.tokens, sequence.request)[0]
 

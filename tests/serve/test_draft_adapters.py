@@ -76,7 +76,7 @@ def drafts(make_target, tmp_path_factory) -> Drafts:
     """Name in DRAFTS -> a draft, and two adapters of other ranks by name."""
 
     @cache
-    def make(save: Callable[[Path, Path], None]) -> dict[str, Path]:
+    def make(save):
         folder = tmp_path_factory.mktemp("drafts")
         target = make_target("qwen3")
         save(target, folder / "none")

@@ -74,7 +74,7 @@ def drafts(make_target, tmp_path_factory) -> Drafts:
     """Name in CHECKPOINTS -> two drafts of one network."""
 
     @cache
-    def make(save: Callable[[Path, Path], None]) -> tuple[Path, Path]:
+    def make(save):
         folder = tmp_path_factory.mktemp("drafts")
         save(make_target("qwen3"), folder / "first")
         return folder / "first", save_changed(folder / "first", folder / "second", 0.1)
@@ -86,7 +86,7 @@ def swap_at_random(engine: Engine, drafts: tuple[Path, Path], seed: int) -> Call
     """For `run`: swaps the draft after about every third step."""
     generator = random.Random(seed)
 
-    def after_step(*_: object) -> None:
+    def after_step(*_):
         if generator.random() < 0.3:
             engine.swap_draft(engine.stage_draft(str(generator.choice(drafts))), trial_rounds=0)
 
@@ -258,7 +258,7 @@ def test_an_interrupted_swap_changes_nothing(make_target, drafts, monkeypatch):
     with monkeypatch.context() as patch:
         calls = []
 
-        def interrupted(module: torch.nn.Module) -> None:
+        def interrupted(module):
             calls.append(module)
             if len(calls) == 1:
                 raise KeyboardInterrupt

@@ -141,7 +141,7 @@ def test_prompts_and_answers_count_but_not_rows_that_fill_up():
     head = DraftHead(torch.zeros(40, 8), ids, gathered=True)
     vocabulary = DraftVocabulary(head, RecentTokens(ids, 10, 40))
 
-    def observe(*next_tokens: int) -> None:
+    def observe(*next_tokens):
         places = torch.zeros(len(next_tokens), dtype=torch.int64)
         zeros = torch.zeros(1, dtype=torch.int64)
         slots = KVSlots(lambda _: places)

@@ -22,7 +22,6 @@ from slipstream.serve.engine.engine_plan import (
     enough_prompt_tokens,
     pick_prompt_tokens,
 )
-from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar
 from slipstream.serve.runner.chunks import padding_prompts
@@ -239,7 +238,7 @@ def test_half_precision_runs(dtype, target, draft):
 def test_metrics_count_requests(target):
     engine = build_engine(target, max_running=2)
 
-    def requests() -> dict[str, float]:
+    def requests():
         return {
             name: value for name, value in engine.metrics().items() if name in ("running", "waiting", "preemptions")
         }
@@ -275,7 +274,7 @@ def test_a_step_computes_no_more_of_prompts_than_its_budget(decoding, target, dr
     sizes = list[int]()
     requests = [make_request(str(seed), random_prompt(50, seed), max_tokens=40, ignore_eos=True) for seed in range(3)]
 
-    def count(event: str, plan: StepPlan) -> None:
+    def count(event, plan):
         if event == "launched" and bool(plan.slots) == decoding and plan.chunks:
             sizes.append(sum(len(chunk.tokens) for chunk in plan.chunks))
 

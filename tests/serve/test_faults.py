@@ -39,12 +39,12 @@ def test_a_tokenizer_that_breaks_down_ends_one_request(client, server, error, mo
     encode = server.api.frontend.encode
     push = TextStream.push
 
-    def encode_or_break(text: str, *arguments: Any, **options: Any) -> list[int]:
+    def encode_or_break(text, *arguments, **options):
         if text == "break":
             raise error
         return encode(text, *arguments, **options)
 
-    def push_or_break(stream: TextStream, tokens: list[int], *arguments: Any) -> str:
+    def push_or_break(stream, tokens, *arguments):
         if broken in tokens:
             raise error
         return push(stream, tokens, *arguments)
@@ -108,7 +108,7 @@ def test_sigterm_under_load_loses_nothing(byte_target):
     with running(script(byte_target, "max_model_len=4096")) as process, ThreadPoolExecutor(48) as pool:
         client = httpx.Client(base_url=read_banner(process)[2], timeout=120)
 
-        def ask(index: int) -> str:
+        def ask(index):
             body = {**SLOW, "max_tokens": 300, "stream": index % 2 == 0}
             try:
                 answer = client.post(COMPLETIONS, json=body)

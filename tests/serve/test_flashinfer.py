@@ -132,7 +132,7 @@ def test_kernels_for_prompts_are_compiled_in_the_background(backend, monkeypatch
         options = variant.has_window, variant.has_softcap
         assert fake_flashinfer.compiled[-1] == ("fa3", *[dtype] * 3, torch.int32, 64, 64, 0) + options + (False,)
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise RuntimeError("nvcc: no such option")
 
     monkeypatch.setattr(module, "get_batch_prefill_module", fail)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.serve.fleet.client import FleetClient, ReplicaCounts
+from slipstream.serve.fleet.client import FleetClient
 from slipstream.serve.fleet.options import DeployConfig
 from slipstream.serve.fleet.replica import Abort, Failure, ReplicaState, Reply
 from slipstream.serve.http.engine_client import EngineError
@@ -86,7 +86,7 @@ def outputs_of(tokens: list[int], cuts: list[int], *, is_whole: bool, rich: bool
 def carried(fleet: ScriptedFleet, act: Callable[[FleetClient], Coroutine[Any, Any, None]] | None = None) -> Waiter:
     """Submits a request to a client of `fleet`, and waits for its end."""
 
-    async def run() -> Waiter:
+    async def run():
         client = FleetClient([fleet])
         waiter = Waiter()
         client.submit(request_of(), waiter)
@@ -145,7 +145,7 @@ def test_other_ends_are_errors(scripts, kind, words):
 def test_an_abort_reaches_the_replica_that_has_the_request():
     fleet = ScriptedFleet([outputs_of(TEXT, [2, 5], is_whole=True)], has_gate=True)
 
-    async def act(client: FleetClient) -> None:
+    async def act(client):
         client.abort("call-0")  # it has no replica yet
         for _ in range(3):
             fleet.step()
@@ -163,7 +163,7 @@ def test_an_abort_of_a_lost_request_waits_until_its_tokens_came_again():
     fleet = ScriptedFleet([first, outputs_of(TEXT, [3, 6, 9], is_whole=True)], has_gate=True)
     when = []
 
-    async def act(client: FleetClient) -> None:
+    async def act(client):
         for step in range(6):
             if step == 1:
                 client.abort("call-0")
@@ -183,7 +183,7 @@ def test_a_receiver_that_raises_ends_its_request_alone():
 
     fleet = ScriptedFleet([outputs_of(TEXT, [3], is_whole=True), outputs_of(TEXT, [], is_whole=True)])
 
-    async def run() -> tuple[Waiter, Waiter]:
+    async def run():
         client = FleetClient([fleet])
         waiters = (Broken(), Waiter())
         client.submit(request_of("call-0"), waiters[0])
@@ -201,7 +201,7 @@ def test_a_receiver_that_raises_ends_its_request_alone():
 def test_a_request_that_ends_before_the_state_of_its_replica_is_known_counts_for_its_draft():
     fleet = ScriptedFleet([outputs_of(TEXT, [], is_whole=True)])
 
-    async def run() -> ReplicaCounts:
+    async def run():
         client = FleetClient([fleet])
         waiter = Waiter()
         client.submit(request_of(), waiter)
@@ -215,7 +215,7 @@ def test_a_request_that_ends_before_the_state_of_its_replica_is_known_counts_for
 
 
 def test_a_share_of_calls_gets_the_second_draft():
-    async def run() -> list[int]:
+    async def run():
         fleets = [ScriptedFleet([outputs_of(TEXT, [], is_whole=True)] * 1200) for _ in range(2)]
         client = FleetClient(fleets, share=0.25)
         waiters = [Waiter() for _ in range(1200)]
@@ -283,10 +283,10 @@ def test_an_engine_that_is_killed_costs_no_answer(tmp_path):
     prompts = [letter * 20 + "end" for letter in "abcdefgh"]
     body = {"max_tokens": 150, "cache_salt": "slow", "stream": True, "ignore_eos": True}
 
-    def event_text(line: str) -> str:
+    def event_text(line):
         return "" if not line.startswith("data: {") else json.loads(line[6:])["choices"][0]["text"]
 
-    async def stream(session: httpx.AsyncClient, prompt: str, first_texts: asyncio.Semaphore) -> str:
+    async def stream(session, prompt, first_texts):
         text = ""
         async with session.stream("POST", COMPLETIONS, json={**body, "prompt": prompt}) as answer:
             async for line in answer.aiter_lines():
@@ -296,7 +296,7 @@ def test_an_engine_that_is_killed_costs_no_answer(tmp_path):
                 text += event_text(line)
         return text
 
-    async def run(deployment: FleetServer) -> list[str]:
+    async def run(deployment):
         first_texts = asyncio.Semaphore(0)
         async with httpx.AsyncClient(base_url=deployment.url, timeout=120) as session:
             streams = [asyncio.create_task(stream(session, prompt, first_texts)) for prompt in prompts]
@@ -341,7 +341,7 @@ def test_versions_change_with_what_they_name():
     config = DeployConfig(target="x", draft="ngram", api_key="secret")
     assert "secret" not in json.dumps(config.values())
 
-    def versions(keys: list[bytes] = [], **changes: Any) -> tuple[str, str, str]:  # noqa: B006
+    def versions(keys=[], **changes):  # noqa: B006
         other = DeployConfig.read({**config.values(), **changes})
         return other.target_version, other.replica_version, other.ingress_version(keys)
 

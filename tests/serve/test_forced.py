@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from slipstream.serve.engine.acceptance import KINDS, host_bins, is_forced
 from slipstream.serve.engine.constraints import allowed_depth, goes_beyond
-from slipstream.serve.engine.plan import FORCED, NodeMasks, StepPlan
+from slipstream.serve.engine.plan import FORCED, NodeMasks
 from slipstream.serve.grammar import grammars as grammars_module
 from slipstream.serve.grammar.grammars import Grammars, Matcher, tokens_in
 from slipstream.serve.options import EngineConfig
@@ -205,7 +205,7 @@ def test_captured_passes_have_room_for_them(temperature, tokenizer, expected):
     engine = play(EngineConfig(target=str(TARGET), attention=ATTENTION, **sizes))
     widest = 0
 
-    def watch(event: str, plan: StepPlan) -> None:
+    def watch(event, plan):
         nonlocal widest
         if event == "launched":
             widest = max(widest, plan.nodes - len(plan.slots))

@@ -68,7 +68,7 @@ class Oracle:
         hidden, shared = self.read(tokens[:-1])
         states = {(): hidden}  # by path: what the step after it reads
 
-        def children_of(path: list[int]) -> list[tuple[float, int]]:
+        def children_of(path):
             before = states[tuple(path)]
             logits, _, after = self.step([tokens[-1], *path][-1], before, shared, len(tokens) - 1)
             if self.draft.config.use_ordered_embeddings:  # the network gives others one less than the worst of these
@@ -154,7 +154,7 @@ def save_assistant(target: Path, folder: Path, **options: Any) -> None:
 def make_assistant(make_target, tmp_path_factory) -> MakeAssistant:
     folders = {}
 
-    def make(family: str) -> Path:
+    def make(family):
         if family not in folders:
             folders[family] = tmp_path_factory.mktemp("assistants") / family
             name, _, clusters = family.partition(" ")

@@ -3,7 +3,6 @@
 import copy
 import random
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -258,15 +257,15 @@ def test_memory_does_not_grow_over_2000_steps(target, draft):
 def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(starved, target, draft, caplog, monkeypatch):
     """A capture that runs out of memory costs one warning, and no answer."""
 
-    def starve(owner: type, kind_of: Callable[..., str]) -> None:
+    def starve(owner, kind_of):
         parts_of = owner.parts_of  # type: ignore[attr-defined]
 
-        def starving(part: Callable[[Any], Any], kinds: set[str], value: Any) -> Any:
+        def starving(part, kinds, value):
             if torch.cuda.is_current_stream_capturing() and starved & kinds:
                 torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
             return part(value)
 
-        def starving_parts(graphs: Any, key: tuple[Any, ...]) -> list[Callable[[Any], Any]]:
+        def starving_parts(graphs, key):
             kinds = [{kind_of(*key)}, {kind_of(*key), key[-1]}]
             return [partial(starving, *pair) for pair in zip(parts_of(graphs, key), kinds, strict=False)]
 
@@ -291,7 +290,7 @@ def test_a_capture_that_lacks_memory_once_is_tried_again(target, draft, caplog, 
     end = torch.cuda.CUDAGraph.capture_end
     count = 0
 
-    def end_without_memory(graph: torch.cuda.CUDAGraph) -> None:
+    def end_without_memory(graph):
         nonlocal count
         end(graph)
         count += 1

@@ -25,7 +25,6 @@ from transformers import AutoTokenizer
 
 from slipstream.serve import logs
 from slipstream.serve.engine import process
-from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.grammar import grammars as grammars_module
 from slipstream.serve.grammar.grammars import NO_TEXT, Grammars, Matcher, as_element, compile_with, translate
 from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, rewrite, whole
@@ -34,7 +33,6 @@ from slipstream.serve.grammar.strings import FORMATS
 from slipstream.serve.grammar.work import Unsupported
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request, SamplingParams
-from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.pairwise import gate_of, some_of
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import Build, Tokens, engines_of, make_request, plain_answers, run, tokens_of
@@ -467,7 +465,7 @@ def test_wrong_grammars_are_refused_with_a_sentence(kind, text, message):
 
 
 def test_a_refusal_without_a_reason_is_a_sentence(monkeypatch):
-    def fail(_text: str) -> None:
+    def fail(_text):
         raise RuntimeError("[12:00:00] /project/cpp/grammar.cc:7: ")
 
     monkeypatch.setattr(xgrammar.Grammar, "from_regex", fail)
@@ -504,7 +502,7 @@ def test_json_has_no_more_white_space_than_is_allowed(grammar, before, after, mi
     vocabulary = Bytes()
     compiled = compile_with(vocabulary.compiler, translate(grammar, max_spaces))
 
-    def takes(value: str) -> bool:
+    def takes(value):
         assert json.loads(value)
         return vocabulary.takes(compiled, before + value + after)
 
@@ -560,7 +558,7 @@ Times = Callable[[str], float]  # seconds of a call, by the name of the function
 def stub_times(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
     """Lets the library's work take `times`."""
 
-    def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    def timed(work, *arguments):
         return work(*arguments), times(work.__name__)
 
     monkeypatch.setattr("slipstream.serve.grammar.grammars.timed", timed)
@@ -707,10 +705,10 @@ def expected(build) -> Expected:
     engine = build("none", grammar_drafts=False)
 
     @cache
-    def answers(temperature: float) -> Tokens:
+    def answers(temperature):
         return tokens_of(run(engine, requests_of([*GRAMMARS], temperature)))
 
-    def tokens(temperature: float, *names: str) -> Tokens:
+    def tokens(temperature, *names):
         return {request: tokens for request, tokens in answers(temperature).items() if request.split()[0] in names}
 
     return tokens
@@ -782,13 +780,13 @@ def test_passes_begin_before_their_masks_are_there(drafter, temperature, target,
     masked = list[int]()
     launch = engine.runner.launch
 
-    def watch(plan: StepPlan, *, up_to_sampling: bool = False) -> InFlight:
+    def watch(plan, *, up_to_sampling=False):
         if up_to_sampling:
             assert not any(mask.slot in plan.slots for mask in plan.edits.masks)
             started.add(plan.number)
         return launch(plan, up_to_sampling=up_to_sampling)
 
-    def trace(event: str, plan: StepPlan) -> None:
+    def trace(event, plan):
         if event == "launched" and plan.edits.masks:
             masked.append(plan.number)
 
@@ -854,7 +852,7 @@ def test_no_request_waits_for_slow_masks_of_others(is_captured, target, draft, b
     is_open = threading.Event()
     fill = Matcher.fill
 
-    def fill_late(matcher: Matcher) -> tuple[Any, float]:
+    def fill_late(matcher):
         assert is_open.wait(120)
         return fill(matcher)
 
@@ -923,7 +921,7 @@ def test_a_grammar_is_compiled_once_for_its_request(build, monkeypatch):
     monkeypatch.setattr("slipstream.serve.grammar.grammars.MOST_COMPILED", 1)
     counts = Counter[Grammar]()
 
-    def compile_counted(compiler: Any, grammar: Grammar, json_whitespace: int) -> Any:
+    def compile_counted(compiler, grammar, json_whitespace):
         counts[grammar] += 1
         return compile_with(compiler, grammar, json_whitespace)
 
@@ -941,7 +939,7 @@ def test_a_grammar_that_waits_is_cancelled_with_its_last_request(build, monkeypa
     may_go = threading.Event()
     compiled = list[str]()
 
-    def compile_slowly(compiler: Any, grammar: Grammar, json_whitespace: int) -> Any:
+    def compile_slowly(compiler, grammar, json_whitespace):
         may_go.wait()
         compiled.append(grammar.text)
         return compile_with(compiler, grammar, json_whitespace)

@@ -150,7 +150,7 @@ def test_a_client_that_leaves_frees_its_response(echoing, stream):
 def test_prompts_of_a_call_have_seeds_of_their_own(server):
     front = server.api.frontend
 
-    def keys(**fields: Any) -> list[tuple[int, int]]:
+    def keys(**fields):
         return [(request.seed, request.choice) for request in front.read(CompletionBody(**fields), "r")[0]]
 
     call = keys(prompt=["ab", "ab", "c"], n=2, seed=7)

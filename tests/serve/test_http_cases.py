@@ -40,7 +40,7 @@ def servers(tmp_path_factory) -> Iterator[Servers]:
     with ExitStack() as stack:
 
         @cache
-        def start(name: str) -> tuple[httpx.Client, list[Any]]:
+        def start(name):
             of_target, options = SERVERS[name]
             target = write_target(tmp_path_factory.mktemp(name) / "target", **of_target)
             config = ServeConfig(target=str(target), port=0, served_model_name=MODEL, **options)
@@ -56,7 +56,7 @@ def noted(frontend: Frontend) -> list[Any]:
     requests = list[Any]()
     read = frontend.read
 
-    def read_and_note(*arguments: Any) -> Any:
+    def read_and_note(*arguments):
         result = read(*arguments)
         requests[:] = [described(request, frontend) for request in result[0]]
         return result

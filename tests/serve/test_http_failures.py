@@ -21,7 +21,6 @@ from slipstream.serve.http.launch import Server
 from slipstream.serve.http.limits import MAX_BODIES_BYTES, SHORT_BODY_BYTES, BodyReader, BoundedPool
 from slipstream.serve.http.writers import CompletionWriter
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.request import Grammar
 from slipstream.tests.serve.fake_server import (
     COMPLETIONS,
     client_of,
@@ -59,13 +58,13 @@ def test_many_clients_each_get_an_answer_or_429(byte_target, num_clients):
     config = ServeConfig(target=byte_target, port=0, max_running=4, max_waiting=8)
     with serving(config) as server, client_of(server) as client:
 
-        async def ask(session: aiohttp.ClientSession, stream: bool) -> int:
+        async def ask(session, stream):
             body = {"prompt": "abc", "max_tokens": 40, "cache_salt": "slow", "stream": stream}
             async with session.post(server.url + COMPLETIONS, json=body) as response:
                 assert response.status != 200 or '"finish_reason":"length"' in await response.text()
                 return response.status
 
-        async def flood() -> list[int]:
+        async def flood():
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             async with aiohttp.ClientSession(connector=connector) as session:
                 return await asyncio.gather(*(ask(session, stream=index % 2 == 0) for index in range(num_clients)))
@@ -83,7 +82,7 @@ def test_the_end_of_the_engine_ends_every_request_and_then_the_server(byte_targe
     monkeypatch.setattr(launch, "FAILURE_SECONDS", 1.0)
     reason = "was killed by signal 9 (SIGKILL)" if cause == "SIGKILL" else "failed in a step with RuntimeError"
 
-    async def ask_and_break() -> list[httpx.Response]:
+    async def ask_and_break():
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as many:
             tasks = [
                 asyncio.create_task(many.post(COMPLETIONS, json={**SLOW, "stream": index % 2 == 0}))
@@ -136,14 +135,14 @@ def test_long_prompts_hold_up_nobody_and_cost_nothing_once_their_client_has_left
     started = threading.Event()
     go_on = threading.Event()
 
-    def held_back(text: str, *arguments: Any, **options: Any) -> list[int]:
+    def held_back(text, *arguments, **options):
         prompts.append(text)
         if text == "first":
             started.set()
             assert go_on.wait(120)
         return encode(text, *arguments, **options)
 
-    def ask(prompt: str, timeout: float = 120) -> httpx.Response:
+    def ask(prompt, timeout=120):
         body = {"prompt": prompt, "max_tokens": 4, "user": LONG}
         return httpx.post(server.url + COMPLETIONS, json=body, timeout=timeout)
 
@@ -181,7 +180,7 @@ def test_too_many_long_prompts_are_refused(client, server, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fault_is_told_by_an_id_and_logged_once(client, monkeypatch, caplog, stream):
-    def break_down(*_: object) -> None:
+    def break_down(*_):
         raise RuntimeError("secret of /home/someone")
 
     monkeypatch.setattr(CompletionWriter, "pieces" if stream else "whole", break_down)
@@ -204,7 +203,7 @@ def test_room_is_looked_for_again_after_tokenising(byte_target, monkeypatch):
         encode = server.api.frontend.encode
         both_are_here = threading.Barrier(2, timeout=120)
 
-        def encode_together(text: str, field: str, add_special_tokens: bool) -> list[int]:
+        def encode_together(text, field, add_special_tokens):
             both_are_here.wait()
             return encode(text, field, add_special_tokens)
 
@@ -290,7 +289,7 @@ def test_a_request_whose_grammar_is_tried_is_told_of_the_end(is_tried, byte_targ
 
     with serving_with_client(byte_target) as (server, client), ThreadPoolExecutor() as pool:
 
-        async def admit(grammar: Grammar) -> Grammar:
+        async def admit(grammar):
             waits.set()
             while server.api.engine.failure is None or not is_tried:
                 await asyncio.sleep(0.01)

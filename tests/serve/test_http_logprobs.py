@@ -1,7 +1,6 @@
 """Log-probabilities over HTTP: spellings and places of tokens, whatever the tokenizer."""
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -65,7 +64,7 @@ def test_tokens_settle_with_their_text(tokens, seed):
     returned = 0
     settled = list[int]()
 
-    def push(part: list[int], finish: Any) -> str:
+    def push(part, finish):
         nonlocal returned
         text = real(part, finish)
         returned += len(text)

@@ -303,7 +303,7 @@ def test_a_chunk_without_memory_ends_the_work_on_its_text_alone(small, monkeypat
     text = answered(engine, turn_of("first", random_prompt(70, 1), max_tokens=130))
     assert engine.work_idle()
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise MemoryError
 
     with monkeypatch.context() as patch:
@@ -384,11 +384,11 @@ def test_a_server_computes_answers_when_it_is_quiet():
         client_of(server) as client,
     ):
 
-        def ask(prompt: list[int]) -> tuple[list[int], int]:
+        def ask(prompt):
             answer = client.post(COMPLETIONS, json=body | {"prompt": prompt}).json()
             return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-        def total(name: str) -> float:
+        def total(name):
             return float(re.findall(rf"^slipstream_{name} (\S+)$", client.get("/metrics").text, re.MULTILINE)[0])
 
         prompt = random_prompt(70, 1)

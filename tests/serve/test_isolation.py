@@ -107,7 +107,7 @@ def test_a_request_that_breaks_its_stage_ends_though_a_step_is_all_that_is_left(
     engine = build(target, prefill_budget=16)
     push = ConstrainedRequest.push
 
-    def fail(constrained: ConstrainedRequest, tokens: list[int]) -> bool:
+    def fail(constrained, tokens):
         if tokens and constrained.max_tokens < 4:
             raise ValueError("no such token")
         return push(constrained, tokens)

@@ -22,7 +22,6 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.learning import LearnJob, Line, Load, ServedText, StateQuestion, Verdict
@@ -33,7 +32,6 @@ from slipstream.serve import cli
 from slipstream.serve.engine import learning
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.learning import Learner, Unsent
-from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.engine.state_passes import StatePasses
 from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.options import LearnOptions, ServeConfig
@@ -67,7 +65,7 @@ def ask(engine: Engine, salt: str, first: int) -> dict[str, bytes]:
     spans = {}
     note = engine.on_states
 
-    def listen(sequence: Sequence, read: Callable[[int], Tensor]) -> None:
+    def listen(sequence, read):
         states = read(len(sequence.tokens))
         middle = states[len(states) // 2]
         spans[f"raw {sequence.request.id}"] = middle.numpy().tobytes()
@@ -192,7 +190,7 @@ def make_learner(monkeypatch) -> Iterator[Callable[[LearnOptions], tuple[Engine,
     monkeypatch.setattr(learning, "LEAST_SECONDS", 0.0)
     learners = []
 
-    def make(options: LearnOptions) -> tuple[Engine, Learner]:
+    def make(options):
         config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
         engine = build_engine(TINY, DRAFT, device="cpu", keep_states=config.keep_states)
         learners.append(Learner(engine.config, options))

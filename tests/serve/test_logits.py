@@ -85,7 +85,7 @@ def test_counts_hold_what_was_emitted(drafter, build):
     steps = 0
     state = engine.runner.state
 
-    def check(*_: object) -> None:
+    def check(*_):
         nonlocal steps
         for sequence in engine.scheduler._running:
             length = len(sequence.request.prompt)
@@ -143,9 +143,7 @@ def test_a_request_that_cannot_be_sampled_ends_alone(drafter, build, monkeypatch
         rows = admit(state.stored.probabilities, torch.tensor(plan.slots), torch.tensor([plan.nodes]), 64).tolist()
         rows_of_request = slice(rows[0], rows[0] + rows[1])
 
-        def poison(
-            logits: Tensor, rows_of_request: slice = rows_of_request, is_broken: bool = engine is broken
-        ) -> Tensor:
+        def poison(logits, rows_of_request=rows_of_request, is_broken=engine is broken):
             logits = logits.clone()
             logits[rows_of_request] = torch.nan if is_broken else logits[rows_of_request]
             return logits
@@ -184,7 +182,7 @@ def test_nan_ends_a_request_and_the_next_one_is_served(drafter, build, monkeypat
     engine = build(drafter, max_running=1)
     passes = list[int]()
 
-    def poison(logits: Tensor) -> Tensor:
+    def poison(logits):
         passes.append(len(logits))
         return logits * torch.nan if len(passes) == 3 else logits
 
@@ -201,7 +199,7 @@ def test_nan_ends_a_request_and_the_next_one_is_served(drafter, build, monkeypat
 def test_admission_fills_what_a_request_needs_and_nothing_else():
     state = RequestState(2, 4, 16, 4, torch.device("cpu"), vocab_size=8)
 
-    def admit(prompt: list[int], tokens: list[int], **params: Any) -> None:
+    def admit(prompt, tokens, **params):
         request = Request(id="", prompt=prompt, params=SamplingParams(max_tokens=9, **params))
         state.change([Admission(1, request, tuple(tokens))])
         state.write_changes()

@@ -177,7 +177,7 @@ def test_logits_of_prompts_are_held_in_parts(build, model, monkeypatch):
     sizes = list[int]()
     logits = type(engine.runner.target).logits
 
-    def watched(target: Any, hidden: Tensor) -> Tensor:
+    def watched(target, hidden):
         sizes.append(len(hidden))
         return logits(target, hidden)
 

@@ -23,7 +23,6 @@ from slipstream.serve.engine.acceptance import BINS
 from slipstream.serve.engine.budget import BudgetPolicy, Choice
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_wait import HostWait
-from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, grouped, rotating, some_of
@@ -135,12 +134,12 @@ def build(make_target, tmp_path_factory) -> BuildDrafted:
     """(family, drafter, engine options) -> engine. A new drafter of the folder needs an entry in CHECKPOINTS."""
 
     @cache
-    def saved(family: str, save: Callable[[Path, Path], None]) -> Path:
+    def saved(family, save):
         folder = tmp_path_factory.mktemp("drafts") / "draft"
         save(make_target(family), folder)
         return folder
 
-    def make(family: str, drafter: str, **options: Any) -> Engine:
+    def make(family, drafter, **options):
         save = CHECKPOINTS[drafter]
         options = {"drafter": OPTIONS.get(drafter, {})} | options
         return build_engine(make_target(family), drafter if save is None else saved(family, save), **options)
@@ -490,7 +489,7 @@ def traffic_counts(
     engine.planner.policy = AnyPolicy(engine.planner, rng)
     counts = watch(engine)
 
-    def more(number: int) -> bool:
+    def more(number):
         is_rare = drafter != "none" and counts["ragged"] <= 3
         return number < 24 or (is_rare and number < MOST_REQUESTS)
 
@@ -519,7 +518,7 @@ Proposals = dict[tuple[int, ...], list[list[int]]]  # by request's seed and text
 def record(engine: Engine, proposals: Proposals) -> None:
     """Records all proposals from now on. Raises AssertionError where a text had another proposal before."""
 
-    def look(event: str, plan: StepPlan) -> None:
+    def look(event, plan):
         stored = engine.runner.state.stored
         for sequence in decoding(engine) if event == "committed" else ():
             if sequence.slot in plan.drafting:
@@ -579,7 +578,7 @@ def watch(engine: Engine) -> Counter[str]:
     requests, accepted tokens, prompts that begin in the cache, and texts that a draft reads whole or from a window."""
     counts = Counter[str]()
 
-    def look(plan: StepPlan, output: StepOutput) -> None:
+    def look(plan, output):
         counts["mixed"] += bool(plan.slots and plan.chunks)
         counts["ragged"] += len(set(output.num_verified[: len(plan.slots)].tolist())) > 1
         counts["accepted"] += int((output.num_emitted[: len(plan.slots)] - 1).sum())

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from slipstream.kernels.collectives.join import join_ranks
-from slipstream.kernels.collectives.ranks import Ranks
 from slipstream.serve.engine import members
 from slipstream.serve.engine import team as teams
 from slipstream.serve.engine.build import build
@@ -29,13 +28,13 @@ def test_all_have_joined_when_one_goes_on(tmp_path, monkeypatch):
     """Rank 0 may remove the file then, which the others read while they join."""
     joined = set()
 
-    def join_late(device: torch.device, rank: int, world: int, file: str) -> Ranks:
+    def join_late(device, rank, world, file):
         ranks = join_ranks(device, rank, world, file)
         time.sleep(0.2 * rank)
         joined.add(rank)
         return ranks
 
-    def meet(rank: int) -> set[int]:
+    def meet(rank):
         teams.meet(CPU, rank, WORLD, str(tmp_path / "ranks"))
         return set(joined)
 
@@ -60,7 +59,7 @@ def lose_a_rank(target: str, end: Connection) -> None:
     team = teams.Team(2, CPU)
     process = team.members[0].process
 
-    def join_none(*arguments: Any) -> Ranks:
+    def join_none(*arguments):
         process.kill()
         return join_ranks(*arguments)
 

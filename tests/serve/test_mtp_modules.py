@@ -102,7 +102,7 @@ def test_proposals_after_a_prefix_hit_and_a_preemption_equal_those_of_transforme
 def copying(make_mtp, tmp_path, monkeypatch) -> Callable[[int], MTPTarget]:
     """count of modules -> a target that almost copies."""
 
-    def make(count: int) -> MTPTarget:
+    def make(count):
         origin = make_mtp("glm4-moe", count)
         monkeypatch.setattr(type(origin.model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[4-9]\..*"])
         folder = tmp_path / "target"
@@ -187,7 +187,7 @@ def test_a_dry_run_of_trees_reads_states_that_exist(make_mtp, monkeypatch):
     engine = build_played(EngineConfig(target=str(target), draft="mtp", grammar_drafts=False, **sizes))
     grow = autoregressive.grow
 
-    def grow_without_kernel(*args: Any) -> Frontier | None:
+    def grow_without_kernel(*args):
         frontier = grow(*args)
         return None if frontier is None else Frontier(*(value * 0 for value in frontier))
 

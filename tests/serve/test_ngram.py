@@ -14,7 +14,6 @@ from slipstream.models.files.atomic import NEW, atomic_file, staging_path
 from slipstream.serve.cli import read_config
 from slipstream.serve.drafters.options import SAVED_MAGIC, NgramOptions
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request
 from slipstream.tests.serve.engine_runs import (
     Answer,
@@ -86,7 +85,7 @@ def test_steps_verify_no_more_than_was_drafted(target):
     engine = build_engine(target, "ngram", drafter={"nodes": 16, "min_match": 6})
     verified = list[int]()
 
-    def count(plan: StepPlan, output: StepOutput) -> None:
+    def count(plan, output):
         numbers = output.num_verified[: len(plan.slots)].tolist()
         if plan.slots:
             (drafted,) = [dict(zip(proposal.slots, proposal.counts, strict=True)) for proposal in plan.edits.proposals]

@@ -210,7 +210,7 @@ def test_memory_is_constant():
 
 @pytest.mark.slow
 def test_resident_memory_is_constant_over_ten_million_tokens():
-    def resident() -> int:
+    def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     core = NgramCore(capacity=1_000_000)
@@ -253,7 +253,7 @@ def test_threads_may_do_everything_at_once(tmp_path):
     rng = np.random.default_rng(0)
     texts = rng.integers(0, 30, (50, 200)).astype(np.int32)
 
-    def serve(rows: list[int]) -> None:
+    def serve(rows):
         arrays = arrays_for(2, 8)
         for text in texts:
             for row in rows:
@@ -263,19 +263,19 @@ def test_threads_may_do_everything_at_once(tmp_path):
             for row in rows:
                 core.release(row)
 
-    def guarded(work: Any, *arguments: Any) -> None:
+    def guarded(work, *arguments):
         try:
             work(*arguments)
         except BaseException as error:
             faults.append(error)
             raise
 
-    def feed() -> None:
+    def feed():
         for text in texts:
             core.insert(text)
             core.stats()
 
-    def watch() -> None:
+    def watch():
         for _ in range(10):
             core.save(tmp_path / "trie")
             core.branches()

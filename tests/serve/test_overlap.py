@@ -139,7 +139,7 @@ def test_steps_wait_for_n_grams_only_while_those_pay(temperature, target):
     period = settling + 10
     ahead = {True: [], False: []}
 
-    def switch(step: int, _: object) -> None:
+    def switch(step, _):
         if step % period >= settling and engine.num_open == len(requests):
             ahead[costs.by_row].append(bool(kinds(engine)) and engine.host_need == "nothing")
         costs.by_row = (step + 1) // period % 2 == 0

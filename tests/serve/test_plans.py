@@ -11,7 +11,7 @@ import torch
 
 from slipstream.serve.engine.acceptance import BINS, NETWORK_BINS
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
-from slipstream.serve.engine.plan import Edits, HostProposal, StepPlan
+from slipstream.serve.engine.plan import Edits, HostProposal
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, pairwise
 from slipstream.tests.serve.engine_runs import build_engine, make_request, plain_answers, random_prompt, run, tokens_of
@@ -31,7 +31,7 @@ def test_prompts_are_limited_by_the_times_of_the_steps_that_they_share(params, t
     limited = list[bool]()
     original = engine.planner.policy.chunk_rows
 
-    def chunk_rows(num_decoding: int, *, filtered: bool) -> int:
+    def chunk_rows(num_decoding, *, filtered):
         limited.append(filtered)
         return original(num_decoding, filtered=filtered)
 
@@ -65,7 +65,7 @@ def test_a_pass_without_memory_fails_its_requests_alone(build, place, device, ta
     original = getattr(type(engine.runner.passes), which)
     calls = 0
 
-    def fail_once(*arguments: Any, **options: Any) -> Any:
+    def fail_once(*arguments, **options):
         nonlocal calls
         calls += 1
         if calls == number and device == "cpu":
@@ -128,7 +128,7 @@ def test_a_stage_sees_every_proposal_before_it_is_verified(build, name, names, t
     verified = list[tuple[int, list[int]]]()
     engine.stages.append(stage)
 
-    def look(event: str, plan: StepPlan) -> None:
+    def look(event, plan):
         if event == "ready" and plan.slots:
             engine.runner.prepare(plan)
             for proposal in plan.edits.proposals:
@@ -180,7 +180,7 @@ def test_the_runner_knows_what_the_policy_has_learned(build, target, draft):
     acceptance = engine.planner.policy.acceptance
     changes = list[bool]()
 
-    def look(event: str, plan: StepPlan) -> None:
+    def look(event, plan):
         if event == "ready":
             changes.append(plan.acceptance_table is not None)
         if event == "launched":

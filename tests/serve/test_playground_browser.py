@@ -46,7 +46,7 @@ def open_page(browser) -> Iterator[Open]:
     opened = list[Any]()
     errors = list[str]()
 
-    def make(url: str, **options: Any) -> Any:
+    def make(url, **options):
         opened.append(browser.new_context(**options))
         page = opened[-1].new_page()
         page.set_default_timeout(60_000)
@@ -79,7 +79,7 @@ def answer_of(server: Server, messages: list[dict[str, str]], tokens: int = TOKE
 def salted(page: Any, salt: str) -> None:
     """Makes the page send a body that the fake engine misbehaves on."""
 
-    def change(route: Any) -> None:
+    def change(route):
         route.continue_(post_data={**route.request.post_data_json, "cache_salt": salt})
 
     page.route(f"**{CHAT}", change)
@@ -152,7 +152,7 @@ def test_with_and_without_the_draft(open_page, server):
     page = open_page(server.url)
     bodies = list[dict[str, Any]]()
 
-    def change(route: Any) -> None:
+    def change(route):
         """The third call gets another question, and so another answer."""
         bodies.append(route.request.post_data_json)
         body = bodies[-1] if len(bodies) % 4 else {**bodies[-1], "messages": [{"role": "user", "content": "help"}]}
@@ -225,7 +225,7 @@ def test_what_comes_at_once_is_laid_out_at_once(open_page, server):
     devtools = page.context.new_cdp_session(page)
     devtools.send("Performance.enable")
 
-    def layouts() -> float:
+    def layouts():
         return next(
             metric["value"]
             for metric in devtools.send("Performance.getMetrics")["metrics"]
@@ -255,7 +255,7 @@ def test_the_text_of_tokens_is_the_text_of_the_answer(open_page, server):
         return events.flatMap((event) => reader.read(event)).map(({ kind, text }) => [kind, text]);
     }"""
 
-    def event(delta: dict[str, str], *spelled: bytes) -> dict[str, Any]:
+    def event(delta, *spelled):
         scored = [{"bytes": list(spelling), "logprob": -1, "top_logprobs": []} for spelling in spelled]
         trace = [{"source": "target"} for _ in spelled]
         return {"delta": delta, "logprobs": {"content": scored}, "speculation": {"trace": trace}}

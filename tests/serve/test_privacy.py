@@ -115,7 +115,7 @@ def told(responses: list[Any]) -> tuple[set[Any], int]:
     texts = list[str]()
     num_withheld = 0
 
-    def read(value: Any, name: str = "") -> None:
+    def read(value, name=""):
         nonlocal num_withheld
         if isinstance(value, dict):
             num_withheld += "id" in value and value["id"] is None

@@ -43,7 +43,7 @@ class Collector:
 
 
 def with_client(test: Callable, make_engine: EngineFactory = FakeEngine) -> None:
-    async def run() -> None:
+    async def run():
         client = EngineClient(make_engine)
         try:
             await test(client)
@@ -55,7 +55,7 @@ def with_client(test: Callable, make_engine: EngineFactory = FakeEngine) -> None
 
 
 def test_refused_and_aborted_requests_end():
-    async def run(client: EngineClient) -> None:
+    async def run(client):
         await client.start(CONFIG)
         refused = Collector()
         confusing = Collector()
@@ -81,7 +81,7 @@ def test_refused_and_aborted_requests_end():
     ],
 )
 def test_a_failed_start_says_why(make_engine, sentence):
-    async def run(client: EngineClient) -> None:
+    async def run(client):
         with pytest.raises(EngineError) as caught:
             await client.start(CONFIG)
         assert str(caught.value) == sentence
@@ -94,7 +94,7 @@ def test_a_receiver_that_raises_fails_alone(caplog):
         def receive(self, output: Output) -> None:
             raise TypeError("no text for this")
 
-    async def run(client: EngineClient) -> None:
+    async def run(client):
         await client.start(CONFIG)
         raising = Raising()
         other = Collector()
@@ -114,7 +114,7 @@ def test_a_receiver_that_raises_fails_alone(caplog):
 
 
 def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing():
-    async def run(client: EngineClient) -> None:
+    async def run(client):
         assert (await client.start(CONFIG)).vocab_size == VOCABULARY
         engine = psutil.Process(client.pid)
         was_late = threading.Event()
@@ -152,7 +152,7 @@ def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing():
 
 
 def test_stopping_while_the_engine_loads():
-    async def run(client: EngineClient) -> None:
+    async def run(client):
         starting = asyncio.create_task(client.start(CONFIG))
         await asyncio.sleep(0.2)
         await client.stop()
@@ -163,7 +163,7 @@ def test_stopping_while_the_engine_loads():
 
 
 def test_an_engine_that_does_not_end_is_killed_with_a_warning(caplog):
-    async def run(client: EngineClient) -> None:
+    async def run(client):
         await client.start(CONFIG)
         psutil.Process(client.pid).suspend()
         await client.stop(0.2)

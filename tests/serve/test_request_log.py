@@ -43,7 +43,7 @@ def test_every_request_has_an_id_and_a_line(client, lines):
     _ = client.get("/health")
     ids = [response.headers[HEADER] for response in (answer, streamed, refused, failed, unknown)]
 
-    def own() -> dict[str, dict[str, Any]]:  # others end whenever their streams do
+    def own():  # others end whenever their streams do
         return {line["request_id"]: line for line in lines if line["message"] == "request"}
 
     wait_until(lambda: set(ids) <= own().keys(), "five lines")
@@ -77,7 +77,7 @@ def test_a_text_log_has_a_line_for_each_refused_request(client, caplog, monkeypa
 def test_a_flood_of_refused_requests_is_counted(caplog):
     line = {"status": 400, "method": "GET", "path": "/", "error": "no", "client": None, "request_id": "r"}
 
-    async def flood(refusals: request_log.Refusals) -> None:
+    async def flood(refusals):
         for _ in range(request_log.TEXT_LINES + 1000):
             refusals.add(line)
         assert len(caplog.messages) == request_log.TEXT_LINES
@@ -93,7 +93,7 @@ def test_a_flood_of_refused_requests_is_counted(caplog):
 
 
 def test_an_internal_error_is_found_by_its_request_id(client, server, lines, monkeypatch):
-    def break_down(*_: object, **__: object) -> None:
+    def break_down(*_, **__):
         raise RuntimeError("secret")
 
     monkeypatch.setattr(server.api.frontend, "encode", break_down)

@@ -157,7 +157,7 @@ def test_no_prompt_follows_in_a_step_that_has_enough_tokens():
     for token, (name, length) in enumerate((("a", 3), ("b", 4), ("c", 20), ("d", 1))):
         recorder.add(name, [token] * length)
 
-    def next_chunks(num_tokens: int, admission_limit: int) -> list[tuple[str, int, int]]:
+    def next_chunks(num_tokens, admission_limit):
         chunks = recorder.scheduler.next_chunks(num_tokens, admission_limit)
         recorder.scheduler.mark_launched(chunks)
         recorder.scheduler.commit_chunks(chunks, [1 if chunk.is_last else None for chunk in chunks])

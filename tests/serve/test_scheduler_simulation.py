@@ -585,7 +585,7 @@ def test_random_arrivals_in_idle_time(sizes, page_size, lookahead, max_in_flight
     ended = deque(maxlen=4)  # their next turns
     number = 0
 
-    def note(sequence: Sequence) -> None:
+    def note(sequence):
         prompts.note(sequence)
         turn = replace(sequence.request, prompt=sequence.tokens + rng.choices(range(1, 4), k=rng.randrange(1, 5)))
         if len(turn.prompt) + turn.params.max_tokens < MAX_MODEL_LEN:
@@ -594,7 +594,7 @@ def test_random_arrivals_in_idle_time(sizes, page_size, lookahead, max_in_flight
     scheduler.on_finish = note
     stems = [rng.choices(range(1, 4), k=40) for _ in range(3)]
 
-    def has_idle_hits() -> bool:
+    def has_idle_hits():
         return any(output.stats and output.stats.idle_tokens for output in simulation.ended.values())
 
     while number < 80 or (number < 800 and not has_idle_hits()):

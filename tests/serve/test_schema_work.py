@@ -10,7 +10,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from types import FrameType
 from typing import Any
 
 import jsonschema
@@ -38,12 +37,12 @@ def lines_of(work: Callable[[], object]) -> int:
     """Lines of serve/ that `work` runs. What it refuses is refused."""
     count = 0
 
-    def trace_line(_frame: FrameType, event: str, _: object) -> Any:
+    def trace_line(_frame, event, _):
         nonlocal count
         count += event == "line"
         return trace_line
 
-    def trace_call(frame: FrameType, _event: str, _: object) -> Any:
+    def trace_call(frame, _event, _):
         return trace_line if frame.f_code.co_filename.startswith(SERVE) else None
 
     before = sys.gettrace()
@@ -200,7 +199,7 @@ def count_tools(form: str, tools: list[tuple[str, Schema]]) -> None:
     work = Work()
     texts = list[str]()
 
-    def build() -> None:
+    def build():
         texts.append(grammars.build(choice, None, work, is_open=False, is_closed=False).text)
 
     assert lines_of(build) <= LINES_OF_STEP * min(work.num_steps, MOST_STEPS) + 40 * MOST_CHARS
@@ -299,7 +298,7 @@ def test_what_is_beside_one_another_holds_together():
     parts = table_of(__file__, "parts")
     values = table_of(__file__, "values")
 
-    def joined() -> Schema:
+    def joined():
         first, second, third = rng.choices(parts, k=3)
         return rng.choice(parts[:-1]) | {"allOf": [first, second], "$ref": "#/$defs/d", "$defs": {"d": third}}
 

@@ -67,7 +67,7 @@ def test_a_server_of_two_ranks_answers_as_one_of_one():
 def wait_for_end(processes: list[psutil.Process]) -> None:
     """Asks, and does not reap them, which would take their exit status from the server."""
 
-    def has_ended(process: psutil.Process) -> bool:
+    def has_ended(process):
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
     wait_until(lambda: all(map(has_ended, processes)), "the end of all processes")

@@ -36,7 +36,7 @@ def endless(_: EngineConfig) -> Engine:
 def written(name: str, text: str, **options: str) -> Spoil:
     """`options`: the file, by the name of its option."""
 
-    def spoil(folder: Path) -> dict[str, Any]:
+    def spoil(folder):
         (folder / name).write_text(text)
         return {option: str(folder / file) for option, file in options.items()}
 
@@ -90,7 +90,7 @@ def test_a_fault_ends_the_server_before_its_engine_is_ready(name, tmp_path, caps
     shutil.copytree(TINY, folder)
     options = {"target": str(folder), "port": 0, **spoil(folder)}
 
-    async def start() -> None:
+    async def start():
         config = ServeConfig(**options)
         async with asyncio.timeout(60), prepare(config, bind(config.host, config.port), EngineClient(endless)):
             pytest.fail("the engine is never ready")
@@ -117,7 +117,7 @@ def test_a_port_has_one_server_though_connections_of_the_last_linger(byte_target
 def test_what_the_target_cannot_do_is_refused_before_its_weights_come(tmp_path, monkeypatch):
     downloads = []
 
-    def fetch(*_: object, allow_patterns: list[str], **__: object) -> str:
+    def fetch(*_, allow_patterns, **__):
         downloads.extend(allow_patterns)
         shutil.copytree(TINY, tmp_path / "c0ffee", dirs_exist_ok=True)
         return str(tmp_path / "c0ffee")

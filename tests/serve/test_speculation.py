@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def build(target, tmp_path_factory) -> Build:
     folder = tmp_path_factory.mktemp("drafts")
     drafted_engines(target, folder, texts_of(target, [request for request in requests_of() if request.id not in "14"]))
 
-    def make(drafter: str, make: Callable[..., Engine] = build_engine, **options: Any) -> Engine:
+    def make(drafter, make=build_engine, **options):
         name = "eagle3" if drafter == "ngram first" else drafter.split()[0]
         return make(target, name if name == "ngram" else folder / name, drafter=DRAFTED[drafter], **options)
 
@@ -263,7 +263,7 @@ def test_a_trace_survives_preemption_prefix_hits_and_ends(drafter, make, build, 
     rng = random.Random(3)
     requests = with_speculation(requests_of(), TRACE)
 
-    def preempt(*_: object) -> None:
+    def preempt(*_):
         if engine.scheduler.num_running > 1 and rng.random() < 0.3:
             engine.scheduler._preempt_newest()
 

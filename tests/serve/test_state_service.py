@@ -27,7 +27,6 @@ from slipstream.serve.engine import state_service
 from slipstream.serve.engine.process import Failed, build_engine, start_engine
 from slipstream.serve.engine.state_service import MOST_OPEN, SLOTS, bind, open_service
 from slipstream.serve.http.guard import Guard
-from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.tests.serve.fake_server import serving, wait_until
@@ -120,7 +119,7 @@ def test_an_impostor_without_the_key_is_refused(tmp_path):
     listener.bind(path)
     listener.listen()
 
-    def pretend() -> None:
+    def pretend():
         connection = Connection(listener.accept()[0])
         connection.send("challenge", {"nonce": "1", "has_key": True})
         connection.receive()
@@ -302,7 +301,7 @@ def test_an_engine_that_ends_keeps_no_client_that_it_greets(target, tmp_path, mo
     engine = StateEngine(target, Address("", path=str(tmp_path / "engine")))
     greet = state_service.greet_client
 
-    def greet_and_end(*args: Any) -> bool:
+    def greet_and_end(*args):
         result = greet(*args)
         engine.service.close()
         return result
@@ -337,7 +336,7 @@ def test_a_server_gives_states_beside_its_answers(tmp_path):
     path = str(tmp_path / "states")
     body = {"prompt": [5, 9, 33], "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
-    def ask(server: Server, texts: list[str]) -> None:
+    def ask(server, texts):
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
         texts.append(str(answer["choices"][0]["token_ids"]))
 
@@ -478,7 +477,7 @@ def test_a_request_is_asked_again_as_it_was(target, engine, monkeypatch):
     query = wide_request(2)
     have_memory = []
 
-    def lose(connection: Connection, kind: str, *args: Any) -> None:
+    def lose(connection, kind, *args):
         if kind == "ask":
             have_memory.append(not query.places["aux_states"].is_meta)
         if kind == "taken" and len(have_memory) == 1:

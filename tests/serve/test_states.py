@@ -155,11 +155,11 @@ def check_traffic(
     watch_outputs(engine, situations.look)
     rng = random.Random(3)
 
-    def more(number: int) -> bool:
+    def more(number):
         is_rare = drafter == "ngram" and not situations.after_drafts
         return number < num_requests or (is_rare and number < MOST_REQUESTS)
 
-    def check() -> None:
+    def check():
         oracle.check(engine)
         preempt_some(engine, rng)
 

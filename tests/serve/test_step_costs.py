@@ -130,7 +130,7 @@ def test_a_fit_learns_which_numbers_of_rows_are_fast():
     costs = FittedCosts(256)
     rng = random.Random(0)
 
-    def stairs(rows: int, width: int) -> float:
+    def stairs(rows, width):
         return 10.0 + 4.0 * ((rows > 4) + (rows > 8) + (rows > 24)) + 1.0 * (width > 1)
 
     for _ in range(3000):
@@ -222,7 +222,7 @@ def test_one_request_does_not_make_drafting_for_many_seem_dear():
     costs = FittedCosts(1024)
     rng = random.Random(0)
 
-    def taken(rows: int, requests: int, width: int) -> float:
+    def taken(rows, requests, width):
         return 10.0 + 0.15 * rows + (width - 1) * (1.4 + 0.1 * requests)
 
     for _ in range(200):

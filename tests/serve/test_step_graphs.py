@@ -60,7 +60,7 @@ def configure(make_target, tmp_path_factory) -> Configure:
     """(family, name in DRAFTERS, engine options) -> options of an engine."""
 
     @cache
-    def saved(family: str, name: str) -> str:
+    def saved(family, name):
         save = CHECKPOINTS[name]
         folder = tmp_path_factory.mktemp("drafts") / "draft"
         if save is None:
@@ -68,7 +68,7 @@ def configure(make_target, tmp_path_factory) -> Configure:
         save(make_target(family), folder)
         return str(folder)
 
-    def make(family: str, drafter: str, **options: Any) -> EngineConfig:
+    def make(family, drafter, **options):
         name, drafter_options = DRAFTERS[drafter]
         values = {"draft": saved(family, name), "drafter": drafter_options, "max_running": 5, "kv_cache_tokens": 176}
         values["grammar_drafts"] = False  # slots store as many nodes as drafts have
@@ -82,12 +82,12 @@ def record(engine: Engine) -> Recorded:
     recorded = Recorded()
     places = dict[int, int]()
 
-    def trace(event: str, plan: StepPlan) -> None:
+    def trace(event, plan):
         if event == "launched":
             places[plan.number] = len(recorded)
             recorded.append((pickle.loads(pickle.dumps(plan)), None))  # noqa: S301
 
-    def look(plan: StepPlan, output: StepOutput) -> None:
+    def look(plan, output):
         place = places[plan.number]
         recorded[place] = recorded[place][0], pickle.loads(pickle.dumps(output))  # noqa: S301
 
@@ -338,7 +338,7 @@ def engine(configure) -> Engine:
 def test_which_captured_pass_takes_what(mode, engine):
     graphs = engine.planner.graphs
 
-    def rows(*chunks: PromptChunk, num_decoding: int = 0, nodes: int = 0) -> tuple[int, int] | None:
+    def rows(*chunks, num_decoding=0, nodes=0):
         """Rows of the captured pass, and those with logits."""
         key = graphs.step(step_of(*chunks, mode=mode, slots=range(num_decoding), nodes=nodes))
         if key is None:
@@ -474,7 +474,7 @@ def test_the_largest_passes_are_timed(sizes, configure, monkeypatch):
     timed = {}  # by key: nodes that were verified, and the tokens of the rows
     replay = steps._replay
 
-    def replay_and_look(key: Any) -> None:
+    def replay_and_look(key):
         embedded.clear()
         replay(key)
         num_decoding = min(key[0], steps.max_running)
@@ -514,7 +514,7 @@ def test_step_times_of_other_sizes_are_measured_again(damage, configure, tmp_pat
     key = cost_files.CostKey("H100", "2.11", "3.6", "0.1", "", "")
     measured = list[str]()
 
-    def times(sizes: Collection[Any]) -> dict[str, dict[Any, float]]:
+    def times(sizes):
         measured.append("")
         return {mode: dict.fromkeys(sizes, 1.5) for mode in MODES}
 
@@ -536,7 +536,7 @@ def test_a_dropped_size_is_taken_by_a_larger_one(configure):
     steps = engine.runner.steps
     assert steps is not None
 
-    def rows() -> int:
+    def rows():
         """Rows of the pass that takes 4 nodes."""
         key = GraphTable(engine.runner.graphs, lambda: True).step(step_of(slots=[0], nodes=4))
         assert key is not None

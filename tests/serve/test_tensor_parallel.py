@@ -69,7 +69,7 @@ GATE = [("qwen2-moe", "tree", 2), ("qwen3-5", "ngram", 2)]
 def make_team() -> Iterator[MakeTeam]:
     running = {}
 
-    def make(world: int) -> Team:
+    def make(world):
         if world not in running:
             running[world] = Team(world, CPU)
             running[world].is_kept = True
@@ -151,7 +151,7 @@ def test_ranks_swap_the_draft_together(make_target, make_team, tmp_path):
         engine = build(read_plan(replace(config, tp=world)), team=team)
         generator = random.Random(1)
 
-        def swap(*_: object, engine: Engine = engine, generator: random.Random = generator) -> None:
+        def swap(*_, engine=engine, generator=generator):
             if generator.random() < 0.3:
                 name = "a" if engine.counts().draft.num_swaps % 2 else "b"
                 engine.swap_draft(engine.stage_draft(str(tmp_path / name)), trial_rounds=0)

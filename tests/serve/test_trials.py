@@ -97,7 +97,7 @@ class Desk:
 
 
 def played(play: Callable[[Desk], Awaitable[None]], seconds: float = LIMIT) -> None:
-    async def run() -> None:
+    async def run():
         desk = Desk(seconds)
         await play(desk)
         for text, tasks in desk.requests.items():
@@ -110,7 +110,7 @@ def played(play: Callable[[Desk], Awaitable[None]], seconds: float = LIMIT) -> N
 
 
 def test_everyone_has_a_short_try_before_anyones_second():
-    async def play(desk: Desk) -> None:
+    async def play(desk):
         await desk.ask("slow", "slower", "quick")
         await desk.end("slow", TooLong())
         await desk.end("slower", TooLong())
@@ -130,7 +130,7 @@ def test_everyone_has_a_short_try_before_anyones_second():
 
 
 def test_what_nobody_wants_any_more_is_cancelled():
-    async def play(desk: Desk) -> None:
+    async def play(desk):
         await desk.ask("running", "queued", "shared", "shared", "last")
         await desk.leave("queued")
         await desk.leave("shared")
@@ -155,7 +155,7 @@ def test_what_nobody_wants_any_more_is_cancelled():
 
 
 def test_too_many_are_refused():
-    async def play(desk: Desk) -> None:
+    async def play(desk):
         names = [f"quick {index}" for index in range(MOST_SHORT + 1)]  # one of them runs
         await desk.ask(names[0])
         await desk.ask(*names[1:], "one more")
@@ -177,7 +177,7 @@ def test_too_many_are_refused():
 
 
 def test_translations_are_forgotten_where_they_take_too_much_memory(monkeypatch):
-    async def play(desk: Desk) -> None:
+    async def play(desk):
         monkeypatch.setattr("slipstream.serve.grammar.trials.MOST_REMEMBERED", 3 * (LEAST_SIZE + len("translated 1")))
         for text in "1", "2", "3", "1", "4":
             await desk.ask(text)
@@ -193,7 +193,7 @@ def test_translations_are_forgotten_where_they_take_too_much_memory(monkeypatch)
 def test_only_verdicts_are_remembered():
     """Whether a trial takes too long, crashes or cannot begin, says nothing of the next."""
 
-    async def play(desk: Desk) -> None:
+    async def play(desk):
         for error in (TooLong(), TooSlow("takes 101 ms"), Crashed(), Unavailable("no process"), OSError("no file")):
             await desk.ask("unlucky")
             await desk.end("unlucky", error)
@@ -242,7 +242,7 @@ QUICK_OBJECT = Grammar("json_schema", '{"type": "object", "properties": {"a": {"
 
 
 def test_a_server_tries_grammars_with_its_own_limit_of_white_space():
-    async def admitted(config: ServeConfig) -> Grammar:
+    async def admitted(config):
         async with prepare(config, bind(config.host, config.port), EngineClient(FakeEngine)) as server:
             return await server.api.trials.admit(QUICK_OBJECT)
 
@@ -257,7 +257,7 @@ def test_trials_end_within_their_limits_and_none_hurts_another(monkeypatch, capf
     monkeypatch.setattr(trial, "WALL_FACTOR", 1000)  # the machine may be busy
     monkeypatch.setattr(runtime, "NICENESS", 0)  # or the trials wait for other tests
 
-    async def run(process: TrialProcess) -> None:
+    async def run(process):
         cancelled = asyncio.Event()
         assert await process.attempt(QUICK, 9.0, cancelled) == translate(QUICK, 0), (
             "equal schemas have equal translations"
@@ -301,7 +301,7 @@ def test_trials_end_within_their_limits_and_none_hurts_another(monkeypatch, capf
 
 
 def test_without_a_process_nothing_is_tried():
-    async def run() -> None:
+    async def run():
         process = TrialProcess(partial(load_tokenizer, TINY / "missing"))
         with pytest.raises(Unavailable, match="does not start"):
             await process.attempt(QUICK, 9.0, asyncio.Event())

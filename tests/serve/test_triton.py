@@ -53,7 +53,7 @@ def test_ragged_passes_equal_the_references_in_fp32(name, head_dim, dtype):
     attention = Backend(scene.kv, scene.ropes)
     metadata = scene.ragged()
 
-    def attend() -> torch.Tensor:
+    def attend():
         attention.plan(replace(metadata, works={}))
         qkv = (x.clone() for x in scene.qkv)  # in place of the embedding
         return attention.attend(*qkv, scene.layer(), case.mask)[:num_used]

@@ -135,7 +135,7 @@ def random_dataset(count: int, seed: int) -> Dataset:
 
 @pytest.fixture(scope="session")
 def save_data(target_path, tmp_path_factory) -> SaveData:
-    def save(train: Dataset, heldout: Dataset, **changes: Any) -> Path:
+    def save(train, heldout, **changes):
         path = tmp_path_factory.mktemp("data")
         splits = DatasetDict(train=train, heldout=heldout)
         splits.save_to_disk(path, num_shards=dict.fromkeys(splits, 1))  # an empty split is a file, too
@@ -159,7 +159,7 @@ def data_path(save_data) -> Path:
 def capture_to(target_path, data_path, tmp_path_factory) -> CaptureTo:
     """Captures to a new folder, in fp32 unless told; `changes` replace or add options."""
 
-    def run(*words: str, **changes: Any) -> Path:
+    def run(*words, **changes):
         output = tmp_path_factory.mktemp("features")
         options = {"target": target_path, "data": data_path, "max_length": MAX_LENGTH, "dtype": "fp32"}
         options |= {"batch_tokens": 100, "shard_gb": 6e-5, "output": output} | changes
@@ -199,7 +199,7 @@ def run_flags(target_path, data_path, vocabulary_path) -> Callable[..., list[str
         "checkpoint.every": 2,
     }
 
-    def build(output: Path, **changes: Any) -> list[str]:
+    def build(output, **changes):
         options = standard | {name.replace("__", "."): value for name, value in changes.items()} | {"output": output}
         return [f"--{name}={value}" for name, value in options.items()]
 

@@ -29,14 +29,14 @@ def check_walk(
     smaller depth the server proposes the first tokens of the same chains or blocks."""
 
     @cache
-    def chain(prefix: tuple[int, ...]) -> list[int]:
+    def chain(prefix):
         aux_states = target_aux_states(target, list(prefix[:-1]), training.draft.config.aux_layers)
         return naive.greedy(aux_states, list(prefix), depth)
 
-    def propose(prefix: list[int], limit: int) -> list[int]:
+    def propose(prefix, limit):
         return chain(tuple(prefix))[:limit]
 
-    def propose_with_target_states(prefix: list[int], limit: int) -> list[int]:
+    def propose_with_target_states(prefix, limit):
         tokens = list(prefix)
         while len(tokens) < len(prefix) + limit:
             tokens.append(chain(tuple(tokens))[0])

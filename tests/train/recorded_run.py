@@ -9,15 +9,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from slipstream.train import eagle3, loop
-from slipstream.train.batches import Batch, PackedRows, training_batches
+from slipstream.train.batches import training_batches
 from slipstream.train.loop import Loop
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -29,13 +27,13 @@ def train(flags: list[str], stop_in: int | None) -> list[list[int]]:
     documents = []
     train_step = Loop.train_step
 
-    def noted(rows: PackedRows, *share: Any) -> Iterator[tuple[Batch, bool]]:
+    def noted(rows, *share):
         for batch, is_new in training_batches(rows, *share):
             numbers = range(int(batch.documents.max()) + 1 if is_new else 0)
             documents.extend(batch.tokens[batch.documents == number].tolist() for number in numbers)
             yield batch, is_new
 
-    def interrupted(run: Loop, received: bool) -> tuple[dict[str, float], bool]:
+    def interrupted(run, received):
         if run.progress.step + 1 == stop_in and RANK == NUM_PROCESSES - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return train_step(run, received)

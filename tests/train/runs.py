@@ -105,7 +105,7 @@ def run_interrupted(flags: list[str], number: signal.Signals) -> None:
     """Sends the signal in the third step, after which the run saves and ends with status 130."""
     train_step = Loop.train_step
 
-    def interrupted_step(loop: Loop, interrupted: bool) -> tuple[dict[str, float], bool]:
+    def interrupted_step(loop, interrupted):
         if loop.progress.step == 2:
             os.kill(os.getpid(), number)
         return train_step(loop, interrupted)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from slipstream.models.targets.frozen import (
@@ -58,7 +58,7 @@ def is_equal(unsharded: FrozenTarget, shared: FrozenTarget, width: int) -> bool:
     tokens = torch.randint(0, 120, (2, width + rank), generator=generator).to(DEVICE)
     positions = torch.cat((torch.arange(4), torch.arange(width + rank - 4))).expand(2, -1).to(DEVICE)
 
-    def read(target: FrozenTarget) -> list[Tensor]:
+    def read(target):
         aux_states, final = target.aux_states(tokens, positions)
         return [aux_states, final, target.embed(tokens), *target.logits(final[0], torch.arange(0, 120, 7))]
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from slipstream.models.drafts.base import load_draft, write_draft
-from slipstream.models.drafts.dflash import DFlash, DFlashConfig
+from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.heads.confidence import ConfidenceConfig, ConfidenceHead
 from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.models.drafts.heads.lilicorr import LiLiCorr
@@ -244,7 +244,7 @@ def test_calibration_takes_every_row_once_and_in_order(target_model):
     rows = [[document] for row in documents(4) for document in row]
     batches = [collate([row], 32, number) for number, row in enumerate(rows)]
 
-    def fitted(*order: tuple[int, bool]) -> tuple[DFlashConfig, dict[str, float]]:
+    def fitted(*order):
         for number, is_new in order:
             training.is_new = is_new
             training.evaluate(batches[number])

@@ -168,7 +168,7 @@ def outputs_and_gradients(
     num_slots = len(attention.blocks) * BLOCK_SIZE
     generator = torch.Generator().manual_seed(0)
 
-    def random(rows: int, heads: int) -> Tensor:
+    def random(rows, heads):
         values = torch.randn(rows, heads, HEAD_DIM, generator=generator)
         return values.to(device, dtype).requires_grad_()
 
@@ -229,7 +229,7 @@ def test_a_block_does_not_depend_on_the_others():
     q, k, v = (torch.randn(len(anchors), BLOCK_SIZE, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     context = torch.randn(2, batch.tokens.numel(), KV_HEADS, HEAD_DIM)
 
-    def attend(kind: type[BlockAttention], indices: Tensor) -> Tensor:
+    def attend(kind, indices):
         attention = kind(batch.positions.flatten(), rope)
         attention.write(*context, asking_layer(HEADS, KV_HEADS, HEAD_DIM))
         attention.ask(find_blocks(batch, anchors[indices], BLOCK_SIZE))

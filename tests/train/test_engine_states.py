@@ -74,7 +74,7 @@ def test_two_engines_share_the_work_and_one_may_die(arguments, finished, target_
     key = tmp_path / "key"
     key.write_text("k\n")
 
-    def die() -> None:
+    def die():
         while engines[1].num_passes < 2:
             time.sleep(0.001)
         engines[1].close()
@@ -93,7 +93,7 @@ def test_an_engine_that_comes_back_goes_on(arguments, finished, target_path, tmp
     address = Address("127.0.0.1", free_port())
     engines = [StateEngine(target_path, address)]
 
-    def restart() -> None:
+    def restart():
         for count in (1, 3):
             while engines[-1].num_passes < count:
                 time.sleep(0.001)
@@ -113,7 +113,7 @@ def test_a_run_ends_if_no_engine_is_left_and_continues_later(arguments, target_p
     address = Address("", path=str(tmp_path / "engine"))
     engine = StateEngine(target_path, address)
 
-    def die() -> None:
+    def die():
         while not (tmp_path / "run" / "step-2").exists():
             time.sleep(0.001)
         engine.close()

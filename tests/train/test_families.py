@@ -44,7 +44,7 @@ def target_of(tmp_path_factory, target_path) -> MakeTarget:
     """family -> target, with the tokenizer that the data was prepared with."""
 
     @cache
-    def make(family: str) -> Path:
+    def make(family):
         folder = tmp_path_factory.mktemp("families") / family
         save_random_target((FAMILIES | CAPPED | RELATIVES | EXPERT_FAMILIES)[family], folder)
         return give_tokenizer(target_path, folder)

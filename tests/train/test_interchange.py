@@ -78,7 +78,7 @@ WriteDraft = Callable[..., Draft]
 def write(target_path, data_path, vocabulary_path, tmp_path) -> WriteDraft:
     """Writes an untrained draft as training does."""
 
-    def run(drafter: str, *words: str) -> Draft:
+    def run(drafter, *words):
         program, kind = KINDS[drafter]
         flags = [f"--target={target_path}", f"--data.path={data_path}", "--output=o", *SIZES.get(drafter, ())]
         flags += [word.replace("MAP", str(vocabulary_path)) for word in words]

@@ -3,7 +3,7 @@
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, count
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from torch import Tensor
 
 from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.eagle3 import Eagle3
@@ -29,7 +28,7 @@ from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 from slipstream.tests.sources import ROOT, TINY
 from slipstream.tests.tables import each_case
 from slipstream.train import learn as learn_module
-from slipstream.train.batches import Batch, PackedRows
+from slipstream.train.batches import PackedRows
 from slipstream.train.continuation import MOST_PASSES
 from slipstream.train.learn import Lengths, Trainer, add_data, is_better, learn, num_rows, shares_of
 from slipstream.train.loop import Loop
@@ -164,7 +163,7 @@ def test_no_more_of_a_text_is_copied_than_a_trainer_reads(num_prompt, num_read):
     sequence.tokens += range(TEXT_LEN)
     calls = []
 
-    def read(count: int) -> Tensor:
+    def read(count):
         calls.append(count)
         return torch.zeros(count, 2, 8)
 
@@ -234,7 +233,7 @@ def test_clients_and_the_past_have_their_share_of_an_epoch(trainer):
     """Against a count of tokens: a flood takes half at most, and a text is read MOST_PASSES times at most."""
     set_length(trainer, 11)  # a row has a text
 
-    def tokens_of(recent: dict[str, int], past: dict[str, int]) -> Counter[str]:
+    def tokens_of(recent, past):
         split = Split(*({client: [text(client, 7)] * size for client, size in part.items()} for part in (recent, past)))
         rows = trainer.rows(split, shares_of(split))
         return Counter(str(rows.categories[rows.windows.documents[rows.rows[row][0]]]) for row in rows.epoch(0, 0))
@@ -278,7 +277,7 @@ def test_evaluations_walk_each_held_out_text_once(trainer, answers):
     """Whatever share of an epoch its client or the past would have."""
     parts = {"a": answers[:6], "b": answers[6:7], "past": answers[7:]}
 
-    def lengths(recent: dict[str, list[ServedText]], past: dict[str, list[ServedText]]) -> Lengths:
+    def lengths(recent, past):
         loop = trainer.loop(Splits(Split({"": answers}, {}), Split(recent, past)))
         return trainer.accept_lengths(loop, trainer.serving)
 
@@ -331,7 +330,7 @@ def test_what_passed_is_kept_and_what_did_not_is_dropped(trainer, answers, tmp_p
     dead.mkdir()
     offers = []
 
-    def judge(folder: Path) -> None:
+    def judge(folder):
         if offers:
             assert (output / "model.safetensors").read_bytes() == offers[0], "the first, which passed"
         offers.append((folder / "model.safetensors").read_bytes())
@@ -353,7 +352,7 @@ def test_weights_that_went_astray_are_dropped(trainer, answers, monkeypatch):
     trainer.load({name: 3 * x if x.is_floating_point() else x for name, x in trainer.serving.items()})
     load = trainer.load
 
-    def load_and_end(weights: Mapping[str, torch.Tensor]) -> None:
+    def load_and_end(weights):
         load(weights)
         raise Verdicts
 
@@ -402,7 +401,7 @@ def test_a_step_takes_as_many_rows_as_there_are_and_as_fit(trainer, answers):
     trainer.most_rows = 8
     sizes = []
 
-    def lack(module: Any, batch: tuple[Batch]) -> None:
+    def lack(module, batch):
         sizes.append((module.training, len(batch[0].tokens)))
         if sizes[-1] in ((True, 8), (False, 4)):
             raise torch.OutOfMemoryError
@@ -429,7 +428,7 @@ def test_weights_are_measured_once_on_the_same_texts(trainer, answers):
     passes = []
     trainer.training.register_forward_hook(lambda *_: passes.append(1))
 
-    def lengths(train: int, heldout: int, count: int) -> Lengths:
+    def lengths(train, heldout, count):
         loop = loop_of(trainer, answers[:train], answers[:heldout])
         lengths = trainer.measured_lengths(loop, trainer.serving)
         assert len(passes) == count
@@ -449,11 +448,11 @@ def test_evaluations_have_their_share_of_the_time(trainer, answers, monkeypatch)
     recent = iter((1.2, 1.0, 1.3, 1.3))
     steps = []
 
-    def lengths(*_: object) -> dict[str, float]:
+    def lengths(*_):
         steps.append(trainer.progress.step)
         return {"recent ": next(recent)}
 
-    def sleep(_: float) -> None:
+    def sleep(_):
         raise Verdicts
 
     monkeypatch.setattr(trainer, "lengths", lengths)
@@ -478,7 +477,7 @@ def test_texts_of_training_are_the_past(trainer, tmp_path, monkeypatch):
     texts = ServedTexts(10**9, 2048)
     monkeypatch.setattr(learn_module, "DATA_TOKENS", 20)
 
-    def states_of(documents: list[list[int]]) -> Tensor:
+    def states_of(documents):
         assert sum(map(len, documents)) <= 20
         if any(len(tokens) == 11 for tokens in documents):
             return torch.empty(0, 4, 1)

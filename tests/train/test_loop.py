@@ -11,7 +11,6 @@ import pytest
 import torch
 from accelerate import DistributedType
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoConfig
 
 from slipstream.models.drafts.base import load_draft
@@ -67,12 +66,12 @@ def play(monkeypatch: pytest.MonkeyPatch, accept_lengths: Sequence[float]) -> No
     lengths = iter(accept_lengths)
     script = {"value": 0.0}
 
-    def evaluate(_training: Eagle3Training, _batch: object) -> dict[str, Tensor]:
+    def evaluate(_training, _batch):
         return {"accept_length": torch.tensor([script["value"], 1.0])}
 
     evaluate_all = Loop.evaluate
 
-    def next_length(loop: Loop) -> dict[str, float]:
+    def next_length(loop):
         script["value"] = next(lengths)
         return evaluate_all(loop)
 
@@ -195,7 +194,7 @@ def test_what_cannot_run_is_refused_before_the_target_is_read(tmp_path, argument
 
 
 def test_an_interrupt_before_the_first_step_ends_in_a_word(tmp_path, arguments, monkeypatch, capsys):
-    def interrupt(*_: object) -> None:
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(target_files, "load_frozen_target", interrupt)

@@ -150,7 +150,7 @@ def test_weights_of_tokens_change_neither_counts_nor_the_scale_of_the_loss(tmp_p
     parts = [random_dataset(30, seed=5), random_dataset(20, seed=7)]
     heldout = random_dataset(4, seed=6)
 
-    def weighted(data: Dataset, weight: float) -> Dataset:
+    def weighted(data, weight):
         return data.add_column("loss_weights", [[weight * value for value in mask] for mask in data["loss_mask"]])
 
     plain = [save_data(part, heldout) for part in parts]

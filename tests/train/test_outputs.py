@@ -206,7 +206,7 @@ def call_in_third_step(patch: pytest.MonkeyPatch, second: Callable[[], None]) ->
     train_step = Loop.train_step
     calls = [second]
 
-    def next_step(loop: Loop, interrupted: bool) -> tuple[dict[str, float], bool]:
+    def next_step(loop, interrupted):
         if loop.progress.step == 2 and calls:
             calls.pop()()
         return train_step(loop, interrupted)

@@ -241,7 +241,7 @@ def test_the_license_is_the_targets_if_its_files_say_so(run_folder, tmp_path, ca
 
 
 def test_faults_are_named(run_folder, tmp_path, hub, capsys, monkeypatch):
-    def fault(*options: object) -> str:
+    def fault(*options):
         return refused(capsys, run_folder, "owner/name", "--license=mit", *options)
 
     hub.present = [".gitattributes", "README.md", "notes.txt"]

@@ -70,7 +70,7 @@ def check_served(
     propose = drafter.propose
     served = []
 
-    def recorded(batch: Any, width: int) -> Any:
+    def recorded(batch, width):
         proposal = propose(batch, width)
         served.append((int(batch.lengths[0]), states(batch), proposal.tokens[0, 1:].tolist()))
         return proposal
@@ -122,7 +122,7 @@ def check_chain(target: Path, draft: Path, training: Any) -> None:
     llm = LLM(str(target), str(draft), max_running=1, width=DEPTH + 1)
     drafter = llm.engine.runner.drafter
 
-    def check(tokens: list[int], served: Served) -> None:
+    def check(tokens, served):
         """The state at the row before each root, and the first drafted token."""
         rows, flat, aux_states, _ = training.read(whole(tokens), 1)
         with torch.no_grad():
@@ -163,7 +163,7 @@ def test_dflash(target_path, tmp_path, fields):
     drafter = llm.engine.runner.drafter
     drafter.module.register_forward_hook(lambda _module, _inputs, states: outputs.append(states))
 
-    def check(tokens: list[int], served: Served) -> None:
+    def check(tokens, served):
         """The final states of every block, and all drafted tokens."""
         compared = [item for item in served if item[0] < len(tokens)]
         assert len(compared) >= 4
@@ -271,7 +271,7 @@ def serve_and_load(
 def noise_of_requests(training: Any) -> Any:
     """`DraftTraining.text_noise` with the requests' keys, whose seeds are SEED and those after it."""
 
-    def noise(batch: Batch, rows: Tensor, _tokens: Tensor, _final: Tensor) -> Tensor:
+    def noise(batch, rows, _tokens, _final):
         width = batch.tokens.shape[1]
         keys = torch.tensor([noise_key(SEED + row, 0) for row in (rows // width).tolist()])
         return training.temperature * gumbel(keys, rows % width + 1, training.target_ids)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.models.targets import sharded
 from slipstream.models.targets.sharded import sharding_mesh
@@ -107,7 +106,7 @@ def test_who_shares_with_whom(monkeypatch, world, local, within_machine, shape):
     """Each machine holds the layers once, or all machines together."""
     mesh_shapes = []
 
-    def mesh(_device: str, sizes: tuple[int, int], mesh_dim_names: tuple[str, str]) -> dict[str, DeviceMesh | None]:
+    def mesh(_device, sizes, mesh_dim_names):
         mesh_shapes.append(sizes)
         return dict.fromkeys(mesh_dim_names)
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from torch import Tensor, tensor
+from torch import tensor
 
 from slipstream.models.files.cost_tables import CostTables
 from slipstream.serve.engine import cost_files
@@ -53,12 +53,12 @@ def test_the_fastest_checkpoint_is_best(tmp_path, arguments, monkeypatch, capsys
     script = []
     evaluate_all = Loop.evaluate
 
-    def evaluate(_training: Eagle3Training, _batch: object) -> dict[str, Tensor]:
+    def evaluate(_training, _batch):
         metrics = {f"accept_length_at_depth_{depth}": length for depth, length in enumerate(script[-1], 1)}
         metrics["accept_length"] = script[-1][-1]
         return {name: tensor([value, 1.0]) for name, value in metrics.items()}
 
-    def next_lengths(loop: Loop) -> dict[str, float]:
+    def next_lengths(loop):
         script.append(next(lengths))
         return evaluate_all(loop)
 

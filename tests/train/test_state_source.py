@@ -182,7 +182,7 @@ def test_a_batch_is_made_while_the_last_one_is_copied(target_path, data_path, st
     copy = StateSource.copy
     may_copy = Event()
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments):
         assert may_copy.wait(60)
         copy(*arguments)
 

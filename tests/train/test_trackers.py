@@ -211,7 +211,7 @@ FAILURES = ("init", "define_metric", "log", "Table", "Artifact", "log_artifact",
 def test_whatever_wandb_raises_ends_no_run(name, tmp_path, wandb, monkeypatch, capsys):
     """At the start and when a run continues; it is said once, and metrics.jsonl goes on."""
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_, **__):
         raise RuntimeError("no network")
 
     monkeypatch.setattr(wandb, name, fail, raising=True)
@@ -231,7 +231,7 @@ def test_whatever_wandb_raises_ends_no_run(name, tmp_path, wandb, monkeypatch, c
 def test_wandb_goes_offline_where_the_service_does_not_answer(tmp_path, wandb, monkeypatch, capsys):
     init = wandb.init
 
-    def refuse_online(**options: Any) -> FakeWandb:
+    def refuse_online(**options):
         if options["mode"] is None:
             raise OSError("deadline exceeded")
         return init(**options)

@@ -44,7 +44,7 @@ class Inputs:
         """Values that bf16 holds: the same in every dtype, q's spread wide enough for uneven weights."""
         generator = torch.Generator().manual_seed(0)
 
-        def random(count: int, heads: int, scale: float = 1.0) -> Tensor:
+        def random(count, heads, scale=1.0):
             values = scale * torch.randn(count, heads, HEAD_DIM, generator=generator)
             return values.bfloat16().to(device, dtype).requires_grad_()
 

@@ -17,7 +17,7 @@ Weighted = list[list[tuple[list[int], list[float]]]]
 def with_weights(rows: Sequence[Sequence[Document]], weights: Callable[[], float]) -> Weighted:
     """`rows` with a weight for each answer, a run of supervised tokens."""
 
-    def weigh(mask: Sequence[bool]) -> list[float]:
+    def weigh(mask):
         weighted = []
         weight = 0.0
         for index, is_supervised in enumerate(mask):
