@@ -4,11 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from slipstream.bench.lines import table
 from slipstream.models.files.atomic import write_json
@@ -103,7 +100,8 @@ def summary(comparison: Comparison) -> str:
 
 def plot_acceptance(comparison: Comparison, path: Path) -> None:
     """Left: accept rates by position. Right: the speed-up by the number of requests."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     rates = comparison.alone.accept_rate_by_position
     left.bar_label(left.bar(range(1, len(rates) + 1), rates, color=BLUE, width=0.6), fmt="%.2f")
     left.set(xlabel="position in the draft", ylabel="share of rounds that accepted it", ylim=(0, 1))
@@ -113,7 +111,6 @@ def plot_acceptance(comparison: Comparison, path: Path) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def plot_speed_up(comparison: Comparison, axes: Axes) -> None:

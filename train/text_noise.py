@@ -21,7 +21,7 @@ RowValues = Callable[[slice], Tensor]  # rows -> numbers (R, Vd) there
 
 
 def noise_behind(tokens: Tensor, logits: Tensor, keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Gumbel noise (R, Vd) fp32 of the target ids `ids` (Vd,), given that argmax(logits + noise) is `said` (R,).
+    """Gumbel noise (R, Vd) fp32 of the target ids `ids` (Vd,), given that argmax(logits + noise) is `tokens` (R,).
 
     logits (R, V): the target's, divided by the temperature. keys and positions (R,) int64 seed the samples.
     """
