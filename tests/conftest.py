@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -33,12 +33,12 @@ if not torch.cuda.is_available():
 atexit.register(gc.unfreeze)  # so that libraries' objects are let go; pytest searches ten times before
 
 
-def pytest_collection() -> None:
+def pytest_collection():
     gc.freeze()
     gc.disable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Freezes imports and collected tests: no search for garbage, half a second each, need look at them. Searches are
     rare, since what tests import is looked at each time."""
     gc.freeze()
@@ -46,7 +46,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item: pytest.Item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
 
@@ -96,7 +96,7 @@ def exits(capsys) -> Callable[..., AbstractContextManager[None]]:
 
 
 @pytest.fixture(autouse=True)
-def every_message_counts() -> None:
+def every_message_counts():
     """Commands that an earlier test ran in this process set the level of the package's messages."""
     logging.getLogger("slipstream").setLevel(logging.NOTSET)
 
@@ -112,16 +112,16 @@ def equal_machines() -> Iterator[None]:
     class EqualCosts(FittedCosts):
         is_fitted = False
 
-        def targets(self, rows: Any, *, filtered: bool) -> Any:
+        def targets(self, rows, *, filtered):
             return np.ones(len(rows))
 
-        def draft(self, requests: int, width: int, *, filtered: bool) -> float:
+        def draft(self, requests, width, *, filtered):
             return 0.0
 
-        def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
+        def time(self, rows, requests, width, *, filtered):
             return 1.0
 
-        def observe(self, *_: Any, **__: Any) -> None:
+        def observe(self, *_, **__):
             pass
 
     with pytest.MonkeyPatch.context() as patch:

@@ -74,7 +74,7 @@ def git(*words: str) -> str:
     return subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def main() -> None:
+def main():
     if "--write" in sys.argv[1:]:
         SIZES.write_text(json.dumps(sizes(), indent=1) + "\n")
     sys.exit("\n".join([*size_faults(), *subject_faults()]) or 0)

@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 UNWRAPPED = {tl.tensor, int, float, bool, str, type(None)}
 
 
-def prepare() -> None:
+def prepare():
     """Patches the interpreter of this process, before kernels are launched."""
     check_no_overflows()
     patch_once_per_launch()
@@ -24,7 +24,7 @@ def prepare() -> None:
     add_products_in_order()
 
 
-def add_products_in_order() -> None:
+def add_products_in_order():
     """Multiplies matrices term by term along the depth. NumPy's BLAS adds in an order of its own, which depends on the
     processor and on the sizes of a tile, so kernels that differ in their tiling would not give equal bits."""
 
@@ -56,7 +56,7 @@ def matmul_in_order(left: NDArray[Any], right: NDArray[Any], dtype: np.dtype[Any
     return total
 
 
-def check_no_overflows() -> None:
+def check_no_overflows():
     """Each product, sum and difference of integers is computed again to see whether it overflows; what is found counts
     in the interpreter's debug mode alone, which nothing switches on."""
     builder = interpreter.interpreter_builder
@@ -64,14 +64,14 @@ def check_no_overflows() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
-def patch_once_per_launch() -> None:
+def patch_once_per_launch():
     """A launch replaces the functions of triton.language, and so does each call of a device function in it, which takes
     longer than what the function computes. The first time is enough until the launch ends."""
     patch = interpreter._patch_lang
-    patched = set[int]()
+    patched = set()
 
     class Scope(interpreter._LangPatchScope):
-        def restore(self) -> None:
+        def restore(self):
             patched.clear()
             super().restore()
 
@@ -85,7 +85,7 @@ def patch_once_per_launch() -> None:
     interpreter._patch_lang = patch_unless_done
 
 
-def call_directly() -> None:
+def call_directly():
     """Functions of triton.language look at their keywords twice, and at the kinds of all arguments."""
     semantic = {"_semantic": interpreter.interpreter_semantic}
     unwrap = tl.core._unwrap_if_constexpr
@@ -101,7 +101,7 @@ def call_directly() -> None:
     tl.core._unwrap_if_constexpr = unwrap_others
 
 
-def make_handles_unchecked() -> None:
+def make_handles_unchecked():
     """The interpreter compares the sizes of numbers with their type whenever it holds an array."""
 
     def init_handle(self, data, dtype, attr=None):
@@ -112,7 +112,7 @@ def make_handles_unchecked() -> None:
     interpreter.TensorHandle.__init__ = init_handle
 
 
-def know_types() -> None:
+def know_types():
     """Each operation makes the type and the shape of its tile anew, and checks them; few are different."""
     find_dtype = interpreter._get_np_dtype
     init_type = tl.block_type.__init__
@@ -147,7 +147,7 @@ def know_types() -> None:
     tl.tensor.__init__ = known_shape
 
 
-def leave_equal_types() -> None:
+def leave_equal_types():
     """Operands of one type, or of one shape (see `know_types`), are mostly converted to it with a type made anew."""
     cast = TritonSemantic.cast
     broadcast = TritonSemantic.broadcast_impl_value
@@ -190,7 +190,7 @@ def stretched(operand: Any, shape: Any) -> Any:
     return tl.tensor(handle, tl.block_type(operand.dtype, shape))
 
 
-def know_constants() -> None:
+def know_constants():
     """Operands of one type need no promotion, and a number becomes the same tile in each step of a loop."""
     check = TritonSemantic.binary_op_type_checking_impl
     constants = {}

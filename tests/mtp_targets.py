@@ -101,13 +101,13 @@ def module_tensors(name: str, module: MtpModel, index: int = 0) -> dict[str, Ten
     return {key: tensor.float().contiguous() for key, tensor in tensors.items()}
 
 
-def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+def add_tensors(folder: Path, tensors: dict[str, Tensor]):
     """Adds tensors to a checkpoint's files, or replaces them."""
     file = folder / "model.safetensors"
     save_file(load_file(file) | tensors, file, {"format": "pt"})
 
 
-def save_almost_copying(source: Path, folder: Path, count: int = 1) -> None:
+def save_almost_copying(source: Path, folder: Path, count: int = 1):
     """Saves a GLM-4.5 target that says of a text what its last token says, and `count` modules that mostly know it, but
     attend, too."""
     shutil.copytree(source, folder)
@@ -127,7 +127,7 @@ def save_almost_copying(source: Path, folder: Path, count: int = 1) -> None:
 class NaiveMTP(NaiveEagle3):
     """transformers' module over a whole text, with nothing kept between calls."""
 
-    def __init__(self, target: MTPTarget, hidden: Hidden = "after_norm") -> None:
+    def __init__(self, target: MTPTarget, hidden: Hidden = "after_norm"):
         self.hidden = hidden
         embeddings, head = (weight.double() for weight in shared_weights(target.model))
         self.embeddings = embeddings
@@ -196,7 +196,7 @@ class PlainMTP(NaiveEagle):
     """The module of a draft checkpoint for a target of a family without, written out from its public tensors, in fp64.
     `embeddings` and `head` (V, H) are the target's."""
 
-    def __init__(self, draft: Path | DraftNetwork, embeddings: Tensor, head: Tensor) -> None:
+    def __init__(self, draft: Path | DraftNetwork, embeddings: Tensor, head: Tensor):
         super().__init__(draft, embeddings, head)
         self.layer = f"layers.{self.config['num_target_layers']}"
 
@@ -210,7 +210,7 @@ class PlainMTP(NaiveEagle):
 class Oracle:
     """Computes the proposal that the module should make after any text."""
 
-    def __init__(self, target: MTPTarget, options: TreeOptions, hidden: Hidden = "after_norm") -> None:
+    def __init__(self, target: MTPTarget, options: TreeOptions, hidden: Hidden = "after_norm"):
         self.states = KnownStates(target.model)
         self.naive = (NaiveMTP if len(target.module.layers) == 1 else NaiveModules)(target, hidden)
         self.options = options

@@ -30,9 +30,7 @@ class Block:
 class NaiveDFlash(NaiveLayers):
     """`embeddings` and `head` (V, H) are the target's. Plain rotary embedding only."""
 
-    def __init__(
-        self, draft: Path | DraftNetwork, embeddings: Tensor, head: Tensor, num_candidates: int | None = None
-    ) -> None:
+    def __init__(self, draft: Path | DraftNetwork, embeddings: Tensor, head: Tensor, num_candidates: int | None = None):
         """`num_candidates` of each slot; by default as many as a chain needs."""
         self.target_ids = torch.arange(len(head))
         super().__init__(draft, embeddings)

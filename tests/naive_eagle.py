@@ -14,7 +14,7 @@ class NaiveEagle(NaiveEagle3):
 
     attention = "layers.0.self_attn"
 
-    def __init__(self, draft: Path | DraftNetwork, embeddings: Tensor, head: Tensor) -> None:
+    def __init__(self, draft: Path | DraftNetwork, embeddings: Tensor, head: Tensor):
         self.target_ids = torch.arange(len(head))
         super().__init__(draft, embeddings)
         self.head = head.double()[self.target_ids]

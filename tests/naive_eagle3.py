@@ -44,7 +44,7 @@ class NaiveLayers:
 
     target_ids: Tensor
 
-    def __init__(self, draft: Path | DraftNetwork, embeddings: Tensor) -> None:
+    def __init__(self, draft: Path | DraftNetwork, embeddings: Tensor):
         if isinstance(draft, Path):
             self.config = json.loads((draft / "config.json").read_text())
             tensors = load_file(draft / "model.safetensors")
@@ -134,7 +134,7 @@ class NaiveEagle3(NaiveLayers):
 
         Every node's state is computed from its path alone.
         """
-        states = dict[tuple[int, ...], Tensor]()
+        states = {}
 
         def children_of(path):
             states[tuple(path)] = self._states_at(path, aux_states, tokens, states)

@@ -16,7 +16,7 @@ from slipstream.tests.naive_eagle3 import attended, turned
 class MuseGlimmerDraft(NaiveDFlash):
     """transformers' MuseGlimmerAssistantModel. `target` is the folder of the model whose logits the head gives."""
 
-    def __init__(self, draft: Path, target: Path, embeddings: Tensor, head: Tensor) -> None:
+    def __init__(self, draft: Path, target: Path, embeddings: Tensor, head: Tensor):
         from transformers import MuseGlimmerAssistantModel  # later than the oldest release that the package allows
 
         text = json.loads((target / "config.json").read_text())["text_config"]

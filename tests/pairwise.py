@@ -55,7 +55,7 @@ def grouped(*keys: str) -> Callable[[Test], Test]:
     `caplog` empty; what else fixtures give is made once. A skipped case hides no other."""
 
     def decorate(test):
-        marks = test.pytestmark  # type: ignore[attr-defined]
+        marks = test.pytestmark
         products = [mark for mark in marks if mark.name == "parametrize"]
         names = [name for mark in products for name in _names(mark)]
 
@@ -84,8 +84,8 @@ def grouped(*keys: str) -> Callable[[Test], Test]:
         signature = inspect.signature(test)
         parameters = [signature.parameters[name] for name in signature.parameters if name in keys or name not in names]
         cases = inspect.Parameter("cases", inspect.Parameter.KEYWORD_ONLY)
-        run_all.__signature__ = signature.replace(parameters=[*parameters, cases])  # type: ignore[attr-defined]
-        run_all.pytestmark = [mark for mark in marks if mark.name != "parametrize"]  # type: ignore[attr-defined]
+        run_all.__signature__ = signature.replace(parameters=[*parameters, cases])
+        run_all.pytestmark = [mark for mark in marks if mark.name != "parametrize"]
         batches = _batches(products, [names.index(key) for key in keys])
         return pytest.mark.parametrize((*keys, "cases"), batches)(run_all)
 

@@ -23,7 +23,7 @@ MARKOV = ("markov_rank", "markov_head_type")
 SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
-def save_as_specforge(draft: Path, folder: Path, layers: tuple[int, ...] | None) -> None:
+def save_as_specforge(draft: Path, folder: Path, layers: tuple[int, ...] | None):
     """SpecForge's export of EAGLE3 for SGLang, whose config.json was the input of its training. It names `layers`, as
     outputs, if the user's file did; the embedding is left out."""
     values, tensors = _read(draft)
@@ -33,7 +33,7 @@ def save_as_specforge(draft: Path, folder: Path, layers: tuple[int, ...] | None)
     _write(folder, config, tensors)
 
 
-def save_as_zlab(draft: Path, folder: Path) -> None:
+def save_as_zlab(draft: Path, folder: Path):
     """z-lab's DFLASH, and SpecForge's: neither embedding nor head."""
     values, tensors = _read(draft)
     config = _config("zlab", values) | {"max_window_layers": values["num_hidden_layers"]}
@@ -42,7 +42,7 @@ def save_as_zlab(draft: Path, folder: Path) -> None:
     _write(folder, config, tensors)
 
 
-def save_as_muse_glimmer(draft: Path, folder: Path) -> None:
+def save_as_muse_glimmer(draft: Path, folder: Path):
     """The draft of Muse-Glimmer's maker: fields at the top level, no vocabulary."""
     values, tensors = _read(draft)
     config = {
@@ -58,7 +58,7 @@ def save_as_muse_glimmer(draft: Path, folder: Path) -> None:
     _write(folder, config, tensors)
 
 
-def save_as_laguna(draft: Path, folder: Path, gating: str, *, by_kind: bool = False) -> None:
+def save_as_laguna(draft: Path, folder: Path, gating: str, *, by_kind: bool = False):
     """The draft of Laguna's maker, with fused projections. `by_kind`: rotary parameters by kind of layer."""
     values, tensors = _read(draft)
     config = {
@@ -82,7 +82,7 @@ def save_as_laguna(draft: Path, folder: Path, gating: str, *, by_kind: bool = Fa
 
 def save_as_speculators_eagle3(
     draft: Path, target: Path, folder: Path, layers: tuple[int, ...], window: int | None = None
-) -> None:
+):
     """The trainer of speculators: ids of `layers` as inputs of the next ones, all flags, a copy of the embedding.
     `window`: its default is 2048."""
     values, tensors = _read(draft)
@@ -107,7 +107,7 @@ def save_as_speculators_eagle3(
     _write(folder, config, {**renamed, "embed_tokens.weight": embedding.to(tensors["fc.weight"].dtype)})
 
 
-def save_as_speculators_dflash(draft: Path, target: Path, folder: Path) -> None:
+def save_as_speculators_dflash(draft: Path, target: Path, folder: Path):
     """The trainer of speculators: never an embedding, the head's rows of a reduced vocabulary."""
     values, tensors = _read(draft)
     config = {
@@ -121,7 +121,7 @@ def save_as_speculators_dflash(draft: Path, target: Path, folder: Path) -> None:
     _write(folder, config, _with_head(tensors, target))
 
 
-def save_as_zlab_dflash2(draft: Path, folder: Path) -> None:
+def save_as_zlab_dflash2(draft: Path, folder: Path):
     """z-lab's DFlash 2: all layers have a window and see their whole block, and no field says which slots predict."""
     values, tensors = _read(draft)
     config = {
@@ -134,7 +134,7 @@ def save_as_zlab_dflash2(draft: Path, folder: Path) -> None:
     _write(folder, config, tensors)
 
 
-def save_as_deepspec(draft: Path, target: Path, folder: Path) -> None:
+def save_as_deepspec(draft: Path, target: Path, folder: Path):
     """DeepSpec's DSpark, or its DFLASH, which has neither head: all fields at the top, copies of embedding and head."""
     values, tensors = _read(draft)
     fields = {"markov_rank": 0, "markov_head_type": "vanilla"} | values["dflash_config"]
@@ -153,7 +153,7 @@ def save_as_deepspec(draft: Path, target: Path, folder: Path) -> None:
     _write(folder, config, {**tensors, **{key: x.to(tensors["fc.weight"].dtype) for key, x in copies.items()}})
 
 
-def save_as_specforge_dspark(draft: Path, folder: Path, prefix: str = "markov_head") -> None:
+def save_as_specforge_dspark(draft: Path, folder: Path, prefix: str = "markov_head"):
     """SpecForge's and SGLang's DSpark; `prefix` of the Markov head's tensors, at first "logit_head"."""
     values, tensors = _read(draft)
     config = {
@@ -170,7 +170,7 @@ def save_as_specforge_dspark(draft: Path, folder: Path, prefix: str = "markov_he
     _write(folder, config, {key.replace("markov_head.", f"{prefix}."): x for key, x in tensors.items()})
 
 
-def save_as_modelopt_dspark(draft: Path, folder: Path) -> None:
+def save_as_modelopt_dspark(draft: Path, folder: Path):
     """ModelOpt's DSpark, as TensorRT-LLM reads it: heads without a prefix, the convention by shift_label."""
     values, tensors = _read(draft)
     config = {
@@ -189,14 +189,14 @@ def save_as_modelopt_dspark(draft: Path, folder: Path) -> None:
     _write(folder, config, tensors)
 
 
-def save_as_lilicorr(draft: Path, folder: Path) -> None:
+def save_as_lilicorr(draft: Path, folder: Path):
     """NVIDIA's LiLiCorr draft: every size of its network in dflash_config."""
     values, tensors = _read(draft)
     fields = {**values["dflash_config"], "projector_type": "lilicorr", "lilicorr_enabled": True, "causal": False}
     _write(folder, _config("lilicorr", values) | {"dflash_config": fields}, tensors)
 
 
-def save_as_speculators_block(draft: Path, target: Path, folder: Path, kind: str) -> None:
+def save_as_speculators_block(draft: Path, target: Path, folder: Path, kind: str):
     """The trainer of speculators; kind "dspark" or "dflash2"."""
     values, tensors = _read(draft)
     config = _speculators_block(values, target, kind)
@@ -278,7 +278,7 @@ def _read_target(target: Path) -> dict[str, Tensor]:
     return load_file(target / "model.safetensors")
 
 
-def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

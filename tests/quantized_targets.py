@@ -231,7 +231,7 @@ def fuse_experts(tensors: Tensors, count: int = 3) -> Tensors:
     return result
 
 
-def save_in_two_files(tensors: Tensors, apart: Path, folder: Path) -> None:
+def save_in_two_files(tensors: Tensors, apart: Path, folder: Path):
     """With an index, and the other files of `apart`."""
     folder.mkdir()
     for file in apart.glob("*.json"):
@@ -289,7 +289,7 @@ def read_by_transformers(folder: Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=read)
 
 
-def save_gpt_oss(folder: Path, with_fields: bool = True, size: int = 160) -> None:
+def save_gpt_oss(folder: Path, with_fields: bool = True, size: int = 160):
     """With random MXFP4 experts, whose inputs do not fill the last 128."""
     config = GptOssConfig(**CAPPED["gpt-oss"].to_dict() | {"hidden_size": 96, "intermediate_size": size})
     save_random_target(config, folder)
@@ -378,7 +378,7 @@ def load(folder: Path, name: str = "", dtype: torch.dtype = torch.float32) -> Ta
     return load_target(folder, load_config(folder), dtype, torch.device("cpu"), quantization=quantization)
 
 
-def change_tensors(folder: Path, prefix: str, changes: Mapping[str, Any]) -> None:
+def change_tensors(folder: Path, prefix: str, changes: Mapping[str, Any]):
     """Replaces tensors of a file by their names after `prefix`; None deletes, and a list is a value, a type and the
     shape of a tensor that holds this value alone."""
     tensors = load_file(folder / "model.safetensors")

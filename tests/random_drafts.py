@@ -23,7 +23,7 @@ from slipstream.tests.random_targets import load_model, roughen, shared_weights,
 SEED = 4  # with it, 10 to 50 % of the drafted tokens are accepted, greedy or not
 
 
-def choose_vocabulary(module: DraftNetwork) -> None:
+def choose_vocabulary(module: DraftNetwork):
     """A reduced one leaves out ids all over the range."""
     size = module.config.draft_vocab_size
     if size is not None:
@@ -55,17 +55,13 @@ def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = 
     return module
 
 
-def save_random_draft(
-    target: Path, folder: Path, draft_vocab_size: int | None = None, seed: int = SEED, **fields: Any
-) -> None:
+def save_random_draft(target: Path, folder: Path, draft_vocab_size: int | None = None, seed: int = SEED, **fields: Any):
     module = random_draft(target, draft_vocab_size, seed, **fields)
     folder.mkdir(parents=True)
     write_draft(module, module.state_dict(), folder, {})
 
 
-def save_random_eagle(
-    target: Path, folder: Path, /, texts: Sequence[tuple[int, list[int]]] = (), **fields: Any
-) -> None:
+def save_random_eagle(target: Path, folder: Path, /, texts: Sequence[tuple[int, list[int]]] = (), **fields: Any):
     """The draft knows `texts`, as (length of the prompt, all tokens); without them it is right by chance only.
 
     down_proj is fitted by least squares to the target's states of the texts. `fields` of the config; a reduced
@@ -105,7 +101,7 @@ def states_of(target: Path, *tokens: int) -> list[Tensor]:
     return target_states(load_float64(target), tokens)
 
 
-def fit(projection: nn.Linear, x: Tensor, y: Tensor) -> None:
+def fit(projection: nn.Linear, x: Tensor, y: Tensor):
     """Least squares: from then on it maps inputs x (n, I) to about y (n, H)."""
     ridge = 1e-3 * x.square().mean() * torch.eye(x.shape[1])
     projection.weight.data = torch.linalg.solve(x.T @ x + ridge, x.T @ y).T.float()
@@ -128,7 +124,7 @@ def random_dflash(target: Path, /, seed: int = SEED, **fields: Any) -> DFlash:
     return module
 
 
-def roughen_heads(module: DFlash) -> None:
+def roughen_heads(module: DFlash):
     """Adds noise to heads that start as the identity or at zero; a fitted draft is still right now and then."""
     for name, parameter in module.named_parameters():
         place = name.split(".")[0]
@@ -138,9 +134,7 @@ def roughen_heads(module: DFlash) -> None:
             parameter.data += 0.05 * torch.randn_like(parameter)
 
 
-def save_random_dflash(
-    target: Path, folder: Path, /, texts: Sequence[tuple[int, list[int]]] = (), **fields: Any
-) -> None:
+def save_random_dflash(target: Path, folder: Path, /, texts: Sequence[tuple[int, list[int]]] = (), **fields: Any):
     """The draft knows `texts`, as (length of the prompt, all tokens); without them it is right by chance only.
 
     The last layer's down_proj is fitted by least squares: its output takes slots to the states from which the target

@@ -58,7 +58,7 @@ CAPPED = configs_of(__file__, "capped")
 WIDE = configs_of(__file__, "wide")
 
 
-def save_random_target(config: PretrainedConfig, folder: Path, seed: int = 0) -> None:
+def save_random_target(config: PretrainedConfig, folder: Path, seed: int = 0):
     """Weights five times the usual spread, so that no two logits of a random model are close."""
     torch.manual_seed(seed)
     config.get_text_config().initializer_range = 0.1
@@ -79,7 +79,7 @@ def load_model(path: Path, **options: Any) -> PreTrainedModel:
     return auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **options)
 
 
-def roughen(module: nn.Module) -> None:
+def roughen(module: nn.Module):
     """Norms and biases start as constants, and sinks small: makes them count."""
     for name, parameter in module.named_parameters():
         if parameter.dim() == 1:
@@ -104,7 +104,7 @@ def logits(target: Target, tokens: Tensor) -> Tensor:
     return target.logits(target(tokens, attention)[0])
 
 
-def assert_same_logits(path: Path, config: TargetSpec, model: PreTrainedModel) -> None:
+def assert_same_logits(path: Path, config: TargetSpec, model: PreTrainedModel):
     target = load_target(path, config, torch.float32, torch.device("cpu"))
     tokens = torch.arange(3, 40)
     with torch.no_grad():
@@ -134,7 +134,7 @@ class KnownStates:
     """`target_states` of a model whose weights stay: computed once for a text and those that begin it, if these are
     asked for next."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel):
         self.model = model
         self.text: list[int] = []
 
@@ -150,7 +150,7 @@ class KnownStates:
         return torch.cat([states[layer] for layer in layers], dim=-1)
 
 
-def change_json(path: Path, **values: Any) -> None:
+def change_json(path: Path, **values: Any):
     """Replaces fields of the object in a file; None deletes."""
     changed = json.loads(path.read_text()) | values
     path.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))

@@ -34,7 +34,7 @@ class AverageSpec(RecurrentSpec):
 
 
 class Average(RecurrentMixer):
-    def __init__(self, spec: AverageSpec, id: int, hidden_size: int, eps: float) -> None:
+    def __init__(self, spec: AverageSpec, id: int, hidden_size: int, eps: float):
         super().__init__(spec, id)
         names = ("value_proj", "gate_proj", "query_proj")
         self.in_proj = Linear(hidden_size, dict.fromkeys(names, spec.size))

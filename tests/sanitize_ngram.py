@@ -24,7 +24,7 @@ ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREAD = ("-fsanitize=thread",)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--compiler", default="g++")
@@ -57,7 +57,7 @@ def build_stress(compiler: str, folder: Path, flags: Sequence[str]) -> Path:
     return path
 
 
-def compile_(compiler: str, flags: Sequence[str], sources: Sequence[Path], output: Path) -> None:
+def compile_(compiler: str, flags: Sequence[str], sources: Sequence[Path], output: Path):
     subprocess.run([compiler, *FLAGS, *flags, *map(str, sources), "-o", str(output)], check=True)
 
 

@@ -27,7 +27,7 @@ Values = dict[str, Any]
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
-def check(server: str, folder: Path, num_target_layers: int) -> None:
+def check(server: str, folder: Path, num_target_layers: int):
     values = json.loads((folder / "config.json").read_text())
     with safe_open(folder / "model.safetensors", "pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
@@ -41,13 +41,13 @@ def check(server: str, folder: Path, num_target_layers: int) -> None:
     loaders[architecture](values, shapes, num_target_layers)
 
 
-def check_states(server: str, layers: list[int], depth: int) -> None:
+def check_states(server: str, layers: list[int], depth: int):
     """`layers` are outputs. Servers collect states while layers run, so in their order; SGLang at a layer's start."""
     assert layers == sorted(set(layers))
     assert layers[-1] < depth - (server == "sglang")
 
 
-def check_tensors(shapes: Shapes, expected: Shapes, ignored: tuple[str, ...] = ()) -> None:
+def check_tensors(shapes: Shapes, expected: Shapes, ignored: tuple[str, ...] = ()):
     present = {name: shape for name, shape in shapes.items() if name not in ignored}
     assert present == expected
 
@@ -94,7 +94,7 @@ def eagle3_shapes(values: Values, count: int, upper_norm: str, *, qk_norm: bool)
     return shapes
 
 
-def sglang_eagle3(values: Values, shapes: Shapes, depth: int) -> None:
+def sglang_eagle3(values: Values, shapes: Shapes, depth: int):
     layers = (values.get("eagle_config") or {}).get(AUX_LAYERS) or [1, depth // 2 - 1, depth - 4]
     check_states("sglang", layers, depth)
     assert len(layers) > 1 or values["target_hidden_size"] != values["hidden_size"], "fc is left out"
@@ -104,7 +104,7 @@ def sglang_eagle3(values: Values, shapes: Shapes, depth: int) -> None:
     check_tensors(public, eagle3_shapes(values, len(layers), "hidden_norm", qk_norm=False), ("d2t", "t2d"))
 
 
-def vllm_eagle3(values: Values, shapes: Shapes, depth: int, *, qk_norm: bool = False) -> None:
+def vllm_eagle3(values: Values, shapes: Shapes, depth: int, *, qk_norm: bool = False):
     inputs = values.get(AUX_LAYERS) or [2, depth // 2, depth - 3]
     check_states("vllm", [layer - 1 for layer in inputs], depth)
     nested = (values.get("eagle_config") or {}).get(AUX_LAYERS)
@@ -114,12 +114,12 @@ def vllm_eagle3(values: Values, shapes: Shapes, depth: int, *, qk_norm: bool = F
     check_tensors(public, expected, ("d2t", "t2d", "embed_tokens.weight"))
 
 
-def vllm_qwen3_eagle3(values: Values, shapes: Shapes, depth: int) -> None:
+def vllm_qwen3_eagle3(values: Values, shapes: Shapes, depth: int):
     assert values["model_type"] == "qwen3"
     vllm_eagle3(values, shapes, depth, qk_norm=True)
 
 
-def sglang_eagle(values: Values, shapes: Shapes, _depth: int) -> None:
+def sglang_eagle(values: Values, shapes: Shapes, _depth: int):
     hidden = values["hidden_size"]
     assert not values.get("bias"), "adds biases to attention"
     assert not values.get("attention_bias"), "likewise"
@@ -145,7 +145,7 @@ def block_shapes(values: Values, fields: Values) -> Shapes:
     return shapes
 
 
-def check_block(server: str, values: Values, shapes: Shapes, depth: int, heads: Shapes) -> None:
+def check_block(server: str, values: Values, shapes: Shapes, depth: int, heads: Shapes):
     fields = values["dflash_config"]
     check_states(server, fields["target_layer_ids"], depth)
     windowed = [kind == "sliding_attention" for kind in values["layer_types"]]
@@ -156,7 +156,7 @@ def check_block(server: str, values: Values, shapes: Shapes, depth: int, heads: 
     check_tensors(shapes, block_shapes(values, fields) | heads)
 
 
-def check_plain(values: Values) -> None:
+def check_plain(values: Values):
     assert not values.get("sample_from_anchor"), "not read for these architectures"
     assert not values.get("draft_vocab_size"), "the head is the target's"
 

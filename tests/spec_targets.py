@@ -46,7 +46,7 @@ def spec_of(layers: Sequence[LayerSpec]) -> TargetSpec:
     return TargetSpec(**NOMINAL.shape(), architecture="Qwen3ForCausalLM", layers=tuple(layers))
 
 
-def save_spec(spec: TargetSpec, folder: Path, seed: int = 0, **tensors: Tensor) -> None:
+def save_spec(spec: TargetSpec, folder: Path, seed: int = 0, **tensors: Tensor):
     """Weights five times the usual spread, so that no two logits are close, and `tensors` beside them. config.json is
     that of a Llama: what is read of it beside the spec is the same."""
     torch.manual_seed(seed)
@@ -68,7 +68,7 @@ def save_spec(spec: TargetSpec, folder: Path, seed: int = 0, **tensors: Tensor) 
     (folder / "config.json").write_text(json.dumps(values))
 
 
-def save_spec_draft(kind: str, spec: TargetSpec, target: Path, folder: Path) -> None:
+def save_spec_draft(kind: str, spec: TargetSpec, target: Path, folder: Path):
     """A random draft, "eagle3" or "dflash"; the former begins as the target's last layer."""
     save = {"eagle3": random_drafts.save_random_draft, "dflash": random_drafts.save_random_dflash}[kind]
     with patch.object(random_drafts, "load_config", lambda _: spec):
@@ -95,13 +95,13 @@ class NaiveAttention(Attention):
     are rounded as a cache of codes with scales (2, G) of each layer rounds them. It keeps the states after each token
     of the text, by the ids of layers with recurrent state, and goes on from them where the text has grown."""
 
-    def __init__(self, scales: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, scales: Sequence[Tensor] | None = None):
         self.scales = scales
         self.states: dict[int, list[State]] = {}
         self.outputs: dict[int, list[Tensor]] = {}
         self.layers: dict[int, RecurrentMixer] = {}
 
-    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
+    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer):
         raise AssertionError("a target's rows all ask")
 
     def recur(self, records: Record, layer: RecurrentMixer) -> Tensor:

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 class StateEngine:
     """An engine at `address`. `close` is its death; `num_passes` counts what it has computed."""
 
-    def __init__(self, target: Path, address: Address, keys: Sequence[str] = ()) -> None:
+    def __init__(self, target: Path, address: Address, keys: Sequence[str] = ()):
         self.address = address
         self.num_passes = 0
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -34,19 +34,19 @@ class StateEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self):
         while (call := self._work.get()) is not None:
             self.num_passes += 1  # first: a client may count as soon as it has its answer
             call()
 
-    def close(self) -> None:
+    def close(self):
         self.service.close()
         wait_until(lambda: not self.service.num_connections, "the end of all connections")
         self._work.put(None)  # after the work that frees their memory
         self._thread.join()
 
 
-def lend(pipe: Connection, sizes: Sequence[int]) -> None:
+def lend(pipe: Connection, sizes: Sequence[int]):
     """Another process's slot on a GPU, filled with counts up to each of `sizes`, one after the other."""
     slot = Slot(0)
     for size in sizes:
@@ -57,7 +57,7 @@ def lend(pipe: Connection, sizes: Sequence[int]) -> None:
     slot.close()
 
 
-def assert_same_states(store: StateStore, expected: StateStore, tolerance: float) -> None:
+def assert_same_states(store: StateStore, expected: StateStore, tolerance: float):
     """Every document's, in the same shards."""
     assert store.index.shards == expected.index.shards
     for number, span in enumerate(expected.index.shards):

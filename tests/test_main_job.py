@@ -60,7 +60,7 @@ def rows_of(questions: list[list[int]], answers: list[Generation]) -> list[Token
     return rows
 
 
-def save_answers(llm: LLM, path: Path, train_rows: list[Tokens], heldout_rows: list[Tokens]) -> None:
+def save_answers(llm: LLM, path: Path, train_rows: list[Tokens], heldout_rows: list[Tokens]):
     described = {
         "tokenizer_hash": tokenizer_hash(llm.tokenizer),
         "vocab_size": 4096,
@@ -97,7 +97,7 @@ def test_an_overfitted_draft_is_accepted_whole(target, tmp_path, caplog, drafter
     check_warning_for_another_tokenizer(tmp_path / "draft" / "best", caplog)
 
 
-def check_warning_for_another_tokenizer(draft: Path, caplog: pytest.LogCaptureFixture) -> None:
+def check_warning_for_another_tokenizer(draft: Path, caplog: pytest.LogCaptureFixture):
     assert not caplog.messages
     change_json(draft / "config.json", tokenizer_hash="0" * 64)
     LLM(draft=str(draft))

@@ -18,6 +18,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.data_tools.chats import build_tokenizer, chat
 from slipstream.tests.serve.fake_engine import CONTEXT, info
 from slipstream.tests.tables import each_case, table_of
+from slipstream.tests.user_errors import user_error
 
 # Everything in a message or a tool shows in the text, and the date in both ways that templates ask for it.
 TEMPLATE = (
@@ -85,7 +86,7 @@ def test_tools_are_shown_the_same(folder, function):
 @each_case()
 def test_what_a_request_may_not_hold_a_row_may_not(folder, message, fault):
     messages = [*chat("How are you?"), message]
-    with pytest.raises(ValueError, match=re.escape(fault)):
+    with user_error(re.escape(fault)):
         trained({"messages": messages})
     with pytest.raises((ApiError, ValueError), match=re.escape(fault)):
         served(folder, messages)
@@ -103,7 +104,7 @@ def test_requests_and_rows_see_the_same_date(folder, options):
 
 @pytest.mark.parametrize("config", [ConversationOptions, ServeConfig])
 def test_a_bad_date_is_a_sentence(config):
-    with pytest.raises(ValueError, match="date is '26 July'; write year-month-day, such as 2024-07-26, or today"):
+    with user_error("date is '26 July'; write year-month-day, such as 2024-07-26, or today"):
         config(target="owner/model", date="26 July")
 
 

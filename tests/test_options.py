@@ -65,9 +65,9 @@ def test_what_is_no_token_id_is_a_sentence(field, holding, token):
 
 
 def test_stop_token_ids_are_kept_as_a_tuple():
-    assert SamplingParams(max_tokens=5, stop_token_ids=[7, 8]).stop_token_ids == (7, 8)  # type: ignore[arg-type]
+    assert SamplingParams(max_tokens=5, stop_token_ids=[7, 8]).stop_token_ids == (7, 8)
     with user_error("^stop_token_ids is 7; it must be a list of token ids$"):
-        SamplingParams(max_tokens=5, stop_token_ids=7)  # type: ignore[arg-type]
+        SamplingParams(max_tokens=5, stop_token_ids=7)
 
 
 def test_a_logit_bias_is_kept_as_pairs():

@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -40,7 +39,6 @@ def test_a_worker_ends_with_a_program_that_is_killed():
     print(pool.submit(os.getpid).result(), flush=True)
     time.sleep(60)"""
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    assert parent.stdout is not None
     assert parent.stdout.readline()
     parent.kill()
     parent.communicate(timeout=60)  # all that write to its pipe have ended
@@ -49,15 +47,15 @@ def test_a_worker_ends_with_a_program_that_is_killed():
 @pytest.mark.parametrize("is_long", [False, True])
 def test_a_long_stage_is_named_before_it_ends(is_long, monkeypatch, caplog):
     class Timer:
-        def __init__(self, seconds: float, function: Callable[..., None], args: tuple[str, ...]) -> None:
+        def __init__(self, seconds, function, args):
             self.ring = lambda: function(*args)
             self.is_over = False
             timers.append(self)
 
-        def start(self) -> None:
+        def start(self):
             pass
 
-        def cancel(self) -> None:
+        def cancel(self):
             self.is_over = True
 
     timers = []

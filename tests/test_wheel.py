@@ -35,7 +35,7 @@ print(json.dumps({
 class Environment:
     """A virtual environment and a working folder; without PYTHONPATH, the checkout is not in sight."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         self.bin = folder / "env" / "bin"
         self.work = folder / "elsewhere"
         self.work.mkdir()

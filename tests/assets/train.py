@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from slipstream.models.drafts.base import HEAD, DraftNetwork
+from slipstream.models.drafts.base import HEAD
 from slipstream.models.files.weights import public_tensors
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.draft_options import BaseDraftOptions
@@ -104,7 +104,6 @@ class NarrowFiles(TargetFiles):
     recipe: Recipe | None = None
 
     def new_draft(self, network: type[Any], options: BaseDraftOptions, **sizes: Any) -> Any:
-        assert self.recipe is not None
         queries, keys = self.recipe.heads
         narrow_sizes = {"num_heads": queries, "num_kv_heads": keys, "head_dim": HEAD_DIM}
         return super().new_draft(network, options, **{**sizes, **narrow_sizes, **self.recipe.fields})
@@ -114,13 +113,13 @@ def narrow(kind: type[DraftTraining], recipe: Recipe) -> type[DraftTraining]:
     """Trains drafts that are narrow inside, and start with what they can take from the target: its final norm, and the
     rows of its head if they have one of their own."""
 
-    class Narrow(kind):  # type: ignore[misc, valid-type]
+    class Narrow(kind):
         @classmethod
-        def new_draft(cls, options: Any, files: TargetFiles) -> DraftNetwork:
+        def new_draft(cls, options, files):
             values = (getattr(files, field.name) for field in fields(TargetFiles))
             return super().new_draft(options, NarrowFiles(*values, recipe))
 
-        def start(self, *, continues: bool = False) -> str:
+        def start(self, *, continues=False):
             tensors = public_tensors(self.draft)
             weights = self.target.initial_weights(1)
             if "norm.weight" in tensors:
@@ -153,7 +152,7 @@ def token_map(demo: Path, size: int) -> Path:
     return path
 
 
-def make(name: str, demo: Path) -> None:
+def make(name: str, demo: Path):
     recipe = DRAFTS[name]
     output = demo / "small" / name
     options = dict(recipe.options)
@@ -176,7 +175,7 @@ def make(name: str, demo: Path) -> None:
         shutil.copyfile(output / "best" / file, folder / file)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--demo", type=Path, default=Path("runs/demo"), help="folder of `make demo`, for its dataset")
     parser.add_argument("names", nargs="*", default=list(DRAFTS), help=f"default: all of {', '.join(DRAFTS)}")

@@ -21,7 +21,7 @@ class Clock:
 class ClockedEngine(FakeEngine):
     """Its steps take 1 s each."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock):
         super().__init__(EngineConfig(target="x"))
         self.clock = clock
 
@@ -29,7 +29,7 @@ class ClockedEngine(FakeEngine):
     def num_open(self) -> int:
         return len(self.running)
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Any):
         assert not self.running, "every request is checked before the first one begins"
 
     def step(self) -> list[Output]:

@@ -51,7 +51,7 @@ def rotated(name: str, weight: Tensor, config: dict[str, Any]) -> Tensor:
     return weight.view(heads[projection], 2, -1, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def add_sizes(writer: GGUFWriter, config: dict[str, Any]) -> None:
+def add_sizes(writer: GGUFWriter, config: dict[str, Any]):
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -67,7 +67,7 @@ def add_sizes(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
-def add_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
+def add_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     ids = {index: token for token, index in tokenizer.get_vocab().items()}

@@ -252,7 +252,7 @@ def tables(target: Path, head: str) -> tuple[Tensor, Tensor]:
 class Widened(SDPABlockAttention):
     """In fp32, whatever the network computes in."""
 
-    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
+    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer):
         super().write(k.float(), v.float(), layer)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:

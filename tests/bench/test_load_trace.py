@@ -27,8 +27,8 @@ from slipstream.tests.tables import each_case
 class Watched(Streams):
     """Remembers how many requests were open after each start, by the phase that its namespace names."""
 
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(ClockedEngine(clock))  # type: ignore[arg-type]
+    def __init__(self, clock: Clock):
+        super().__init__(ClockedEngine(clock))
         self.levels: dict[str, list[int]] = {}
 
     def add(self, request: Any) -> Stream:

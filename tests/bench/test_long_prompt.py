@@ -22,7 +22,7 @@ class ChunkedEngine(ClockedEngine):
 
     left = 0  # chunks to compute
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request):
         super().add(request)
         if len(request.prompt) >= len(LONG):
             self.left = CHUNKS
@@ -42,7 +42,7 @@ def running(monkeypatch) -> Load:
     for module in (long_prompt, streams):
         monkeypatch.setattr(module, "time", clock)
     config = LongPromptConfig(target="x", streams=3, stream_len=12, quiet_steps=5)
-    return Load(config, Streams(ChunkedEngine(clock)), [Task([1, 2, 3], 12)])  # type: ignore[arg-type]
+    return Load(config, Streams(ChunkedEngine(clock)), [Task([1, 2, 3], 12)])
 
 
 def test_a_gap_spans_the_time_until_the_first_token(running):
@@ -59,7 +59,7 @@ def test_a_gap_spans_the_time_until_the_first_token(running):
 
 def test_streams_end_one_after_another(running):
     running.start()
-    assert [request.params.max_tokens for request in running.streams.engine.running.values()] == [4, 8, 12]  # type: ignore[attr-defined]
+    assert [request.params.max_tokens for request in running.streams.engine.running.values()] == [4, 8, 12]
 
 
 def test_figures_are_medians():

@@ -46,7 +46,7 @@ def test_make_installs_nothing_without_a_gpu(tmp_path):
 @each_case()
 def test_options_that_cannot_work(options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
-        RealDemoConfig(**options)  # type: ignore[arg-type]
+        RealDemoConfig(**options)
 
 
 def test_no_prompt_is_measured():

@@ -122,7 +122,7 @@ def test_the_median_turn_counts():
     assert pooled.replies == ["x", "x"]
 
 
-def check_line(line: dict[str, Any], lines: list[dict[str, Any]], llm: LLM, tasks: list[Task]) -> None:
+def check_line(line: dict[str, Any], lines: list[dict[str, Any]], llm: LLM, tasks: list[Task]):
     """Against LLM.generate over the same tasks."""
     name = split_draft(line["draft"])[0]
     params = [SamplingParams(max_tokens=task.max_tokens, temperature=0.0) for task in tasks]
@@ -144,7 +144,7 @@ def check_line(line: dict[str, Any], lines: list[dict[str, Any]], llm: LLM, task
 class FakeEngines:
     """Answers at once, with the level as the answer; breaks off where it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[tuple[str, int, int, str]] = []  # draft, tasks, concurrency, namespace
         self.interrupted_at: tuple[str, int] | None = None
 
@@ -331,7 +331,7 @@ def test_questions_come_in_either_form_and_of_one_split(tokenizer, tmp_path):
     kind = str(tmp_path / "one.jsonl")
     sizes = {"input_len": 0, "output_len": 3}
     task, cut = (
-        Workload(tokenizer=tokenizer, kind=kind, template=template, **sizes).tasks(1, "a")[0]  # type: ignore[arg-type]
+        Workload(tokenizer=tokenizer, kind=kind, template=template, **sizes).tasks(1, "a")[0]
         for template in ({}, {"add_generation_prompt": False})
     )
     assert task.prompt[: len(cut.prompt)] == cut.prompt != task.prompt, "the template has its variables"

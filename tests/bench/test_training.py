@@ -28,7 +28,7 @@ def test_the_arithmetic_is_what_torch_counts(heads, reduced):
     """All products forward and backward, but attention's of target and draft, which torch's count does not see on a
     CPU, and those of the convolutions' taps, which are no matrix products; a scorer's attention it sees."""
     sizes = {"sequence": 96, "rows": 2, "document": 32, "anchors": 9, "block": 5, "layers": 2}
-    config = StepConfig(shape="tiny", heads=heads, reduced=reduced, **sizes)  # type: ignore[arg-type]
+    config = StepConfig(shape="tiny", heads=heads, reduced=reduced, **sizes)
     training = build(config, torch.device("cpu"))
     batch = make_batch(config)
     assert isinstance(training, DFlashTraining)

@@ -18,7 +18,7 @@ from slipstream.models.targets.decoder import load_config
 class Runs:
     """Converts from folder to folder."""
 
-    def __init__(self, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         self.target = target
         self.root = tmp_path
         self.capsys = capsys
@@ -38,7 +38,7 @@ class Runs:
             self.convert(source, layout, *options)
         return self.capsys.readouterr().err
 
-    def assert_round_trips(self, draft: Path) -> None:
+    def assert_round_trips(self, draft: Path):
         """ours -> speculators -> speculators -> ours: the same files, bit by bit."""
         first, _ = self.convert(draft, "speculators")
         again, _ = self.convert(first, "speculators")
@@ -62,7 +62,7 @@ def save_eagle3_draft(runs: Runs, aux_layers: Sequence[int], draft_vocab_size: i
     return folder
 
 
-def assert_equal_checkpoints(first: Path, second: Path) -> None:
+def assert_equal_checkpoints(first: Path, second: Path):
     assert json.loads((first / "config.json").read_text()) == json.loads((second / "config.json").read_text())
     before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert before.keys() == after.keys()

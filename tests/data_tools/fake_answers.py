@@ -28,7 +28,7 @@ def reply(question: str, seed: int) -> str:
 class FakeLLM:
     """Runs at most `room` requests at once and gives each three tokens per step."""
 
-    def __init__(self, target: str, draft: str = "none", **options: Any) -> None:
+    def __init__(self, target: str, draft: str = "none", **options: Any):
         self.tokenizer = AutoTokenizer.from_pretrained(target)
         self.engine = SimpleNamespace(info=SimpleNamespace(max_model_len=options.pop("max_model_len", 200)))
         self.options = {"draft": draft, **options}
@@ -38,7 +38,7 @@ class FakeLLM:
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Output]:
         pending = iter(requests)
-        running = dict[str, list[int]]()
+        running = {}
         more = True
         while more or running:
             while more and len(running) < self.room:
@@ -55,7 +55,7 @@ class FakeLLM:
                 if not running[identity]:
                     del running[identity]
                     reason = "stop" if tokens[-1] == self.tokenizer.eos_token_id else "length"
-                yield Output(request_id=identity, tokens=tokens, finish_reason=reason)  # type: ignore[arg-type]
+                yield Output(request_id=identity, tokens=tokens, finish_reason=reason)
 
     def _answer(self, request: Request) -> list[int]:
         assert len(request.prompt) + request.params.max_tokens <= self.engine.info.max_model_len
@@ -69,10 +69,10 @@ class EndpointHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # head and body in one packet
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.send(200, {"data": [{"id": self.endpoint.model, "max_model_len": self.endpoint.context}]})
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         endpoint = self.endpoint
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with endpoint._lock:
@@ -95,7 +95,7 @@ class EndpointHandler(BaseHTTPRequestHandler):
         else:
             self.send(status, answer)
 
-    def send(self, status: int, body: Any, kind: str = "application/json") -> None:
+    def send(self, status: int, body: Any, kind: str = "application/json"):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -103,7 +103,7 @@ class EndpointHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_: Any):
         pass
 
 
@@ -131,7 +131,7 @@ class FakeEndpoint:
         tokenizer: Any = None,
         render: Callable[[str], str] | None = None,
         unknown: Sequence[str] = (),
-    ) -> None:
+    ):
         self.delay_s = delay_s
         self.context = context
         self.held_after = held_after
@@ -157,7 +157,7 @@ class FakeEndpoint:
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object):
         self.go_on.set()
         self._server.shutdown()
         self._server.server_close()

@@ -157,7 +157,7 @@ def test_the_question(tmp_path, flags, monkeypatch, answer, is_written):
 
 
 def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(tmp_path, flags, monkeypatch, exits):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     monkeypatch.setattr(capture_states, "Capturer", None)
     with exits("GB are free; use --dtype fp8"):
         main(flags(tmp_path / "new"))
@@ -176,7 +176,7 @@ def test_a_second_capture_into_the_folder_is_refused(layout, tmp_path, flags, mo
     """Even one with the same options, while the first one writes."""
     output = tmp_path / "output"
     capture_shards = capture_states.capture_shards
-    messages = list[str]()
+    messages = []
     words = flags(output, layout=layout)
 
     def capture_twice(*arguments, **options):

@@ -19,6 +19,7 @@ from slipstream.data_tools.rows import Row, RowError, read_rows
 from slipstream.data_tools.verb_options import PrepareConfig
 from slipstream.tests.data_tools.chats import chat, write_jsonl
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 TURNS = chat("Hello", "fine")
 ROWS = [
@@ -342,11 +343,11 @@ def damaged_in_its_middle(path: Path) -> Path:
     ],
 )
 def test_unreadable_data_gets_one_sentence(tmp_path, make, message):
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         list(read_rows(ConversationOptions(data=(str(path),) if (path := make(tmp_path)) else (), split="dev")))
 
 
 @each_case()
 def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         PrepareConfig(**options)

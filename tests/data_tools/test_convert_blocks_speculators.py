@@ -89,9 +89,7 @@ def our_states(draft: Any, target: Any, tokens: list[int], aux_states: Tensor) -
     return draft(embeds, attention).view(*inputs.shape, -1)
 
 
-def assert_equal_scores(
-    tokens: Tensor, scores: Tensor, model: Any, hidden: Tensor, logits: Tensor, anchors: Tensor
-) -> None:
+def assert_equal_scores(tokens: Tensor, scores: Tensor, model: Any, hidden: Tensor, logits: Tensor, anchors: Tensor):
     """Compares scores (N, K, k, k) of tokens (N, K, k) with the library's own functions, predecessor by predecessor."""
 
     def expected(slot, previous):

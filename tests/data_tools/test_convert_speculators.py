@@ -54,7 +54,7 @@ def runs(request, tmp_path, capsys) -> Runs:
     return runs
 
 
-def round_to_bf16(file: Path) -> None:
+def round_to_bf16(file: Path):
     """As real targets are, so that the copy of the embedding in a bf16 draft is exact."""
     save_file({key: x.bfloat16().float() for key, x in load_file(file).items()}, file, {"format": "pt"})
 
@@ -114,7 +114,7 @@ def our_logits(draft: Eagle3, target: Path, tokens: list[int]) -> list[Tensor]:
     return logits
 
 
-def assert_equal_logits(logits: list[Tensor], expected: list[Tensor]) -> None:
+def assert_equal_logits(logits: list[Tensor], expected: list[Tensor]):
     """Compares the rows whose tokens both have: the expected ones are padded at the end."""
     assert len(logits) == len(expected) == STEPS
     for step in range(STEPS):

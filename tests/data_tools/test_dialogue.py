@@ -13,6 +13,7 @@ from slipstream.data_tools.rows import RowError
 from slipstream.data_tools.target_tokenizer import ChatTemplate
 from slipstream.tests.data_tools.chats import CHATML, THINKING, build_tokenizer, chat, write_jsonl
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 
 def turns(letters: str) -> list[dict[str, Any]]:
@@ -97,7 +98,7 @@ def test_row_seeds_fit_31_bits_and_differ():
 def drive(template: str | None, questions: list[str], answers: list[Answer], keep_cut: bool = True) -> Any:
     """The prompts that a dialogue asks for and its result."""
     wrapped = None
-    end_ids = set[int]()
+    end_ids = set()
     if template is not None:
         tokenizer = build_tokenizer(template)
         wrapped = ChatTemplate(tokenizer, date="2024-07-26", variables={})
@@ -204,7 +205,7 @@ def test_calls_of_the_input_are_history():
 def test_a_row_keeps_its_weight_and_category(tmp_path):
     rows = [{"prompt": "Hello", "weight": 0.5}, {"prompt": "What?", "category": "math"}]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    weights = list[tuple[float | None, str | None]]()
+    weights = []
     for dialogue in DialogueReader(ConversationOptions(data=(str(data),))):
         conversing = converse(dialogue, None, keep_cut=True)
         next(conversing)
@@ -238,13 +239,13 @@ def test_a_journal_cuts_off_a_half_written_row(tmp_path):
 def test_a_journal_refuses_foreign_files_and_second_writers(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a"}\n{"text": "b"}\n')
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: is not a row with an id"):
+    with user_error(r"rows.jsonl, line 2: is not a row with an id"):
         Journal(path)
     assert path.read_text() == '{"id": "a"}\n{"text": "b"}\n'
     with Journal(path, anew=True) as journal:
         journal.append({"id": "c"})
         for anew in (False, True):
-            with pytest.raises(ValueError, match="being written by another process"):
+            with user_error("being written by another process"):
                 Journal(path, anew=anew)
     assert path.read_text() == '{"id": "c"}\n'
 

@@ -140,7 +140,7 @@ def test_merged_maps_add_their_counts_in_any_order(tmp_path, data):
     assert merged.metadata["data_hash"] != TokenMap.read(parts[0]).metadata["data_hash"]
 
 
-def write_tokens(path: Path, ids: list[int]) -> None:
+def write_tokens(path: Path, ids: list[int]):
     """A prepared dataset with one training row of these supervised tokens."""
     row = (np.array(ids, np.int32), np.ones(len(ids), np.bool_))
     report = {"vocab_size": 512, "special_ids": SPECIAL, "end_ids": [END], "tokenizer_hash": "other"}

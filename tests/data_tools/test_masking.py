@@ -22,6 +22,7 @@ from slipstream.tests.data_tools.chats import (
 )
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 CONVERSATION = [{"role": "system", "content": "You are fine."}, *chat("Hello there", "How are you?", "What?", "four. ")]
 CHATML_PIECES = [
@@ -188,10 +189,10 @@ def test_rows_that_cannot_be_masked_are_dropped_with_a_reason(template, messages
 
 
 def test_missing_and_broken_templates_are_refused():
-    with pytest.raises(ValueError, match="no chat template; give one with --chat-template"):
+    with user_error("no chat template; give one with --chat-template"):
         ChatTemplate(build_tokenizer(None), date="2024-07-26", variables={})
     for broken in ("{% if %}", "{{ 'a"):
-        with pytest.raises(ValueError, match="not valid Jinja"):
+        with user_error("not valid Jinja"):
             mask(broken, CONVERSATION)
 
 

@@ -49,8 +49,8 @@ def test_engine_rows_hold_the_exact_tokens_and_prepare_takes_them(tmp_path, targ
     rows = run(tmp_path, "--target", target)
     tokenizer = AutoTokenizer.from_pretrained(target)
     for row, messages in zip(rows, EXPECTED, strict=True):
-        ids = list[int]()
-        mask = list[int]()
+        ids = []
+        mask = []
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue

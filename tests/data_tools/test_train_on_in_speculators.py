@@ -41,7 +41,7 @@ def runs(tmp_path, capsys) -> Runs:
     return Runs(tmp_path / "target", tmp_path, capsys)
 
 
-def save_states(target: Path, folder: Path) -> None:
+def save_states(target: Path, folder: Path):
     """Random texts with the target's states, as their trainer reads them: the draft's, and the last before the norm."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     texts = torch.randint(3, 120, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -68,7 +68,7 @@ def train(kind: str, draft: Path, target: Path, output: Path) -> Path:
     return output / "run" / "0"  # the epoch's
 
 
-def check_trained(network: Any, draft: Path, trained: Path, target: Path) -> None:
+def check_trained(network: Any, draft: Path, trained: Path, target: Path):
     """It is `draft` but for some small steps; a draft that began anew would share none of its weights."""
     values = json.loads((trained / "config.json").read_text())
     assert drafter_of(values, str(trained)) == values["speculators_model_type"]

@@ -89,7 +89,6 @@ def check(subject: Subject, answers: Answers, stage: str, path: Path = Path("dra
     """Asserts that the first cause is in this stage; returns the diagnosis."""
     diagnosis = examine(subject, answers, path)
     cause = first_cause(diagnosis.findings)
-    assert cause is not None
     assert cause.stage == stage
     return diagnosis
 
@@ -98,7 +97,6 @@ def check(subject: Subject, answers: Answers, stage: str, path: Path = Path("dra
 def test_nothing_is_wrong_with_healthy_drafts(family, fields, healthy, answers):
     diagnosis = examine(healthy(family, **fields), answers)
     assert not diagnosis.findings
-    assert diagnosis.as_read is not None
     assert diagnosis.as_read.accept_length > 1.1
 
 
@@ -107,7 +105,7 @@ def bundled() -> Answers:
     """Answers of the bundled target."""
     draft = ASSETS / "eagle3-flags"
     data = {"data": (str(QUESTIONS),), "where": ("split=heldout",)}
-    config = DoctorConfig(draft=str(draft), target=str(TINY), **data)  # type: ignore[arg-type]
+    config = DoctorConfig(draft=str(draft), target=str(TINY), **data)
     conversations = read_conversations(config, TEXTS)
     renderer = Renderer(load_target_tokenizer(config), config.date, {})
     with open_engine(TINY, draft, "eagle3", Choices.of(config), DEPTH, ANSWER) as engine:
@@ -178,7 +176,6 @@ def test_causes_in_a_trained_draft(name, bundled):
     draft, stage, plant = TRAINED[name]
     before = accept_length(trained(draft), bundled)
     diagnosis = check(plant(trained(draft)), bundled, stage)
-    assert diagnosis.mended is not None
     assert diagnosis.mended.accept_length == pytest.approx(before, rel=0.03)
 
 
@@ -244,7 +241,6 @@ def test_the_state_that_later_steps_read(is_normed, is_specforge, healthy, answe
     if is_specforge:
         assert diagnosis.as_read is None
     else:
-        assert diagnosis.as_read is not None
         assert diagnosis.as_read.accept_length < 0.95 * accept_length(good, answers)
 
 
@@ -326,7 +322,6 @@ def test_causes_in_eagle3_drafts(name, healthy, answers):
     good = healthy("eagle3", aux_layers=(1, 2, 4))
     before = accept_length(good, answers)
     diagnosis = check(plant(good), answers, stage)
-    assert diagnosis.mended is not None
     assert diagnosis.mended.accept_length == pytest.approx(before, rel=0.02)
 
 
@@ -348,7 +343,6 @@ def test_the_kind_of_draft_is_that_of_its_tensors(healthy, answers):
     good = healthy("eagle3")
     bad = replace(good.with_values(drafter=None, architectures=["LlamaForCausalLMEagle"]), family="eagle")
     cause = first_cause(check(bad, answers, "files").findings)
-    assert cause is not None
     assert cause.name == "as EAGLE3"
 
 
@@ -369,7 +363,6 @@ def test_block_drafts(healthy, answers):
     }
     for stage, bad in planted.items():
         diagnosis = check(bad, answers, stage)
-        assert diagnosis.mended is not None
         assert diagnosis.mended.accept_length == pytest.approx(before, rel=0.05)
 
 
@@ -386,7 +379,6 @@ def test_an_anchor_that_is_said_to_draft(field, healthy, answers):
         "option": good.with_values(architectures=["MyDraft"]).with_choices(sample_from_anchor=True),
     }[field]
     cause = first_cause(check(bad, answers, "block convention").findings)
-    assert cause is not None
     assert cause.name == "sample_from_anchor false"
     culprit = {"nested": "shift_label true", "option": "the option sample_from_anchor is true"}.get(
         field, f"{field} true"
@@ -404,7 +396,6 @@ def test_a_confidence_head_of_another_number_of_slots(healthy, answers):
     good = good.with_values(dflash_config={**good.files.values["dflash_config"], **inner})
     diagnosis = check(good.with_values(sample_from_anchor=False), answers, "block convention")
     assert "confidence_temperatures" in diagnosis.refusal
-    assert diagnosis.mended is not None
     assert diagnosis.mended.accept_length == pytest.approx(accept_length(good, answers))
 
 

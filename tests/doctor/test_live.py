@@ -12,6 +12,7 @@ from slipstream.serve.engine.counts import AcceptanceView, CategoryState, Engine
 from slipstream.serve.http.metrics import EngineView, Metrics
 from slipstream.tests.serve.paced_server import PacedServer, paced
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 FACTS = {
     **{"draft": "d1", "target": "t1", "trained_target": "same", "trained_length": "4096"},
@@ -60,7 +61,7 @@ def test_a_page_without_requests_and_other_servers():
     assert "No request has a record yet" in live_text(report(AcceptanceView()))
     part = 'slipstream_accept_new_prompts 0.0\nslipstream_accept_evidence{category="all",record="day"} 1.0\n'
     for text in ("vllm:num_requests_running 1.0\n", part):
-        with pytest.raises(ValueError, match="live is http://there, whose /metrics have no acceptance alarm"):
+        with user_error("live is http://there, whose /metrics have no acceptance alarm"):
             report_of("http://there", "model", text)
 
 
@@ -87,6 +88,6 @@ def test_a_server_is_asked(rates, status, capsys, monkeypatch):
 
 
 def test_options():
-    with pytest.raises(ValueError, match="live is 'http://there', .* leave draft and endpoint out"):
+    with user_error("live is 'http://there', .* leave draft and endpoint out"):
         DoctorConfig(live="http://there", draft="mtp")
     DoctorConfig(live="http://there").check_inputs()

@@ -44,7 +44,7 @@ def test_the_replay_accepts_what_the_engine_accepts(name, target, make_target, t
     folder = make_target(target)
     draft = tmp_path / "draft"
     texts = {} if family == "eagle3" else {"texts": known_texts(folder)}
-    SAVE[family](folder, draft, **texts, **fields)  # type: ignore[operator]
+    SAVE[family](folder, draft, **texts, **fields)
     options = {"width": block_of(draft)} if family == "dflash" else {"width": 6, "drafter": {"depth": DEPTH}}
     requests = [make_request(str(i), prompt, max_tokens=TOKENS) for i, prompt in enumerate(PROMPTS)]
     engine = build_engine(folder, draft, **options)

@@ -40,7 +40,7 @@ def worded(make_target, tmp_path_factory) -> Path:
     folder = shutil.copytree(make_target("qwen3"), tmp_path_factory.mktemp("worded") / "target")
     words = {f"w{token}": token for token in range(VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))  # noqa: S106  a word, not a password
-    tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = WhitespaceSplit()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w3", eos_token="w2", pad_token="w0")
     wrapped.chat_template = TEMPLATE
     wrapped.save_pretrained(folder)
@@ -156,7 +156,7 @@ SERVER = Endpoint(
 @each_case()
 def test_where_a_servers_gap_is(changes, kind, stage):
     diagnosis = Diagnosis(findings=(RISK,), tried=(), as_read=SCORE, mended=SCORE)
-    findings = [*endpoint_findings(diagnosis, replace(SERVER, **changes))]  # type: ignore[arg-type]
+    findings = [*endpoint_findings(diagnosis, replace(SERVER, **changes))]
     assert [(finding.kind, finding.stage) for finding in findings] == ([] if kind is None else [(kind, stage)])
     if stage == "files":
         assert RISK.name in findings[0].cause

@@ -101,7 +101,7 @@ class Scene:
     """Slots that hold nothing or lie before every window are NaN; page tables are shuffled; every other row of a batch
     pads it."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, case: Case, dtype: torch.dtype, device: str):
         self.case = case
         B = len(case.lengths)
         generator = torch.Generator(device).manual_seed(2)
@@ -131,7 +131,7 @@ class Scene:
             self.starts[self.rows[::2]] = torch.tensor(case.starts, device=device)
         self.give_back(first_position=0)
 
-    def give_back(self, first_position: int) -> None:
+    def give_back(self, first_position: int):
         """Makes NaN what lies before the starts, and the windows of nodes at lengths + first_position and later. Pages
         wholly before them become page 0, the padding's, which is NaN, too."""
         for request in range(0, len(self.lengths), 2):

@@ -29,10 +29,10 @@ EMPTY = torch.empty
 class Hopper:
     """Triton's driver for one, as far as compilation asks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_launchers = 0
 
-    def launcher_cls(self, source: object, metadata: object) -> None:
+    def launcher_cls(self, source: object, metadata: object):
         self.num_launchers += 1
 
     def get_current_device(self) -> int:
@@ -54,7 +54,7 @@ def one_pass(block: int) -> int:
     return int(torch.arange(8)[out].sum())
 
 
-def main() -> None:
+def main():
     driver = Hopper()
     triton.runtime.driver.set_active(driver)
     cache = add_number.device_caches[0][0]

@@ -52,13 +52,13 @@ def matrix_of_4_bits(outputs: int, inputs: int, has_zeros: bool) -> Int4Weight:
     return Int4Weight(words, scales, zero_points, 128, inputs)
 
 
-def linear_16_bits() -> None:
+def linear_16_bits():
     x = zeros(ROWS, 1024)
     weight = zeros(1024, 1024)
     streamed_linear.streamed_linear(x, weight, None, choose_tiling(1024, 1024), x.dtype)
 
 
-def gated_16_bits() -> None:
+def gated_16_bits():
     x = zeros(32, 576)
     tiling = choose_tiling(1536, 576, gated=True)
     for outputs, is_early in ((3072, True), (12288, False)):
@@ -66,7 +66,7 @@ def gated_16_bits() -> None:
         streamed_linear.streamed_linear(x, weight, None, tiling, x.dtype, activation="gelu_tanh", is_early=is_early)
 
 
-def heads_fp8() -> None:
+def heads_fp8():
     x = matrix_of_8_bits(ROWS, 4096)
     weight = matrix_of_8_bits(2048, 4096)
     tiling = choose_fp8_tiling(2048, 4096, False, ROWS)
@@ -74,7 +74,7 @@ def heads_fp8() -> None:
     streamed_linear.streamed_linear(x.codes, weight.codes, None, tiling, torch.bfloat16, scales, rotation())
 
 
-def linear_fp8_blocks() -> None:
+def linear_fp8_blocks():
     x = zeros(32, 4096, dtype=E4M3)
     weight = zeros(4096, 4096, dtype=E4M3)
     scales = zeros(32, 32).float(), zeros(32, 32).float()
@@ -82,37 +82,37 @@ def linear_fp8_blocks() -> None:
     streamed_linear.streamed_linear(x, weight, None, tiling, torch.bfloat16, scales)
 
 
-def mlp_fp8() -> None:
+def mlp_fp8():
     x = QuantizedRows(*matrix_of_8_bits(ROWS, 512), torch.bfloat16)
     streamed_fp8.fp8_mlp(x, matrix_of_8_bits(2048, 512), matrix_of_8_bits(512, 1024))
 
 
-def linear_4_bits() -> None:
+def linear_4_bits():
     x = zeros(ROWS, 4096)
     weight = matrix_of_4_bits(512, 4096, False)
     streamed_int4.streamed_int4_linear(x, weight, None, choose_int4_tiling(512, 4096))
 
 
-def heads_4_bits_ring() -> None:
+def heads_4_bits_ring():
     x = zeros(ROWS, 4096)
     weight = matrix_of_4_bits(2048, 4096, True)
     tiling = choose_int4_tiling(2048, 4096)
     pipelined_int4.pipelined_int4_linear(x, weight, None, tiling, rotation=rotation())
 
 
-def gated_4_bits_ring() -> None:
+def gated_4_bits_ring():
     x = zeros(ROWS, 1024)
     weight = matrix_of_4_bits(512, 1024, False)
     pipelined_int4.pipelined_int4_linear(x, weight, None, choose_int4_tiling(512, 1024, True), gated=True)
 
 
-def linear_4_bits_wide() -> None:
+def linear_4_bits_wide():
     x = zeros(128, 4096)
     weight = matrix_of_4_bits(512, 4096, True)
     wide.wide_int4_linear(x, weight, None, choose_int4_tiling(512, 4096), False, Wide(128, 1))
 
 
-def gated_4_bits_wide() -> None:
+def gated_4_bits_wide():
     x = zeros(128, 1024)
     weight = matrix_of_4_bits(512, 1024, False)
     wide.wide_int4_linear(x, weight, None, choose_int4_tiling(512, 1024, True), True, Wide(128, 2))
@@ -124,19 +124,19 @@ PRODUCTS = (
 )  # fmt: skip
 
 
-def main() -> None:
+def main():
     triton.runtime.driver.set_active(Hopper())
     for module in MODULES:
         for name, replacement in REPLACED.items():
             if hasattr(module, name):
                 setattr(module, name, replacement)
     run = JITFunction.run
-    compiled = list[Any]()
+    compiled = []
 
     def compile_only(kernel, *args, grid, warmup, **options):  # noqa: ARG001
         compiled.append(run(kernel, *args, grid=grid, warmup=True, **options))
 
-    JITFunction.run = compile_only  # type: ignore[method-assign]
+    JITFunction.run = compile_only
     sizes = {}
     for product in PRODUCTS:
         product()

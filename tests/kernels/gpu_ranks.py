@@ -55,7 +55,7 @@ def random(*size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(size, generator=generator, device="cuda").to(dtype)
 
 
-def expect(condition: bool, message: str) -> None:
+def expect(condition: bool, message: str):
     if not condition:
         raise AssertionError(message)
 
@@ -348,7 +348,7 @@ def parse(names: list[str]) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def main():
     options = parse([*SCENARIOS])
     if options.rank is not None:
         scenarios = [SCENARIOS[name] for name in options.scenarios[0].split("+")]

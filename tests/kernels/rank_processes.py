@@ -29,7 +29,7 @@ def look_and_rest(*arguments: Any) -> Any:
     return look(*arguments)
 
 
-def store_at_once(pointers: Any, values: Any, mask: Any) -> None:
+def store_at_once(pointers: Any, values: Any, mask: Any):
     """The interpreter's copies of two bytes are seen by halves: the C library stores one byte before both."""
     if values.itemsize != 2:
         store(pointers, values, mask)

@@ -50,7 +50,6 @@ def test_its_gradient(shape, block, dtype, device):
     with poisoned():
         block_conv.triton(leaves[0], leaves[1][:, 1], leaves[2], block).backward(towards.t().contiguous().t())
     for leaf, exact in zip(leaves, exact_leaves, strict=True):
-        assert leaf.grad is not None
         assert exact.grad is not None
         assert leaf.grad.dtype == leaf.dtype
         tolerance = {"atol": 30 * TOLERANCES[torch.float32], "rtol": TOLERANCES[dtype]}

@@ -21,6 +21,7 @@ from slipstream.kernels.norm import add_rms_norm
 from slipstream.tests.kernels.rank_processes import run_ranks
 from slipstream.tests.kernels.triton_runs import NO_INTERPRETER
 from slipstream.tests.pairwise import gate_of
+from slipstream.tests.user_errors import user_error
 
 SIZE = 48
 
@@ -73,7 +74,7 @@ def test_all_ranks_get_the_sum_in_tree_order(world, dtype, monkeypatch):
             out = None if place is None else torch.zeros(rows, SIZE + 8, dtype=residual.dtype)[:, :SIZE]
             outputs += reduce.add_and_norm(partial, Norm(residual, weight, 1e-5, out), bias)
             assert out is None or outputs[-1].data_ptr() == out.data_ptr()
-        with pytest.raises(ValueError, match="9 rows are to be added, but ranks share memory for 8"):
+        with user_error("9 rows are to be added, but ranks share memory for 8"):
             reduce.add(torch.zeros(9, SIZE, dtype=dtype), torch.float16)
         return outputs
 
@@ -140,7 +141,7 @@ def test_columns_are_gathered_in_the_order_of_ranks(world, monkeypatch):
     def run(peers):
         together = Gather(peers, 100)
         outputs = [together(random(world, *call, seed=index)[peers.rank].half()) for index, call in enumerate(calls)]
-        with pytest.raises(ValueError, match="share memory for 112 words, fewer than 200 of a row"):
+        with user_error("share memory for 112 words, fewer than 200 of a row"):
             together(torch.zeros(2, 200))
         return outputs
 
@@ -154,7 +155,7 @@ def test_memory_that_is_not_there_is_refused():
     peers = Peers(0, torch.zeros(1024, dtype=torch.uint8), [0], 1.0)
     assert peers.take(100) == 0
     assert peers.take(4) == 256
-    with pytest.raises(ValueError, match="ranks share 1024 bytes, of which 512 are taken; 600 more do not fit"):
+    with user_error("ranks share 1024 bytes, of which 512 are taken; 600 more do not fit"):
         peers.take(600)
 
 

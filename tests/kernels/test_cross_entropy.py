@@ -27,7 +27,7 @@ each_label_run = pytest.mark.parametrize("run", LABEL_RUNS)
 
 
 @pytest.fixture(autouse=True)
-def several_tiles(monkeypatch, request) -> None:
+def several_tiles(monkeypatch, request):
     """Short rows go through several tiles, too."""
     parameters = getattr(request.node, "callspec", None)
     if parameters is None or parameters.params.get("shape", (0,))[0] < 4096:
@@ -67,7 +67,7 @@ def random(shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int, s
     return wide.to(device, dtype)[:, : shape[1]]
 
 
-def check(run: Run, student: Tensor, teacher: Tensor, weights: Tensor, kind: str, atol: float = 2e-6) -> None:
+def check(run: Run, student: Tensor, teacher: Tensor, weights: Tensor, kind: str, atol: float = 2e-6):
     """Each row's loss within 1e-5 of itself, its gradient within the rounding of its type, as a vector and by entry."""
     upstream = torch.linspace(0.5, 1.5, len(student), device=student.device)
     losses, gradient = with_gradient(lambda x: expected(x, teacher, weights, kind), student.double(), upstream)
@@ -270,7 +270,7 @@ def label_expected(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(losses).detach(), torch.cat(gradients)
 
 
-def check_labels(run: Run, logits: Tensor, labels: Tensor) -> None:
+def check_labels(run: Run, logits: Tensor, labels: Tensor):
     """Each loss within 1e-5 of itself, the gradient within the rounding of its type, as a vector and by entry."""
     losses, gradient = label_expected(logits, labels)
     best = logits.float().argmax(dim=-1)

@@ -41,7 +41,7 @@ NODES = 8
 
 
 @pytest.fixture(autouse=True)
-def few_programs(monkeypatch) -> None:
+def few_programs(monkeypatch):
     """The interpreter is slow for each program of the convolution, of which long prompts still have several."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(delta, "BLOCK_ROWS", 32)
@@ -61,7 +61,7 @@ class Segment:
 class Layer:
     """A layer that computes passes as the engine runs them. Entry i is the state of slot i, the last one a snapshot."""
 
-    def __init__(self, device: str, dtype: torch.dtype, sizes: Sizes = SMALL) -> None:
+    def __init__(self, device: str, dtype: torch.dtype, sizes: Sizes = SMALL):
         rng = torch.Generator().manual_seed(0)
         self.sizes = sizes
         self.device = torch.device(device)
@@ -198,7 +198,7 @@ def path_to(node: int, parents: list[int]) -> list[int]:
     return [*path_to(parents[node], parents), node] if node >= 0 else []
 
 
-def check(outputs: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def check(outputs: Tensor, expected: Tensor, dtype: torch.dtype):
     tolerance = {torch.float32: 2e-4, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(outputs.float(), expected.float(), atol=tolerance, rtol=tolerance)
 

@@ -114,7 +114,7 @@ def test_trees_equal_the_loops(run, kind, size):
 
 def check_frontiers(
     b: int, shape: TreeShape, nodes: list[Node], expected: list[list[int]], frontiers: list[Frontier], place: Place
-) -> None:
+):
     k = shape.topk
     length = int(place.lengths[b])
     numbers = {}  # path -> frontier node
@@ -137,7 +137,7 @@ def check_frontiers(
             assert int(frontier.slots[b * k + rank]) == page * place.page_size + (length + number) % place.page_size
 
 
-def check_tree(tokens: Tensor, parents: Tensor) -> None:
+def check_tree(tokens: Tensor, parents: Tensor):
     """Connected, parents first, siblings distinct."""
     for node in range(1, len(tokens)):
         assert 0 <= parents[node] < node

@@ -91,7 +91,7 @@ def parameters(settings: list[tuple[int, float, float, float]], device: str) -> 
     return temperature.float(), Filters(top_k, top_p.float(), min_p.float())
 
 
-def check(logits: Tensor, temperature: Tensor, filters: Filters, thresholds: Tensor) -> None:
+def check(logits: Tensor, temperature: Tensor, filters: Filters, thresholds: Tensor):
     """The kept sets are equal but for tokens before which the mass is top_p up to 1e-6."""
     scaled = logits.double() / temperature[:, None].double().clamp(min=1e-6)
     expected = filter_thresholds_reference(scaled, filters)

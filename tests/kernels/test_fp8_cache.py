@@ -134,7 +134,7 @@ def test_ragged_attention_over_codes_on_a_gpu(name, dtype):
     check_ragged(GPU_CASES[name], dtype, "cuda", True)
 
 
-def check_ragged(case: "test_ragged_attention.Case", dtype: torch.dtype, device: str, with_paths: bool) -> None:
+def check_ragged(case: "test_ragged_attention.Case", dtype: torch.dtype, device: str, with_paths: bool):
     scene = test_ragged_attention.Scene(case, dtype, device)
     paths = scene.paths() if with_paths and case.mask == "tree" else None
     scales, exact = coded(scene)

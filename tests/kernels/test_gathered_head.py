@@ -252,7 +252,6 @@ def test_a_graph_replays_them(rows):
     sampling = sampling_of(rows, "cuda")
 
     def run():
-        assert head.ids is not None
         head.ids.copy_(ids.flip(0))
         first = head_topk(head, hidden, 1, positions, sampling)[1][:, 0]
         values, places = head_topk(head, hidden * 0.5 + weight[head.ids[first].clamp(min=0)], 4, positions, sampling)

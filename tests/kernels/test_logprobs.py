@@ -34,7 +34,7 @@ def logits_of(vocab: int, device: str, dtype: torch.dtype) -> Tensor:
     return logits.to(device, dtype)[:, :vocab]
 
 
-def check(out: Tensor, logits: Tensor, emitted: Emitted) -> None:
+def check(out: Tensor, logits: Tensor, emitted: Emitted):
     """`logits` (H, V): the distribution's."""
     expected = logits.double().log_softmax(dim=1)
     for segment, slot in enumerate(SLOTS):

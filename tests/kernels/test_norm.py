@@ -40,7 +40,7 @@ def random_rows(shape: tuple[int, int], dtype: torch.dtype, device: str, seed: i
     return random((shape[0], shape[1] + 16), dtype, device, seed)[:, : shape[1]]
 
 
-def check(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def check(actual: Tensor, expected: Tensor, dtype: torch.dtype):
     assert actual.dtype == dtype
     torch.testing.assert_close(actual.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 

@@ -30,7 +30,7 @@ RUNS = [
 class Scene:
     """A few other keys, the same for all rows; scores of them and of own ones lie `shift` apart."""
 
-    def __init__(self, case: tuple[int, ...], dtype: torch.dtype, device: str, shift: float) -> None:
+    def __init__(self, case: tuple[int, ...], dtype: torch.dtype, device: str, shift: float):
         N, S, Q, G, D = case
         generator = torch.Generator().manual_seed(sum(case))
 

@@ -101,7 +101,6 @@ def texts_of(processors: Processors, shape: str | None) -> list[tuple[Request, l
         root = row - node
         path = []
         while node > 0:
-            assert processors.nodes is not None
             path.append(int(processors.nodes[root + node]))
             node = PARENTS[shape or "chain"][node]
         texts.append((ENTRIES[entry], ENTRIES[entry].answer + path))

@@ -103,9 +103,7 @@ class Scene:
     """A cache whose unwritten slots, and those before every window, are NaN. A request's tokens, from the first, depend
     on its seed alone, so that it can appear in other passes."""
 
-    def __init__(
-        self, case: Case, dtype: torch.dtype, device: str, seeds: list[int] | None = None, shuffle: int = 0
-    ) -> None:
+    def __init__(self, case: Case, dtype: torch.dtype, device: str, seeds: list[int] | None = None, shuffle: int = 0):
         self.case = case
         segments = case.segments
         page = case.page_size
@@ -171,7 +169,7 @@ class Scene:
         case = self.case
         return plan_work_triton(
             self.segments, len(self.q), case.Q, case.G, case.D, self.q.dtype, window=case.window, **options
-        )  # type: ignore[arg-type]
+        )
 
     def paths(self, trace: object = trace_paths_triton) -> Paths:
         starts = self.segments.starts
@@ -181,7 +179,7 @@ class Scene:
             for row in range(rows):
                 depth = len(self.path(s, row)) - 1 if s < decoding else row
                 positions[int(starts[s]) + row] = length + depth
-        return trace(starts, decoding, self.ancestors, positions)  # type: ignore[operator]
+        return trace(starts, decoding, self.ancestors, positions)
 
     def run(
         self, kernel: object = ragged_attention_triton, work: Work | None = None, paths: Paths | None = None
@@ -189,14 +187,14 @@ class Scene:
         """The rows in use."""
         options = {"window": self.case.window, "softcap": self.case.softcap, "sinks": self.sinks}
         options |= {"paths": paths, "work": work}
-        out = kernel(  # type: ignore[operator]
+        out = kernel(
             self.q, self.keys, self.values, self.pages, self.segments, self.ancestors, self.case.mask, SCALE, **options
         )
         assert out.dtype == self.q.dtype
         assert out.shape == self.q.shape
         return out[: self.used]
 
-    def check(self, out: Tensor) -> None:
+    def check(self, out: Tensor):
         """Against a softmax in fp64, segment by segment: their relative errors; NaN never passes."""
         case = self.case
         starts = self.segments.starts.tolist()
@@ -241,7 +239,7 @@ def test_fp16_under_the_interpreter(name):
     scene.check(scene.run())
 
 
-def same(actual: Tiles | None, right: Tiles | None) -> None:
+def same(actual: Tiles | None, right: Tiles | None):
     if actual is None or right is None:
         assert actual is right
         return
@@ -303,7 +301,6 @@ def test_each_tile_has_a_program_where_that_fills_the_device(longest, idle, is_o
     actual = plan_work_triton(segments, sum(rows), 32, 8, 128, torch.bfloat16)
     right = plan_work.reference(segments, sum(rows), 32, 8, 128, torch.bfloat16)
     same(actual.nodes, right.nodes)
-    assert right.nodes is not None
     records = right.nodes.records[: 16 - idle]
     whole_starts = [index * 6 for index in range(16 - idle)]
     assert (records[:, START.value].tolist() == whole_starts) == is_own
@@ -315,7 +312,6 @@ def test_bits_do_not_depend_on_tiles_having_a_program_each(monkeypatch):
     monkeypatch.setattr(ragged, "PROGRAMS", 2)
     scene = Scene(Case(nodes=((600, 3), (500, 2)), mask="tree", G=1, Q=2), torch.float32, "cpu")
     work = scene.plan()
-    assert work.nodes is not None
     assert work.nodes.records[:2, START.value].tolist() == [0, 5]
     expected = scene.run(work=work)
     scene.check(expected)
@@ -333,7 +329,6 @@ def test_bits_do_not_depend_on_how_work_is_shared_out(programs, device):
     work = scene.plan(programs=programs)
     assert torch.equal(scene.run(work=work), expected)
     for tiles in work:
-        assert tiles is not None
         count = int((tiles.records[:, START.value] == NO_TILE.value).nonzero()[0])
         assert tiles.records[:count, SHARED.value].any() == (programs > 1), "the test is about shared tiles"
     assert not done_counters(torch.device(device)).any()
@@ -371,7 +366,7 @@ def add_in_fours(
     return TensorHandle(total, d.dtype.scalar)
 
 
-def check_paths(scene: Scene, work: Work | None = None) -> None:
+def check_paths(scene: Scene, work: Work | None = None):
     """Nodes have the bits that they have where their path lies in the cache as a chain."""
     out = scene.run(work=work, paths=scene.paths())
     device = scene.q.device

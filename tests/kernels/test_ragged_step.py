@@ -30,7 +30,7 @@ PAGES = 8  # of a request
 UNUSED = {"tokens": -1, "parents": -1, "probabilities": 0, "bins": -1}
 
 
-def equal(actual: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...]) -> None:
+def equal(actual: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...]):
     for name, value, exact in zip(type(expected)._fields, actual, expected, strict=True):
         assert (value is None) == (exact is None), name
         if value is not None and exact is not None:

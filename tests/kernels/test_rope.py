@@ -38,7 +38,7 @@ REAL = pytest.param((8192, 32, 8, 128), marks=pytest.mark.gpu)
 class Scene:
     """Views of one fused tensor, and a cache whose every value is a sentinel."""
 
-    def __init__(self, case: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    def __init__(self, case: tuple[int, ...], dtype: torch.dtype, device: str):
         T, Q, G, D = case[:4]
         self.rotary_dim = case[-1]
         generator = torch.Generator().manual_seed(T)
@@ -69,7 +69,7 @@ class Scene:
         result = torch.complex(*x[..., : self.rotary_dim].chunk(2, dim=-1)) * turn
         return torch.cat((result.real, result.imag, x[..., self.rotary_dim :]), dim=-1)
 
-    def check_cache(self, k: Tensor, tolerances: Mapping[torch.dtype, float] = TOLERANCES) -> None:
+    def check_cache(self, k: Tensor, tolerances: Mapping[torch.dtype, float] = TOLERANCES):
         """Checks the cache against k, which has not been rotated yet."""
         check(self.keys[self.slots], self.turned(k), tolerances)
         assert torch.equal(self.values[self.slots], self.v)
@@ -79,7 +79,7 @@ class Scene:
         assert (self.values[untouched] == 7).all()
 
 
-def check(actual: Tensor, expected: Tensor, tolerances: Mapping[torch.dtype, float] = TOLERANCES) -> None:
+def check(actual: Tensor, expected: Tensor, tolerances: Mapping[torch.dtype, float] = TOLERANCES):
     tolerance = tolerances[actual.dtype]
     torch.testing.assert_close(actual.double().cpu(), expected, atol=tolerance, rtol=tolerance)
 
@@ -196,7 +196,7 @@ REAL_CONTEXTS = [Case(16, L=5, G=8, D=128), Case(512, L=5, G=8, D=128), Case(819
 class ContextScene:
     """Slots in random order; the rest of the cache, NaN, must stay as it is."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, case: Case, dtype: torch.dtype, device: str):
         self.case = case
         generator = torch.Generator(device).manual_seed(1)
         options = {"generator": generator, "device": device}
@@ -235,7 +235,7 @@ class ContextScene:
         return cache
 
 
-def check_context(scene: ContextScene, cache: Tensor) -> None:
+def check_context(scene: ContextScene, cache: Tensor):
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[cache.dtype]  # two roundings
     assert cache.dtype == scene.kv.dtype
     torch.testing.assert_close(cache.double(), scene.expected(), atol=tolerance, rtol=tolerance, equal_nan=True)
@@ -296,7 +296,7 @@ def project(format: str, x: Tensor, num_outputs: int, bias: Tensor | None, tilin
 
 def check_projection(
     format: str, case: tuple[int, int, int, int], dtype: torch.dtype, device: str, tiling: Tiling, codes: bool = False
-) -> None:
+):
     """The bits of the product and then of the kernel that rotates."""
     scene = Scene(case, dtype, device)
     T, Q, G, D = case

@@ -19,14 +19,14 @@ def uniforms(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return torch.exp(-torch.exp(-gumbel(keys, positions, ids).double()))
 
 
-def assert_chi_square(counts: Tensor, expected: Tensor) -> None:
+def assert_chi_square(counts: Tensor, expected: Tensor):
     """Five standard deviations above its mean, a chi-square of many degrees of freedom is no accident."""
     statistic = float(((counts.double() - expected) ** 2 / expected).sum())
     degrees = counts.numel() - 1
     assert statistic < degrees + 5 * math.sqrt(2 * degrees), f"chi-square {statistic:.1f} with {degrees} degrees"
 
 
-def assert_independent(first: Tensor, second: Tensor, bins: int = 16) -> None:
+def assert_independent(first: Tensor, second: Tensor, bins: int = 16):
     cells = (first * bins).long().clamp(max=bins - 1) * bins + (second * bins).long().clamp(max=bins - 1)
     counts = torch.bincount(cells.flatten(), minlength=bins * bins)
     assert_chi_square(counts, torch.full_like(counts, first.numel() / bins**2, dtype=torch.float64))
@@ -207,8 +207,6 @@ def test_rows_and_repeats_choose_the_parameters():
     keys = torch.tensor([10, 20, 30])
     temperature = torch.tensor([0.5, 1.5, 2.5])
     rows = Sampling(keys, temperature, filters, rows=torch.tensor([2, 0])).repeat(3).by_row()
-    assert rows.temperature is not None
-    assert rows.filters is not None
     assert rows.keys.tolist() == [30, 30, 30, 10, 10, 10]
     assert rows.temperature.tolist() == [2.5] * 3 + [0.5] * 3
     assert rows.filters.top_k.tolist() == [3, 3, 3, 1, 1, 1]

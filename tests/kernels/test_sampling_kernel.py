@@ -55,7 +55,7 @@ def test_the_kernels_logarithms_hold_in_the_tails(device):
     torch.testing.assert_close(noise.double().cpu(), exact, atol=2e-6, rtol=2e-6)
 
 
-def assert_same_tokens(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> None:
+def assert_same_tokens(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None):
     """Equal to the reference's, or as good by the reference's own scores up to the noise's rounding."""
     with poisoned():
         tokens = sample.triton(logits, positions, sampling, ids)

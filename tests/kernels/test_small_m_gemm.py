@@ -31,7 +31,7 @@ def random(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: str
     return x[:, :inputs], weight, bias
 
 
-def check(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def check(out: Tensor, expected: Tensor, dtype: torch.dtype):
     assert out.dtype == dtype
     assert out.is_contiguous()
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])

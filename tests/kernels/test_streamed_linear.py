@@ -159,7 +159,7 @@ def test_heads_are_rotated_and_stored(shape, name):
     check_heads(pair, shape, torch.randn(pair.most_rows, shape[1], device="cuda").to(pair.dtype))
 
 
-def check_heads(pair: ProductPair, shape: tuple[int, int, int, int], x: Tensor) -> None:
+def check_heads(pair: ProductPair, shape: tuple[int, int, int, int], x: Tensor):
     """For rows x (most_rows, I), queries, keys and values are those of the usual product."""
     outputs, _, heads, dim = shape
     kv_heads = (outputs // dim - heads) // 2

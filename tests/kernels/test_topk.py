@@ -18,7 +18,7 @@ def sampling_of(rows: int, device: str, temperature: list[float] | None = None) 
     return Sampling(keys_of(range(rows), device), torch.tensor(temperatures, device=device), None)
 
 
-def check(values: Tensor, columns: Tensor, scores: Tensor, k: int) -> None:
+def check(values: Tensor, columns: Tensor, scores: Tensor, k: int):
     """Values are the largest of log_softmax(scores), each at its column, up to the rounding of fp32."""
     R, V = scores.shape
     assert values.dtype == torch.float32

@@ -62,7 +62,7 @@ def gate(names: Iterable[str], *gate_names: str) -> list[Any]:
     return [name if name in gate_names else pytest.param(name, marks=SLOW) for name in names]
 
 
-def check(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+def check(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]):
     """Relative error of the norm; NaN never passes."""
     tolerance = TOLERANCES[results[0].dtype]
     for actual, right in zip(results, expected, strict=True):
@@ -259,7 +259,7 @@ def test_a_graph_follows_the_lengths_on_the_device():
         assert torch.equal(captured, attend())
 
 
-def last_of(case: Case, first_node: int, kernel: object, dtype: torch.dtype, device: str) -> None:
+def last_of(case: Case, first_node: int, kernel: object, dtype: torch.dtype, device: str):
     scene = Scene(case, dtype, device)
     expected = tuple(x[:, first_node:] for x in scene.expected())
     scene.q = scene.q[:, first_node:].contiguous()
@@ -267,8 +267,8 @@ def last_of(case: Case, first_node: int, kernel: object, dtype: torch.dtype, dev
         scene.ancestors = scene.ancestors[:, first_node:].contiguous()
     else:  # rows of a tree may have any depth, so the kernel reads from the root's window on
         scene.give_back(first_position=first_node)
-    results = scene.run(kernel, first_node=first_node)  # type: ignore[arg-type]
-    check(results, expected)  # type: ignore[arg-type]
+    results = scene.run(kernel, first_node=first_node)
+    check(results, expected)
 
 
 @grouped()

@@ -56,7 +56,7 @@ def replayed(run: Callable[[], Result]) -> Result:
     return result
 
 
-def check_chain(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> None:
+def check_chain(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor):
     """Each kernel starts while the one before it runs, and reads what that one writes: eight rounds of `layers` in a
     graph give what they give where each has ended before the next."""
 

@@ -17,25 +17,25 @@ from slipstream.models.files.outputs import FolderKind
 KIND = FolderKind("a pair", ("a", "b"))
 
 
-def make(path: Path, content: str) -> None:
+def make(path: Path, content: str):
     """A folder of two files that say the same: half of it shows."""
     path.mkdir()
     for name in KIND.markers:
         (path / name).write_text(content)
 
 
-def write_folder(path: Path) -> None:
+def write_folder(path: Path):
     with atomic_folder(path, KIND.check) as folder:
         for name in KIND.markers:
             (folder / name).write_text("new")
 
 
-def write_folder_without_exchange(path: Path) -> None:
+def write_folder_without_exchange(path: Path):
     atomic._exchange = lambda *_: False  # in a process that ends with this
     write_folder(path)
 
 
-def write_file(path: Path) -> None:
+def write_file(path: Path):
     with atomic_file(path) as temporary:
         temporary.write_text("new")
 
@@ -73,7 +73,7 @@ def content(path: Path) -> str | None:
     return path.read_text() if path.exists() else None
 
 
-def check_kills(action: Callable[[Path], None], before: str | None, after: str | None, folder: Path) -> None:
+def check_kills(action: Callable[[Path], None], before: str | None, after: str | None, folder: Path):
     """`before` or `after` is there, once recovered, also if recovering is killed; and nothing beside it."""
     number = 0
     contents = set()

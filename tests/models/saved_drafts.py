@@ -26,7 +26,7 @@ ORIGIN = {"target": "owner/model", "target_revision": "main", "target_fingerprin
 class SavedDraft:
     """A draft in a folder, for a tiny target: V 120, H 32, 4 heads, 2 KV heads, I 48."""
 
-    def __init__(self, module: Any, target: TargetSpec, folder: Path) -> None:
+    def __init__(self, module: Any, target: TargetSpec, folder: Path):
         self.module = module.bfloat16()
         self.target = target
         self.folder = folder
@@ -35,7 +35,7 @@ class SavedDraft:
             module.set_vocabulary(torch.arange(size) * (120 // size))
         write_draft(module, module.state_dict(), folder, {"argv": ["train"]})
 
-    def change(self, tensors: Callable[[Tensors], Tensors] | None = None, values: Values | None = None) -> None:
+    def change(self, tensors: Callable[[Tensors], Tensors] | None = None, values: Values | None = None):
         """`tensors` maps the file's; `values` replace those of config.json, and None deletes."""
         file = self.folder / "model.safetensors"
         if tensors:
@@ -50,7 +50,7 @@ class SavedDraft:
     ) -> Any:
         return load_draft(type(self.module), self.folder, self.target, dtype, CPU, shared, Choices(**choices))
 
-    def assert_loads_equal(self) -> None:
+    def assert_loads_equal(self):
         loaded = self.load().state_dict()
         original = self.module.state_dict()
         assert loaded.keys() == original.keys()
@@ -65,7 +65,7 @@ class SavedDraft:
         assert fields.items() <= json.loads((self.folder / "config.json").read_text()).items()
         return tensors
 
-    def check_round_trip(self) -> None:
+    def check_round_trip(self):
         """Exact in every dtype, config and run.json included."""
         self.assert_loads_equal()
         for dtype in (torch.float32, None):
@@ -91,11 +91,11 @@ def fused(tensors: Tensors) -> Tensors:
 class CausalAttention(Attention):
     """Every row of one sequence sees the rows before it and itself; keeps the last k and v."""
 
-    def __init__(self, rope: RotaryEmbedding, length: int) -> None:
+    def __init__(self, rope: RotaryEmbedding, length: int):
         self.cos = rope.cos[:length, None]
         self.sin = rope.sin[:length, None]
 
-    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
+    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer):
         self.k = rotate_halves(k, self.cos, self.sin)
         self.v = v
 

@@ -207,7 +207,6 @@ def test_the_scorer_equals_torchs_attention(make_draft):
 
 def calibrated_logits(draft: DFlash, hidden: Tensor, before: Tensor) -> Tensor:
     head = draft.head(ConfidenceHead)
-    assert head is not None
     logits = head(hidden, before)
     temperatures, biases = (torch.tensor(numbers)[: logits.shape[1]] for numbers in head.calibration)
     return logits / temperatures + biases

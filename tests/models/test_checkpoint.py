@@ -155,7 +155,7 @@ REPOSITORIES: dict[str, tuple[set[str], set[str]]] = {
 }
 
 
-def fill(folder: Path, files: Iterable[str]) -> None:
+def fill(folder: Path, files: Iterable[str]):
     """Each safetensors file holds one tensor, named after it."""
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ def linear(weight: Tensor) -> nn.Linear:
     return layer
 
 
-def take_experts_apart(model: PreTrainedModel) -> None:
+def take_experts_apart(model: PreTrainedModel):
     """Into linear layers, which alone are quantised, with the names of files."""
     for layer in model.model.layers:
         apart = []
@@ -50,7 +50,7 @@ def take_experts_apart(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def observe(layer: nn.Module) -> None:
+def observe(layer: nn.Module):
     """Sets scales and zeros of a layer's weight by its extremes, as a calibration does; those of inputs are given."""
     outputs, inputs = layer.weight.shape
     rows, columns = layer.weight_scale.shape if layer.weight_scale.dim() == 2 else (1, 1)

@@ -29,13 +29,14 @@ from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.tests.random_targets import MakeTarget
 from slipstream.tests.sources import ROOT, TINY
+from slipstream.tests.user_errors import user_error
 
 CPU = torch.device("cpu")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch) -> None:
+def small_chunks(monkeypatch):
     monkeypatch.setattr(base, "ROWS", 7)
 
 
@@ -131,7 +132,7 @@ def test_a_quantised_draft_is_refused_with_the_remedy(ending, dtype, beside, kin
     message = (
         rf"draft is quantised \(\S*down_proj.{ending} is {dtype_name}\), but drafts are loaded in 16 bits .* dequan"
     )
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         load_draft(DRAFTS[kind][1], file.parent, load_config(target), torch.float32, CPU)
 
 
@@ -146,5 +147,5 @@ def test_a_quantised_draft_is_refused_with_the_remedy(ending, dtype, beside, kin
 def test_weights_that_are_not_finite_or_of_another_width_are_said_plainly(kind, weight, message, make_target, tmp_path):
     target, file, tensors = saved_draft(kind, make_target, tmp_path)
     save_file(tensors | {"fc.weight": weight(tensors["fc.weight"])}, file)
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         load_draft(DRAFTS[kind][1], file.parent, load_config(target), torch.float32, CPU)

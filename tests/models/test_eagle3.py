@@ -440,7 +440,6 @@ def test_an_embedding_of_its_own_is_kept(draft):
     draft.change(lambda tensors: tensors | {"embed_tokens.weight": embedding.bfloat16()})
     assert draft.load(None, {"embed_tokens.weight": embedding}).embed_tokens is None
     module = draft.load(None, {"embed_tokens.weight": embedding + 1})
-    assert module.embed_tokens is not None
     assert torch.equal(module.embed_tokens.weight, embedding.bfloat16())
     draft.change(lambda tensors: tensors | {"embed_tokens.weight": embedding[:119]})
     with user_error(r"embed_tokens.weight is \[119, 32\], the config says \[120, 32\]"):

@@ -50,7 +50,7 @@ class Int8Linear(QuantizedLinear):
     storage = {"scale": torch.float32}
     format = Int8Format()
 
-    def __init__(self, like: Linear) -> None:
+    def __init__(self, like: Linear):
         super().__init__(like)
         self.register_buffer("codes", torch.empty(self.out_features, self.in_features, dtype=torch.int8))
         self.register_buffer("scale", torch.empty(self.out_features, 1))
@@ -58,7 +58,7 @@ class Int8Linear(QuantizedLinear):
     def _file_tensors(self, outputs: int) -> dict[str, FileTensor]:
         return {"codes": FileTensor(((outputs, self.in_features),), INT8), "scale": FileTensor(((outputs, 1),))}
 
-    def load_part(self, part: str | None, tensors: Mapping[str, Tensor]) -> None:
+    def load_part(self, part: str | None, tensors: Mapping[str, Tensor]):
         for name in ("codes", "scale"):
             self.get_buffer(name)[self.rows_of(part)] = tensors[name]
         self._load_bias(part, tensors)

@@ -63,7 +63,7 @@ def random_model(family: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))  # tests change it
 
 
-def check_ends(path: Path, target: FrozenTarget, tokens: Tensor) -> None:
+def check_ends(path: Path, target: FrozenTarget, tokens: Tensor):
     """A target of which a draft's start alone is read has the same weights, and no others."""
     ends = load_frozen_target(path, (0,), CPU, last_layers=2)
     assert not list(ends.layers[: len(target.layers) - 2].parameters())

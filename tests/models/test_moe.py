@@ -17,6 +17,7 @@ from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import CPU, CausalAttention
 from slipstream.tests.random_targets import SHAPE, roughen
+from slipstream.tests.user_errors import user_error
 
 
 def load(path: Path) -> dict[str, Tensor]:
@@ -54,7 +55,7 @@ def test_missing_and_unexpected_experts_are_named(make_target, tmp_path):
     del tensors["model.layers.0.mlp.experts.3.up_proj.weight"]
     tensors["model.layers.2.mlp.experts.6.down_proj.weight"] = torch.ones(32, 24)
     tensors["model.layers.1.mlp.experts.1.down_proj.weight"] = torch.ones(24, 32)
-    with pytest.raises(ValueError, match="does not fit its config") as error:
+    with user_error("does not fit its config") as error:
         load(write(tensors, path, tmp_path / "damaged"))
     for text in (
         "missing layers.0.mlp.experts.3.up_proj.weight; ",
@@ -66,7 +67,7 @@ def test_missing_and_unexpected_experts_are_named(make_target, tmp_path):
 
 def test_too_many_experts_per_token_are_refused(make_target):
     values = AutoModelForCausalLM.from_pretrained(make_target("mixtral")).config.to_dict()
-    with pytest.raises(ValueError, match="num_experts_per_tok is 5; it must be 1 to 4"):
+    with user_error("num_experts_per_tok is 5; it must be 1 to 4"):
         TargetSpec.from_json(values | {"num_experts_per_tok": 5})
 
 

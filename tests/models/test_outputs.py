@@ -41,7 +41,7 @@ FOREIGN = (
 )
 
 
-def fill(folder: Path, *names: str) -> None:
+def fill(folder: Path, *names: str):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("mine")
@@ -68,7 +68,7 @@ def test_a_folder_of_ours_holds_what_our_programs_write_and_nothing_else(kind, t
         check_output_folder(str(folder), kind, {}, overwrite=True)
 
 
-def check(kind: str, output: Path, source: Path) -> None:
+def check(kind: str, output: Path, source: Path):
     """Checks an output of this kind, of a program that reads `source`."""
     inputs = {"data": [None, "owner/name", str(source)]}
     if kind == "folder":

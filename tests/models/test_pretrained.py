@@ -34,7 +34,7 @@ class OddTokenizer(PreTrainedTokenizerFast):
 """
 
 
-def change_json(file: Path, **values: Any) -> None:
+def change_json(file: Path, **values: Any):
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 

@@ -83,7 +83,7 @@ def save_adapted(family: str, name: str, folder: Path, ignored: Sequence[str] = 
     return plain, save_quantized(LAYOUTS[name], plain, folder / name, ignored)
 
 
-def check_adapted(target: Target, name: str, plain: Path, values: Tensors) -> None:
+def check_adapted(target: Target, name: str, plain: Path, values: Tensors):
     layout = LAYOUTS[name]
     model = reference(layout, plain, plain.with_name(name), values)
     check_logits(target, model, plain, TOKENS, is_exact=layout.inputs == "exact", is_adapted=True)
@@ -357,7 +357,6 @@ def test_groups_name_layers(tmp_path):
     values["config_groups"]["group_2"] = {"targets": ["layers.3.mlp.up_proj"], "weights": w4(64, True)}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
     quantization = read_quantization(tmp_path)
-    assert quantization is not None
     sizes = {name: quantization.format_of(f"layers.{name}").group_size for name in ("3.mlp.down_proj", "3.mlp.up_proj")}
     assert sizes == {"3.mlp.down_proj": 32, "3.mlp.up_proj": 64}
     assert quantization.format_of("layers.0.self_attn.q_proj") == Int4Format("packed", 128, symmetric=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ GATE = (
 class Sum(nn.Module):
     """Adds up the outputs of all ranks' modules, as an all-reduce will."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module]):
         super().__init__()
         self.ranks = nn.ModuleList(modules)
 
@@ -107,13 +107,13 @@ class ExpertSum(Sum):
         return self(*inputs)
 
     def least_rows(self, num_rows: int) -> int:
-        return cast(Experts, self.ranks[0]).least_rows(num_rows)
+        return self.ranks[0].least_rows(num_rows)
 
 
 class AttentionSum(Sum):
     """A sum over ranks, each of which keeps the keys and values of its heads for later layers."""
 
-    def __init__(self, modules: Sequence[nn.Module], attentions: Sequence[PackedAttention]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], attentions: Sequence[PackedAttention]):
         super().__init__(modules)
         self.attentions = attentions
 
@@ -128,7 +128,7 @@ class AttentionSum(Sum):
 class SharedVocabulary(nn.Module):
     """Embeds tokens by the ranks that have their rows."""
 
-    def __init__(self, embeddings: Sequence[nn.Embedding]) -> None:
+    def __init__(self, embeddings: Sequence[nn.Embedding]):
         super().__init__()
         self.ranks = nn.ModuleList(embeddings)
 
@@ -145,7 +145,7 @@ class SharedVocabulary(nn.Module):
 class LockStep:
     """Runs the layers of all ranks together; norms are those of rank 0."""
 
-    def __init__(self, ranks: Sequence[Target]) -> None:
+    def __init__(self, ranks: Sequence[Target]):
         self.ranks = ranks
         self.target = copy.copy(ranks[0])
         self.target._modules = dict(ranks[0]._modules)
@@ -170,7 +170,7 @@ def load(
     path: Path, rank: int = 0, world: int = 1, quantization: str | None = None, *, whole_experts: bool = False
 ) -> Target:
     options = {"quantization": quantization, "rank": rank, "world": world, "whole_experts": whole_experts}
-    return load_target(path, load_config(path), torch.float32, CPU, **options)  # type: ignore[arg-type]
+    return load_target(path, load_config(path), torch.float32, CPU, **options)
 
 
 @torch.no_grad()
@@ -192,7 +192,7 @@ def outputs(target: Target, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return hidden, added
 
 
-def check_sums(path: Path, worlds: Sequence[int]) -> None:
+def check_sums(path: Path, worlds: Sequence[int]):
     tokens = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
     target = load(path)
     hidden, added = outputs(target, tokens)
@@ -237,7 +237,7 @@ def expected_part(name: str, weight: Tensor, rank: int, world: int) -> Tensor:
     return weight.chunk(count, axis)[rank * count // world]
 
 
-def check_weights(folder: Path, values: Tensors, name: str, world: int) -> None:
+def check_weights(folder: Path, values: Tensors, name: str, world: int):
     """Compares with slices of the target's weights; those that are quantised on the fly have scales of their slices."""
     on_the_fly = name == "on-the-fly"
     for rank in range(world):
@@ -351,7 +351,7 @@ def test_gates_that_are_projected_with_queries_have_slices_of_their_own(name, he
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": head_dim}
     save_random_target(muse_glimmer(**sizes), tmp_path / "plain")
     values = save_quantized(LAYOUTS[name], tmp_path / "plain", tmp_path / name)
-    assert "gate_proj" in cast(Any, load(tmp_path / name, 1, world).layers[0].mixer).qkv_proj.parts
+    assert "gate_proj" in load(tmp_path / name, 1, world).layers[0].mixer.qkv_proj.parts
     text = {key.replace("language_model.", ""): x for key, x in values.items() if "vision" not in key}
     check_weights(tmp_path / name, text, name, world)
 
@@ -437,7 +437,6 @@ def test_cache_scales_are_those_of_the_heads(make_target, tmp_path):
         for rank, head in enumerate(heads):
             first, *rest = load(tmp_path, rank, world).cache_scales
             assert rest == [None] * 3
-            assert first is not None
             assert first.tolist() == [scale[head].tolist() for scale in scales.values()]
 
 
@@ -513,7 +512,7 @@ def test_leaves_of_sums_are_the_same_on_all_ranks():
             "wide": Linear(64, 8),
         }
     )
-    network["o"].ranks = network["head"].ranks = network["wide head"].ranks = Pretended(0, 2)  # type: ignore[assignment]
+    network["o"].ranks = network["head"].ranks = network["wide head"].ranks = Pretended(0, 2)
     assert cut_sums(network, quantized=False) == ["odd", "wide"]
     assert {name: layer.leaves for name, layer in network.items()} == {
         "q": 4, "o": 2, "odd": 0, "gated": 0, "head": 4, "wide head": 0, "wide": 0
@@ -534,7 +533,7 @@ def test_whole_experts_have_leaves(shares, world, leaves):
 class Remembered(Ranks):
     """Ranks that run one after another, twice: each adds what the others had at their last call."""
 
-    def __init__(self, rank: int, partials: list[Tensor]) -> None:
+    def __init__(self, rank: int, partials: list[Tensor]):
         super().__init__(rank, len(partials))
         self.partials = partials
 
@@ -593,11 +592,11 @@ def test_ranks_quantise_inputs_of_experts_alike(wide_targets, tmp_path):
         scales.append(experts.get_buffer("down_proj_largest_scale"))
 
     class Pair(Pretended):
-        def collect(self, part: Tensor) -> Tensor:
+        def collect(self, part):
             return torch.stack(scales) if part.item() in (scale.item() for scale in scales) else part
 
     largest = max(scale.item() for scale in scales)
-    cast(Experts, experts).join(Pair(1, 2))
+    experts.join(Pair(1, 2))
     assert experts.get_buffer("down_proj_largest_scale").item() == largest
 
 
@@ -631,19 +630,19 @@ def test_fp8_mlps_of_ranks_add_up_to_one(rows):
         part = slice(256 * rank // world, 256 * (rank + 1) // world)
         network = GatedMLP(128, MLPSpec(intermediate_size=256 // world))
         for name, codes in (("gate_up_proj", torch.cat([gates[part], ups[part]])), ("down_proj", downs[:, part])):
-            layer = FP8Format("block").layer(cast(Linear, network.get_submodule(name)), [], {})
+            layer = FP8Format("block").layer(network.get_submodule(name), [], {})
             block_scales = scales[:, part.start // 128 : part.stop // 128]
             if name == "gate_up_proj":
                 block_scales = torch.cat([block_scales, block_scales + 1], 1).t()
             layer.load_part(None, {"weight": codes, "weight_scale": block_scales})
             setattr(network, name, layer)
-        cast(Any, network.gate_up_proj).quantize = cast(Any, network.down_proj).input_scaling()
+        network.gate_up_proj.quantize = network.down_proj.input_scaling()
         return network
 
     x = torch.randn(rows, 128)
     partials = []
     for rank in range(2):
-        half = cast(GatedMLP, mlp(rank, 2))
+        half = mlp(rank, 2)
         half.join(Pretended(rank, 2))
         delta = half(x)
         assert isinstance(delta, RankSum)
@@ -668,7 +667,7 @@ def test_fp8_layers_scale_the_leaves_of_shared_inputs():
 
     full = layer(slice(0, 1024))
     mlp = nn.ModuleDict({"reader": layer(slice(0, 1024)), "down": full})
-    mlp["reader"].quantize = full.input_scaling()  # type: ignore[assignment]
+    mlp["reader"].quantize = full.input_scaling()
     assert cut_sums(mlp, quantized=False) == ["reader", "down"]
     assert cut_sums(mlp, quantized=True) == []
     assert mlp["reader"].quantize is None

@@ -51,7 +51,7 @@ def test_it_attends_to_the_same(format, monkeypatch):
     torch.manual_seed(0)
     scene = Scene(CASE, HEAD_DIM, torch.float32, "cpu")
     layer = SelfAttention(scene.layer().spec, 1, HIDDEN, 1e-6)
-    calls = list[int]()
+    calls = []
     torch.nn.init.normal_(layer.qkv_proj.weight, std=0.05)
     torch.nn.init.normal_(layer.o_proj.weight, std=0.05)
     if format == "fp8":

@@ -37,7 +37,6 @@ def start(tmp_path, monkeypatch) -> Iterator[Start]:
         argv = [sys.executable, "-c", HOLD, kind]
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         processes.append(process)
-        assert process.stdout is not None
         process.stdout.readline()
         return process
 

@@ -248,7 +248,7 @@ def test_faults_are_named(tmp_path, content, message):
 class Evil:
     """Unpickled freely it would leave a file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         self.path = path
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -27,7 +27,7 @@ HERE = Path("draft")
 
 
 class Block(nn.Module):
-    def __init__(self, size: int = 8) -> None:
+    def __init__(self, size: int = 8):
         super().__init__()
         self.qkv_proj = Linear(size, {"q_proj": size, "k_proj": size // 2, "v_proj": size // 2}, bias=True)
         self.mlp = GatedMLP(size, MLPSpec(intermediate_size=12))
@@ -127,7 +127,7 @@ def test_a_tied_head_is_the_embedding(copied, make_target, tmp_path):
 class LiveBytes(TorchDispatchMode):
     """The most bytes alive at once in storages that operators made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.sizes: dict[StorageWeakRef, int] = {}
         self.most = 0
@@ -139,7 +139,7 @@ class LiveBytes(TorchDispatchMode):
         self.most = max(self.most, sum(size for storage, size in self.sizes.items() if not storage.expired()))
         return out
 
-    def note(self, values: Any, is_new: bool) -> None:
+    def note(self, values: Any, is_new: bool):
         for storage in (x.untyped_storage() for x in tree_leaves(values) if isinstance(x, Tensor) and not x.is_meta):
             self.sizes.setdefault(StorageWeakRef(storage), storage.nbytes() if is_new else 0)
 

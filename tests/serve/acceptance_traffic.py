@@ -64,7 +64,7 @@ class Traffic:
     raised: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     pick: Callable[[random.Random], Kind] | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.random = random.Random(self.seed)
         self.numpy = np.random.default_rng(self.seed)
         self.running: list[Running | None] = [None] * self.num_slots
@@ -83,7 +83,7 @@ class Traffic:
                 return True
         return False
 
-    def step(self, alarm: AcceptanceAlarm) -> None:
+    def step(self, alarm: AcceptanceAlarm):
         for slot, running in enumerate(self.running):
             if running is None:
                 self.running[slot] = self.start(alarm, slot)

@@ -63,7 +63,7 @@ PASSES |= {
 class Scene:
     """The data of a pass, always the same numbers: in fp64 rounded to `dtype`, on `device`."""
 
-    def __init__(self, case: Pass, head_dim: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, case: Pass, head_dim: int, dtype: torch.dtype, device: str):
         self.case = case
         self.device = torch.device(device)
         generator = torch.Generator().manual_seed(3)
@@ -181,7 +181,7 @@ class Scene:
     def slots(self, request: int, start: int, end: int) -> Tensor:
         return self.state.slots(self.rows[request], torch.arange(start, end, device=self.device), GROUP)
 
-    def _give_pages_back(self, cache: Tensor) -> None:
+    def _give_pages_back(self, cache: Tensor):
         """Fills the pages behind windows and starts with NaN, as another request may."""
         for request, length in enumerate(self.case.lengths):
             start = 0 if self.case.starts is None else self.case.starts[request]

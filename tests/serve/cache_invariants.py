@@ -14,7 +14,7 @@ from slipstream.serve.engine.scheduler import Scheduler
 Tables = Iterable[tuple[Any, AbstractSet[Hashable]]]  # of all running sequences, each with the nodes that it shares
 
 
-def check_scheduler(scheduler: Scheduler) -> None:
+def check_scheduler(scheduler: Scheduler):
     check_cache(scheduler.cache, (sequence.table for sequence in scheduler._running))
     everyone = [*scheduler._running, *scheduler._waiting]
     assert {id(sequence) for sequence in everyone} == {id(sequence) for sequence in scheduler._sequences.values()}
@@ -35,7 +35,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert (sequence.slot, sequence.num_computed, sequence.decoding) == (-1, 0, False)
 
 
-def check_cache(cache: PageCache, tables: Iterable[PageTable]) -> None:
+def check_cache(cache: PageCache, tables: Iterable[PageTable]):
     """`tables` are those of all running sequences."""
     tables = list(tables)
     readers = {}
@@ -75,7 +75,7 @@ def nodes_of(cache: PageCache) -> list[Node]:
     return nodes[len(cache._roots) :]
 
 
-def check_table(group: WindowPages | StatePages, table: Any, num_computed: int) -> None:
+def check_table(group: WindowPages | StatePages, table: Any, num_computed: int):
     """The next pass of a sequence finds its pages, or its state."""
     if isinstance(group, WindowPages):
         num_full = num_computed // group.page_size * group.page_size
@@ -86,7 +86,7 @@ def check_table(group: WindowPages | StatePages, table: Any, num_computed: int) 
     assert table.source == table.entry or num_computed % group.grid == 0, "a snapshot off the grid"
 
 
-def check_group(group: WindowPages | StatePages, tables: Tables, nodes: AbstractSet[Hashable]) -> None:
+def check_group(group: WindowPages | StatePages, tables: Tables, nodes: AbstractSet[Hashable]):
     """`nodes`: all those of the tree."""
     holders = check_windows(group, tables) if isinstance(group, WindowPages) else check_states(group, tables)
     check_attached(group, holders, nodes)
@@ -119,7 +119,7 @@ def check_states(group: StatePages, tables: Iterable[tuple[StateTable, AbstractS
     return holders
 
 
-def check_attached(group: AttachedPages, holders: dict[int, int], nodes: AbstractSet[Hashable]) -> None:
+def check_attached(group: AttachedPages, holders: dict[int, int], nodes: AbstractSet[Hashable]):
     """`holders`: how many tables hold each page in use."""
     assert group._attached == {node: page for page, node in group._nodes.items()}, "attached both ways"
     assert group._attached.keys() <= nodes, "a page is attached to a node that the tree has lost"

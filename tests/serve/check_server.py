@@ -190,7 +190,7 @@ def first_model(client: httpx.Client) -> str:
         )
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=sorted(FOLDER.glob("*.yaml")))
     parser.add_argument("--url", required=True, help="the server's, without /v1")

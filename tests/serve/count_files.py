@@ -30,13 +30,13 @@ NUM_TOKENS = 8
 class CallCounter:
     """Counts calls by the file of the called function, on all threads that start after it was made."""
 
-    def __init__(self) -> None:
-        self.calls = Counter[str]()
+    def __init__(self):
+        self.calls = Counter()
         self._is_on = False
         threading.setprofile(self._count)
         sys.setprofile(self._count)
 
-    def _count(self, frame: FrameType, event: str, _: Any) -> None:
+    def _count(self, frame: FrameType, event: str, _: Any):
         path = frame.f_code.co_filename
         if self._is_on and event == "call" and path.startswith(str(ROOT)) and "site-packages" not in path:
             self.calls[path.removeprefix(f"{ROOT}/")] += 1
@@ -77,7 +77,7 @@ def decode_step(counter: CallCounter) -> Counter[str]:
     return Counter(calls)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="name the files, with their calls")
     options = parser.parse_args()

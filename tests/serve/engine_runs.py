@@ -90,7 +90,7 @@ class Answer:
         return self.stats
 
 
-def collect(outputs: list[Output], answers: dict[str, Answer]) -> None:
+def collect(outputs: list[Output], answers: dict[str, Answer]):
     for output in outputs:
         answer = answers.setdefault(output.request_id, Answer())
         assert answer.finish_reason is None, "an output after the last one"
@@ -132,7 +132,7 @@ def run(
     return answers
 
 
-def watch_outputs(engine: Engine, look: Callable[[StepPlan, StepOutput], None]) -> None:
+def watch_outputs(engine: Engine, look: Callable[[StepPlan, StepOutput], None]):
     """Calls `look` from now on with each step that was read, before it is committed."""
     commit = engine.planner.commit
 
@@ -140,13 +140,13 @@ def watch_outputs(engine: Engine, look: Callable[[StepPlan, StepOutput], None]) 
         look(plan, output)
         return commit(plan, output, *options)
 
-    engine.planner.commit = looking  # type: ignore[method-assign]
+    engine.planner.commit = looking
 
 
 def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]]]:
     """Records from now on the tokens and scores of the last proposal, by request slot."""
     propose = drafter.propose
-    proposed = dict[int, tuple[list[int], list[float]]]()
+    proposed = {}
 
     def recorded(batch, width):
         proposal = propose(batch, width)
@@ -154,7 +154,7 @@ def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]
         proposed.update(zip(batch.requests.tolist(), nodes, strict=True))
         return proposal
 
-    drafter.propose = recorded  # type: ignore[method-assign]
+    drafter.propose = recorded
     return proposed
 
 
@@ -179,7 +179,7 @@ def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict
     return answers
 
 
-def check_proposals(engine: Engine, oracle: Oracle, target: Path, requests: list[Request]) -> None:
+def check_proposals(engine: Engine, oracle: Oracle, target: Path, requests: list[Request]):
     """Every proposal is the oracle's, some drafted tokens are accepted, and the answers are the target's."""
     answers = run_checked(engine, oracle, requests)
     assert tokens_of(answers) == plain_answers(target, requests)
@@ -217,7 +217,7 @@ def decoding(engine: Engine) -> list[Sequence]:
     return [sequence for sequence in engine.scheduler._running if sequence.decoding]
 
 
-def check_prefix_hits(engine: Engine, oracle: Oracle, usable: tuple[int, int, int]) -> None:
+def check_prefix_hits(engine: Engine, oracle: Oracle, usable: tuple[int, int, int]):
     """`run_checked` with a prompt of 40 tokens, then with prompts that have in common with it, or with its answer, all
     of it, 32 and 50 tokens, of which pages may hold the first `usable`."""
     prompt = random_prompt(40, 1)
@@ -322,8 +322,8 @@ def serve_traffic(
     """Keeps up to `most_open` requests open, drawn from `kinds`, as long as `more` of their number, and until one was
     preempted; aborts some. Each must get the beginning of what is expected, and all of it if it was not aborted. Calls
     `check` after every step."""
-    open_kinds = dict[str, str]()
-    answers = dict[str, Answer]()
+    open_kinds = {}
+    answers = {}
     number = 0
 
     def goes_on():

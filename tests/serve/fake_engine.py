@@ -66,20 +66,20 @@ class FakeEngine:
     request is to blame for, "slow" takes 10 ms per step, all others 1 ms: text that comes faster than it is sent would
     be joined."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig):
         self.info = info(config.max_model_len or CONTEXT)
         self.running: dict[str, Request] = {}
         self.stats: dict[str, RequestStats] = {}
         self.num_aborted = 0
-        self.clients = set[str]()
-        self.tenants = set[str]()
+        self.clients = set()
+        self.tenants = set()
         self.largest_batch = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self.running)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request):
         if manner(request) == "refuse":
             raise ValueError("prompt is refused; ask for less")
         if manner(request) == "confuse":
@@ -150,7 +150,7 @@ class FakeEngine:
             return [TokenTrace("target", 0, num_done, rows=1)]
         return trace_of(tokens, -(-num_done // ROUND))
 
-    def count(self, stats: RequestStats, num_tokens: int, *, drafted: bool) -> None:
+    def count(self, stats: RequestStats, num_tokens: int, *, drafted: bool):
         if stats.completion_tokens and drafted:
             stats.rounds += 1
             stats.drafted_tokens += ROUND - 1
@@ -180,22 +180,20 @@ class FakeEngine:
     def counts(self) -> EngineCounts:
         return EngineCounts(kv_pages={("0", "used"): len(self.running), ("0", "free"): 64 - len(self.running)})
 
-    def open_states(
-        self, config: EngineConfig, post: Callable[[Callable[[], None]], None], listener: socket.socket
-    ) -> None:
+    def open_states(self, config: EngineConfig, post: Callable[[Callable[[], None]], None], listener: socket.socket):
         raise AssertionError("there are no states")
 
-    def watch(self, report: Callable[[str], None]) -> None:
+    def watch(self, report: Callable[[str], None]):
         pass
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
 class ForgetfulEngine(FakeEngine):
     """Cannot save what its drafter has learned."""
 
-    def close(self) -> None:
+    def close(self):
         raise OSError(28, "No space left on device", "learned.trie")
 
 

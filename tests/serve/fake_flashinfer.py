@@ -22,13 +22,13 @@ class Wrapper:
 
     instances: list["Wrapper"] = []
 
-    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str) -> None:
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str):
         assert float_workspace_buffer.dtype == torch.uint8
         assert kv_layout == "NHD"
         self.num_plans = 0
         self.instances.append(self)
 
-    def _keep(self, starts: Tensor, table: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def _keep(self, starts: Tensor, table: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype):
         page_starts, pages, last_page_len = table
         for tensor in (starts, *table):
             assert tensor.dtype == torch.int32
@@ -79,9 +79,7 @@ class Wrapper:
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
-    def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, use_tensor_cores: bool = False
-    ) -> None:
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, use_tensor_cores: bool = False):
         super().__init__(float_workspace_buffer, kv_layout)
         self.use_tensor_cores = use_tensor_cores
 
@@ -100,7 +98,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         logits_soft_cap: float | None = None,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
-    ) -> None:
+    ):
         assert q_data_type == kv_data_type
         self.window_left = window_left
         self.scale = sm_scale
@@ -118,7 +116,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
-    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str = "auto") -> None:
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str = "auto"):
         super().__init__(float_workspace_buffer, kv_layout)
         self.backend = backend
 
@@ -139,7 +137,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         logits_soft_cap: float | None = None,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
-    ) -> None:
+    ):
         assert q_data_type == kv_data_type
         table = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._keep(qo_indptr, table, (num_qo_heads, num_kv_heads, head_dim_qk, page_size), q_data_type)
@@ -170,16 +168,16 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 compiled: list[tuple[object, ...]] = []
 
 
-def get_batch_prefill_module(*arguments: object) -> None:
+def get_batch_prefill_module(*arguments: object):
     compiled.append(arguments)
 
 
 class Event:
     """Stands for torch.cuda.Event."""
 
-    def record(self) -> None: ...
+    def record(self): ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self): ...
 
 
 @contextmanager
@@ -189,9 +187,9 @@ def installed(cuda_home: Path) -> Iterator[None]:
     modules = package, _, compiling, prefill, utils = [ModuleType(name) for name in names]
     for item in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, merge_state):
         setattr(package, item.__name__, item)
-    compiling.get_cuda_path = lambda: str(cuda_home)  # type: ignore[attr-defined]
-    prefill.get_batch_prefill_module = get_batch_prefill_module  # type: ignore[attr-defined]
-    utils.determine_attention_backend = lambda *_, **__: "fa3"  # type: ignore[attr-defined]
+    compiling.get_cuda_path = lambda: str(cuda_home)
+    prefill.get_batch_prefill_module = get_batch_prefill_module
+    utils.determine_attention_backend = lambda *_, **__: "fa3"
     with replaced_modules({module.__name__: module for module in modules}):
         yield
 
@@ -206,7 +204,7 @@ def missing() -> Iterator[None]:
 @contextmanager
 def replaced_modules(modules: dict[str, ModuleType | None]) -> Iterator[None]:
     before = {name: sys.modules.pop(name) for name in (*modules, BACKEND) if name in sys.modules}
-    sys.modules.update(modules)  # type: ignore[arg-type]
+    sys.modules.update(modules)
     try:
         yield
     finally:

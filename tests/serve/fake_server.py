@@ -145,7 +145,6 @@ def start(target: str, engine: str = "FakeEngine") -> subprocess.Popen[str]:
 
 def read_banner(server: subprocess.Popen[str]) -> tuple[str, str, str]:
     """Returns the banner's two lines, which come once the server answers, and the address in the first."""
-    assert server.stdout is not None
     first = server.stdout.readline()
     second = server.stdout.readline()
     return first, second, first.split(" at ")[1].split()[0]
@@ -164,7 +163,7 @@ def gauge(client: httpx.Client, name: str) -> float:
     return float(next(line.split()[-1] for line in lines if line.startswith(f"slipstream_{name} ")))
 
 
-def wait_until(condition: Callable[[], bool], subject: str) -> None:
+def wait_until(condition: Callable[[], bool], subject: str):
     deadline = time.monotonic() + 120  # far more than a busy machine takes
     while not condition():
         assert time.monotonic() < deadline, f"{subject} did not come true"

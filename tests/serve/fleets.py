@@ -24,7 +24,7 @@ from slipstream.tests.serve.fake_engine import FakeEngine
 class LocalFleet:
     """Replicas that are called directly, routed as in serve/fleet/application.py."""
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(self, replicas: Sequence[Replica]):
         self.replicas = {replica.name: replica for replica in replicas}
         self.table = PrefixTable()
         self.calls: list[Call] = []
@@ -43,7 +43,7 @@ class LocalFleet:
         async for reply in self.replicas[call.replica].generate(call):
             yield reply
 
-    async def abort(self, message: Abort) -> None:
+    async def abort(self, message: Abort):
         self.replicas[message.replica].abort(message)
 
     async def states(self) -> list[ReplicaState]:
@@ -60,10 +60,10 @@ class ScriptedFleet:
     replicas: list[ReplicaState] = field(default_factory=list)
     has_gate: bool = False  # replies come one at each call of `step`
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self._steps = asyncio.Semaphore(0)
 
-    def step(self) -> None:
+    def step(self):
         self._steps.release()
 
     async def generate(self, call: Call) -> AsyncIterator[Reply]:
@@ -77,7 +77,7 @@ class ScriptedFleet:
                 raise ReplicaLost(f"{call.replica} was lost")
             yield reply
 
-    async def abort(self, message: Abort) -> None:
+    async def abort(self, message: Abort):
         self.aborts.append(message)
 
     async def states(self) -> list[ReplicaState]:

@@ -32,17 +32,17 @@ class ForkedTrials:
     DEVNULL = subprocess.DEVNULL
 
     class Popen(ForkServerProcess):
-        def __init__(self, argv: Sequence[str], pass_fds: Sequence[int], **_: Any) -> None:
+        def __init__(self, argv: Sequence[str], pass_fds: Sequence[int], **_: Any):
             get_context("")
             connection = socket.socket(fileno=pass_fds[0])
             super().__init__(target=run, args=(connection,), daemon=True)
             self.start()
             connection.detach()  # its owner closes it
 
-        def wait(self) -> None:
+        def wait(self):
             self.join()
 
 
-def run(connection: socket.socket) -> None:
+def run(connection: socket.socket):
     sys.argv = [trial_process.__name__, str(connection.detach())]
     trial_process.main()

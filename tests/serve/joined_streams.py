@@ -24,7 +24,7 @@ def read_events(path: str, text: str) -> list[Fields]:
     failed = '"error":' in blocks[-1]
     if path != RESPONSES and not failed:
         assert blocks.pop() == "data: [DONE]", "the stream does not end with [DONE]"
-    events = list[Fields]()
+    events = []
     for block in blocks:
         *names, line = block.split("\n")
         events.append(json.loads(line.removeprefix("data: ")))
@@ -68,7 +68,7 @@ def join_choices(path: str, events: list[Fields], is_whole: bool) -> Fields:
     return {**events[-1], "choices": choices}
 
 
-def check_usage_so_far(usage: Fields | None, parts: list[Fields]) -> None:
+def check_usage_so_far(usage: Fields | None, parts: list[Fields]):
     """With continuous_usage_stats the counts of a choice are those of its token ids so far."""
     if usage:
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]

@@ -33,29 +33,29 @@ def known_texts(target: Path) -> list[tuple[int, list[int]]]:
     return [text for requests in mixes for text in texts_of(target, requests, device="cpu")]
 
 
-def save_dflash(target: Path, folder: Path) -> None:
+def save_dflash(target: Path, folder: Path):
     """Saves a draft with windows and a reduced vocabulary."""
     texts = known_texts(target)
     save_random_dflash(target, folder, texts, sliding_window=24, windowed_layers=(0,), draft_vocab_size=100)
 
 
-def save_dflash2(target: Path, folder: Path) -> None:
+def save_dflash2(target: Path, folder: Path):
     """Saves a draft with a window that slots of a block see through, and a reduced vocabulary."""
     window = {"sliding_window": 24, "windowed_layers": (0,), "sliding_window_non_causal": True}
     joined = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 6}
     save_random_dflash(target, folder, known_texts(target), draft_vocab_size=100, **window, **joined)
 
 
-def save_dspark(target: Path, folder: Path) -> None:
+def save_dspark(target: Path, folder: Path):
     heads = {"markov_rank": 8, "markov_head_type": "gated", "confidence_head": True, "sample_from_anchor": True}
     save_random_dflash(target, folder, known_texts(target), **heads)
 
 
-def save_lilicorr(target: Path, folder: Path) -> None:
+def save_lilicorr(target: Path, folder: Path):
     """Few candidates, since a random scorer chooses at random; fewer would hold too few sampled tokens."""
     scorer = LiLiCorrConfig(candidate_topk=4, hidden_size=32, num_heads=2, factor_dim=16)
     save_random_dflash(target, folder, known_texts(target), lilicorr=scorer)
 
 
-def save_eagle(target: Path, folder: Path) -> None:
+def save_eagle(target: Path, folder: Path):
     save_random_eagle(target, folder, known_texts(target), draft_vocab_size=100)

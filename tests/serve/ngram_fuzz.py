@@ -47,7 +47,7 @@ def random_texts(seed: int, count: int, length: int, vocab: int) -> list[list[in
 class Fuzz:
     """One random configuration, small enough that nodes are given up and texts overwritten all the time."""
 
-    def __init__(self, core_class: Any, seed: int, folder: Path) -> None:
+    def __init__(self, core_class: Any, seed: int, folder: Path):
         self.rng = rng = random.Random(seed)
         branch = rng.choice((2, 3, 5, 8, 18, 63))
         longest = rng.randint(1, branch - 1)
@@ -106,7 +106,7 @@ class Fuzz:
         self.compare_tries()
         return self.num_operations
 
-    def admit(self) -> None:
+    def admit(self):
         row = self.rng.choice(sorted(set(range(self.num_rows)) - self.drafts.keys()))
         text = self.text(40)
         name = self.rng.choice(self.names)
@@ -120,7 +120,7 @@ class Fuzz:
         self.drafts[row] = []
         self.num_operations += 1
 
-    def release(self) -> None:
+    def release(self):
         row = self.rng.choice(sorted(self.drafts))
         num_tokens = len(self.model.requests[row].tokens) - self.rng.choice((0, 0, 1, 3, 100))
         self.core.release(row, max(0, num_tokens))
@@ -129,7 +129,7 @@ class Fuzz:
         del self.drafts[row], self.users[row]
         self.num_operations += 1
 
-    def insert(self) -> None:
+    def insert(self):
         text = self.text(50)
         name = self.rng.choice(self.names)
         self.core.insert(text, name)
@@ -137,7 +137,7 @@ class Fuzz:
         self.texts[self.rng.randrange(len(self.texts))] = text
         self.num_operations += 1
 
-    def round(self) -> None:
+    def round(self):
         """All running requests gain tokens, some of them drafted ones, and get a tree each."""
         rows = sorted(self.drafts)
         limit = self.rng.randint(1, 6)
@@ -164,12 +164,12 @@ class Fuzz:
         self.drafts = {row: drafted[1:count] for row, drafted, count in zip(rows, tokens.tolist(), counts, strict=True)}
         self.num_operations += 2 * len(rows)
 
-    def compare_counts(self) -> None:
+    def compare_counts(self):
         stats = self.core.stats()
         counts = (stats["nodes"], stats["evicted_nodes"], stats["dropped_tokens"])
         assert counts == (self.model.trie.size, self.model.trie.num_evicted, 0), self.place()
 
-    def compare_tries(self) -> None:
+    def compare_tries(self):
         self.core.check()
         names = {name: self.names[index] for index, name in enumerate(self.names)}
         branches = [(names.get(name, NAMES[2]), *rest) for name, *rest in self.core.branches()]
@@ -191,14 +191,12 @@ def load_core(path: str | None) -> Any:
     if path is None:
         return importlib.import_module("slipstream.serve.drafters.ngram.ngram_core").NgramCore
     spec = importlib.util.spec_from_file_location("ngram_core", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.NgramCore
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=1000)

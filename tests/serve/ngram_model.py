@@ -41,7 +41,7 @@ Cursor = tuple
 class NgramModel:
     """NgramCore with an insertion that is always done at once."""
 
-    def __init__(self, capacity: int, branch_length: int, min_match: int, max_match: int, breadth: int) -> None:
+    def __init__(self, capacity: int, branch_length: int, min_match: int, max_match: int, breadth: int):
         self.trie = Trie(capacity, branch_length)
         self.min_match = min_match
         self.max_match = max_match
@@ -50,7 +50,7 @@ class NgramModel:
         self.scores: list[list[float]] = []  # of the trees that `advance` returned last
         self.foreign: list[list[bool]] = []  # likewise
 
-    def admit(self, row: int, tokens: list[int], name: str, common: str | None = None) -> None:
+    def admit(self, row: int, tokens: list[int], name: str, common: str | None = None):
         names = [name, *([common] if common not in (None, name) else [])]
         histories = [History(self.trie.root(name)) for name in names if name is not None]
         self.requests[row] = Request(list(tokens), Writer(histories[0].root), histories)
@@ -73,18 +73,18 @@ class NgramModel:
             self.requests[row].private = tokens
         return trees
 
-    def share(self, row: int, count: int) -> None:
+    def share(self, row: int, count: int):
         request = self.requests[row]
         for token in request.private[:count]:
             self.trie.append(request.writer, token)
         request.private = []
 
-    def insert(self, tokens: list[int], name: str) -> None:
+    def insert(self, tokens: list[int], name: str):
         writer = Writer(self.trie.root(name))
         for token in tokens:
             self.trie.append(writer, token)
 
-    def release(self, row: int, num_tokens: int) -> None:
+    def release(self, row: int, num_tokens: int):
         request = self.requests[row]
         num_beyond = max(0, len(request.tokens) - num_tokens)
         self.share(row, max(0, len(request.private) - num_beyond))
@@ -105,7 +105,7 @@ class NgramModel:
                     matches.add((length, end + 1))
         return sorted(matches, reverse=True)[:MAX_OCCURRENCES]
 
-    def follow(self, history: History, tokens: list[int]) -> None:
+    def follow(self, history: History, tokens: list[int]):
         start = max(history.num_read, len(tokens) - self.max_match)
         if start > history.num_read:
             history.places = []
@@ -152,7 +152,7 @@ class NgramModel:
 
 
 class Tree:
-    def __init__(self, model: NgramModel, text: list[int], starts: list[tuple[int, Cursor]], width: int) -> None:
+    def __init__(self, model: NgramModel, text: list[int], starts: list[tuple[int, Cursor]], width: int):
         self.model = model
         self.text = text
         self.starts = starts
@@ -189,7 +189,7 @@ class Tree:
         padding = [-1] * (self.width - len(self.tokens))
         return self.tokens + padding, self.parents + padding, longest
 
-    def follow(self, cursor: Cursor, parent: int, length: int, probability: float) -> None:
+    def follow(self, cursor: Cursor, parent: int, length: int, probability: float):
         if cursor[0] == "node":
             node = cursor[1]
             weight = probability * length / (node.frequency * length + len(node.children))
@@ -210,6 +210,6 @@ class Tree:
             probability_of_text = probability * (length / (length + 1))
             self.push(self.text[index], parent, length, probability_of_text, ("text", index + 1, period))
 
-    def push(self, token: int, parent: int, length: int, probability: float, cursor: Cursor) -> None:
+    def push(self, token: int, parent: int, length: int, probability: float, cursor: Cursor):
         insort(self.waiting, (-probability, self.num_pushed, token, parent, length + 1, probability, cursor))
         self.num_pushed += 1

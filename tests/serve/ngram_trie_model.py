@@ -20,14 +20,14 @@ Position = tuple[Text, int] | None
 
 
 class TextLog:
-    def __init__(self, num_chunks: int) -> None:
+    def __init__(self, num_chunks: int):
         self.num_chunks = num_chunks
         self.newest = 0
 
     def alive(self, position: Position) -> bool:
         return position is not None and self.newest - position[0].serials[position[1] // CHUNK_TOKENS] < self.num_chunks
 
-    def open(self, text: Text) -> None:
+    def open(self, text: Text):
         self.newest += 1
         text.serials.append(self.newest)
 
@@ -79,7 +79,7 @@ class Writer:
 
 
 class Trie:
-    def __init__(self, capacity: int, branch_length: int) -> None:
+    def __init__(self, capacity: int, branch_length: int):
         self.capacity = capacity
         self.branch_length = branch_length
         num_chunks = 1
@@ -93,7 +93,7 @@ class Trie:
     def root(self, name: str) -> Node:
         return self.roots.setdefault(name, Node(-1, None, 0))
 
-    def append(self, writer: Writer, token: int) -> None:
+    def append(self, writer: Writer, token: int):
         writer.text = self.log.append(writer.text, token)
         writer.tokens.append(token)
         writer.positions.append((writer.text, len(writer.text.tokens) - 1))
@@ -135,7 +135,7 @@ class Trie:
         leaf.tail = writer.positions[len(writer.positions) - 1 - num_shared]
         return False
 
-    def split(self, leaf: Node, num_shared: int, writer: Writer) -> None:
+    def split(self, leaf: Node, num_shared: int, writer: Writer):
         assert leaf.tail is not None
         text, index = leaf.tail
         frequency = leaf.frequency
@@ -158,7 +158,7 @@ class Trie:
         self.size += 1
         return child
 
-    def create_leaf(self, parent: Node, token: int, frequency: int, tail: Position) -> None:
+    def create_leaf(self, parent: Node, token: int, frequency: int, tail: Position):
         leaf = self.create(parent, token, frequency)
         leaf.tail = tail
         self.leaves[leaf] = None
@@ -178,7 +178,7 @@ class Trie:
             child.tail = self.end(writer)
         return child.depth < self.branch_length
 
-    def evict(self) -> None:
+    def evict(self):
         leaf, _ = self.leaves.popitem(last=False)
         assert not leaf.children, "only a leaf is given up"
         assert leaf.parent is not None

@@ -51,7 +51,7 @@ class PacedServer:
     generated: int = 0
     finished: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self._random = random.Random(7)
 
     async def models(self, _: web.Request) -> web.Response:
@@ -117,7 +117,7 @@ class PacedServer:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def count(self, emitted: list[int]) -> None:
+    def count(self, emitted: list[int]):
         self.rounds += len(emitted)
         self.decoded += sum(emitted)
         for count in emitted:
@@ -142,11 +142,11 @@ class PacedServer:
     def words(self, text: str, place: int, count: int) -> str:
         return "".join(WORDS[(len(text) + at) % len(WORDS)] + " " for at in range(place, place + count))
 
-    async def sleep(self) -> None:
+    async def sleep(self):
         if self.pace:
             await asyncio.sleep(self.pace * self._random.uniform(1 - self.jitter, 1 + self.jitter))
 
-    async def send(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
+    async def send(self, response: web.StreamResponse, event: dict[str, Any]):
         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
 

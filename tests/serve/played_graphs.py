@@ -28,22 +28,22 @@ ATTENTION = "prefill=sdpa,verify=triton,draft=triton"
 class Played:
     """Stands for a captured graph."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], None]):
         self.run = run
         self.num_replays = 0
 
-    def replay(self) -> None:
+    def replay(self):
         self.num_replays += 1
         self.run()
 
 
 class Player(Capturer):
-    def __init__(self) -> None:
+    def __init__(self):
         pass
 
     def capture_all(
         self, kind: str, sizes: str, groups: Sequence[Sequence[Any]], capture: Callable[[Sequence[Any]], int]
-    ) -> None:
+    ):
         for keys in groups:
             assert capture(keys) == len(keys)
 
@@ -60,7 +60,7 @@ class Player(Capturer):
 class EqualTimes(StepCosts):
     """No test depends on how fast this machine is."""
 
-    def observe(self, *_: Any, **__: Any) -> None:
+    def observe(self, *_: Any, **__: Any):
         pass
 
 
@@ -77,7 +77,7 @@ def play_all(passes: StepPasses, keys: GraphKeys) -> tuple[StepGraphs, DraftGrap
         logprobs = None if results.logprobs is None else results.logprobs.clone()  # as a GPU's before the next replay
         return results._replace(logprobs=logprobs), first
 
-    steps.finish = finish_and_copy  # type: ignore[method-assign]
+    steps.finish = finish_and_copy
     return steps, drafts
 
 
@@ -111,19 +111,17 @@ def build_eager(config: EngineConfig) -> Engine:
 def play(config: EngineConfig) -> Engine:
     """The host's proposals count as ready at once, so that no choice depends on how fast this machine is."""
     engine = build_played(config)
-    engine.planner.policy.host_wait.record_wait = lambda _: None  # type: ignore[method-assign]
+    engine.planner.policy.host_wait.record_wait = lambda _: None
     return engine
 
 
 def replays_of(engine: Engine) -> dict[StepKey, int]:
     """The number of runs of each captured target pass."""
     steps = engine.runner.steps
-    assert steps is not None
-    return {key: graphs[-1].num_replays for key, graphs in steps._graphs.items() if graphs[-1].num_replays}  # type: ignore[attr-defined]
+    return {key: graphs[-1].num_replays for key, graphs in steps._graphs.items() if graphs[-1].num_replays}
 
 
 def drafts_of(engine: Engine) -> dict[tuple[int, int, str], int]:
     """The number of runs of each captured draft pass: requests, width, mode."""
     drafts = engine.runner.drafts
-    assert drafts is not None
-    return {key: graphs[-1].num_replays for key, graphs in drafts._graphs.items() if graphs[-1].num_replays}  # type: ignore[attr-defined]
+    return {key: graphs[-1].num_replays for key, graphs in drafts._graphs.items() if graphs[-1].num_replays}

@@ -24,7 +24,7 @@ Outputs = dict[int, StepOutput]  # by number of the plan
 
 def record_steps(engine: Engine, requests: Sequence[Request], file: Path, patch: Any) -> list[StepPlan]:
     """Runs the requests, and writes the engine's plan and those of its steps, outputs and what they left."""
-    plans = list[bytes]()
+    plans = []
     outputs = Outputs()
     read = InFlight.read
 
@@ -59,7 +59,7 @@ def digest(runner: ModelRunner) -> str:
     return hashed.hexdigest()
 
 
-def check_replayed(folder: Path, name: str) -> None:
+def check_replayed(folder: Path, name: str):
     """Another process got the same bits."""
     (outputs, left), (expected, expected_left) = (
         pickle.loads((folder / name).with_suffix(suffix).read_bytes())  # noqa: S301
@@ -73,7 +73,7 @@ def check_replayed(folder: Path, name: str) -> None:
     assert left == expected_left
 
 
-def main() -> None:
+def main():
     for file in sorted(Path(sys.argv[1]).glob("*.steps")):
         plan, plans = pickle.loads(file.read_bytes())  # noqa: S301
         runner = make_runner(plan, load_networks(plan), play_all if plan.device.type == "cpu" else capture_all)

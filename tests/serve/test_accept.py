@@ -35,7 +35,7 @@ TURNS = table_of(__file__, "turns")
 
 
 @pytest.fixture(autouse=True)
-def no_plot(request, monkeypatch) -> None:
+def no_plot(request, monkeypatch):
     """Plots take most of the time; one test draws one."""
     if request.function is not test_a_speed_up_against_another_server:
         monkeypatch.setattr("slipstream.serve.measure.accept.plot", lambda *words: words[-1].touch())
@@ -146,7 +146,6 @@ def test_our_server_its_counts_and_the_openai_client(server, client, tmp_path):
     accept(config)
     after = read_counts(client.get("/metrics").text)
     assert before is not None
-    assert after is not None
     rows = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").open()][1:]
     answers = [row for row in rows if "question" in row]
     total = after.since(before)  # with the probe's 48 tokens
@@ -160,7 +159,7 @@ def test_our_server_its_counts_and_the_openai_client(server, client, tmp_path):
             more = True
             while more:
                 options = {"seed": conversation.seed(5), "max_tokens": 20, "temperature": 1.0}
-                answer = other.chat.completions.create(model=MODEL, messages=conversation.prompt, **options)  # type: ignore[call-overload]
+                answer = other.chat.completions.create(model=MODEL, messages=conversation.prompt, **options)
                 text = answer.choices[0].message.content
                 texts = [
                     row["answer"]
@@ -276,7 +275,7 @@ def test_a_draft_in_this_process(byte_draft, questions, tmp_path):
     turns = []
     more = True
     while more:
-        [answer] = chat.chat([conversation.prompt], SamplingParams(max_tokens=12, temperature=0.0))  # type: ignore[list-item]
+        [answer] = chat.chat([conversation.prompt], SamplingParams(max_tokens=12, temperature=0.0))
         turns.append((answer.text, answer.stats.rounds, answer.stats.accepted_by_position))
         more = conversation.take(answer.text)
     rows = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").open()][1:]
@@ -315,7 +314,7 @@ def test_bad_options(flags, word, exits):
 @pytest.mark.parametrize("name", ["q.jsonl", "q.jsonl.gz", "q.parquet"])
 def test_files_of_another_kind_are_named(name, tmp_path):
     (tmp_path / name).write_bytes(gzip.compress(b'{"prompt": "x"}')[:-9] if name.endswith(".gz") else b"\xff\xd8")
-    with pytest.raises(ValueError, match=rf"^questions .*{name} cannot be read \(.+\); give JSON lines or a .parquet"):
+    with user_error(rf"^questions .*{name} cannot be read \(.+\); give JSON lines or a .parquet"):
         read_questions([str(tmp_path / name)])
 
 

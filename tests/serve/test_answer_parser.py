@@ -281,7 +281,7 @@ class Counted:
 
     num_chars = 0
 
-    def __init__(self, pattern: Any) -> None:
+    def __init__(self, pattern: Any):
         self._pattern = pattern
 
     def match(self, text: str, *places: int, partial: bool = False) -> Any:

@@ -112,7 +112,7 @@ def scene_of(name: str, dtype: torch.dtype = torch.float32) -> Scene:
     return Scene((CASES | RAGGED)[name], HEAD_DIM, dtype, "cpu")
 
 
-def check_stored(scene: Scene, before: Tensor, metadata: AttentionMetadata, tolerance: float) -> None:
+def check_stored(scene: Scene, before: Tensor, metadata: AttentionMetadata, tolerance: float):
     """The new keys and values are in their slots of the layer, and nothing else of the cache changed."""
     cache = scene.cache.nan_to_num(-1)
     before = before.nan_to_num(-1)
@@ -229,7 +229,7 @@ def test_a_ragged_pass_by_the_references_equals_a_loop(name):
     check_ragged(TritonBackend, name, torch.float32, 1e-5)
 
 
-def check_ragged(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float) -> None:
+def check_ragged(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float):
     """Checks a ragged pass with unused rows at its end."""
     scene = scene_of(name, dtype)
     num_used = sum(scene.case.query_lens)

@@ -92,7 +92,7 @@ def answers(target: Path, draft: Path | str, mix: dict[str, str], dtype: str, **
     return answers_of_engine
 
 
-def check(model: torch.nn.Module, answers: dict[str, Answer]) -> None:
+def check(model: torch.nn.Module, answers: dict[str, Answer]):
     """No token is more than LOGIT_BOUND below the best after the tokens before it. So two answers first differ where
     the best two are at most that far apart."""
     for request in (request for batch in requests() for request in batch):

@@ -47,7 +47,7 @@ def gpu_ms(rows: int, requests: int, width: int) -> float:
 class World:
     """Chains of drafts with probability q each by the draft, and q ** power by the target."""
 
-    def __init__(self, power: float, seed: int = 0) -> None:
+    def __init__(self, power: float, seed: int = 0):
         self.rng = np.random.default_rng(seed)
         self.power = power
 
@@ -115,7 +115,7 @@ class Simulation:
             limit = self.batch * width
             for nodes in sorted({min(size, limit) for size in numbers if size >= self.batch}):
                 self.bins, self.probabilities = self.world.propose(self.batch, width)
-                rates.append(self.run(num_steps, lambda nodes=nodes, width=width: (nodes, width)))  # type: ignore[misc]
+                rates.append(self.run(num_steps, lambda nodes=nodes, width=width: (nodes, width)))
         return max(rates)
 
 
@@ -303,7 +303,7 @@ def test_times_of_random_tokens_lead_to_the_budgets_of_real_text(batch, power, m
 
 
 def learnt(power: float = 1.0, batch: int = 64, **options: float) -> BudgetPolicy:
-    policy = BudgetPolicy(costs(), WIDTHS, **options)  # type: ignore[arg-type]
+    policy = BudgetPolicy(costs(), WIDTHS, **options)
     Simulation(policy, World(power), batch).run(200)
     return policy
 

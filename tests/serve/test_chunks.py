@@ -75,7 +75,7 @@ def test_chunks_of_known_lengths(seed):
     lens = [len(chunk.tokens) for chunk in chunks]
     packed = split_chunks(pack_chunks(chunks, len(chunks), sum(lens), state.padding, False), len(chunks), sum(lens))
     layout = check(chunks, packed, state, sum(lens))
-    runner = StepPasses(None, {}, None, state, ())  # type: ignore[arg-type]
+    runner = StepPasses(None, {}, None, state, ())
     metadata = runner._prompts(layout, HostShape((), (), tuple(chunks), "prefill"))
     assert isinstance(metadata, AttentionMetadata)
     assert metadata.phase == "prefill"

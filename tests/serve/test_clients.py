@@ -49,7 +49,7 @@ def client(server) -> Iterator[openai.OpenAI]:
 
 
 class Oracle:
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path):
         self.tokenizer = AutoTokenizer.from_pretrained(target)
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
         self.prompt = self.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)

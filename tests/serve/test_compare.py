@@ -37,7 +37,6 @@ def test_rank_sums():
 
 def test_an_interval_by_hand():
     ratio = paired_ratio([1.0] * 6, [math.exp(log) for log in (-0.02, -0.01, 0.0, 0.01, 0.03, 5.0)])
-    assert ratio is not None
     assert ratio.low == pytest.approx(math.exp(-0.02))
     assert ratio.high == pytest.approx(math.exp(5.0))
     assert ratio.value == pytest.approx(math.exp(0.01))  # of the 21 means, the eleventh
@@ -85,7 +84,6 @@ def test_twenty_runs_of_simulated_servers(questions, tmp_path, slowed, least_cor
         with Journal(tmp_path / str(attempt), "slipstream compare", config.result_options, None) as journal:
             asyncio.run(measure_level(config, prompts, 8, sides, journal))
             speed = compare_passes(journal.results, 2)[1].speed
-        assert speed is not None
         assert speed.low is not None
         assert speed.high is not None
         right += not speed.differs if slowed == 1 else speed.high < 1
@@ -122,7 +120,6 @@ def test_figures_are_those_of_plain_sums(questions, tmp_path):
     assert lines[1]["same_answers"] == 48
     speeds = [[b["tokens"] / b["wall_s"] for b in (p["sides"][place] for p in passes[:6])] for place in (0, 1)]
     ratio = paired_ratio(*speeds)
-    assert ratio is not None
     assert lines[1]["speed"]["value"] == pytest.approx(ratio.value)
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
@@ -132,7 +129,7 @@ def test_servers_take_turns_and_a_run_continues(questions, tmp_path, monkeypatch
     with paced("vllm") as first, paced("vllm") as other:
         log = []
         for name, server in (("A", first), ("B", other)):
-            server.requests = Log(name, log)  # type: ignore[assignment]
+            server.requests = Log(name, log)
         options = {"url": [first.url, other.url], "questions": [questions], "concurrency": "2"}
         compare(CompareConfig(**options, seconds=0.0, output=str(tmp_path)))
         assert "".join(log[::4]) == "AB" + "ABBA" * 6
@@ -172,11 +169,11 @@ def test_passes_of_another_server_are_not_continued(questions, tmp_path, monkeyp
 class Log(list[dict[str, Any]]):
     """Requests of a server, whose name is added to a log that servers share."""
 
-    def __init__(self, name: str, log: list[str]) -> None:
+    def __init__(self, name: str, log: list[str]):
         self.name = name
         self.log = log
 
-    def append(self, body: dict[str, Any]) -> None:
+    def append(self, body: dict[str, Any]):
         super().append(body)
         self.log.append(self.name)
 

@@ -112,8 +112,8 @@ def test_log_probabilities_and_traces_come_once_with_their_text(tools, reasoning
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     stop = [text[(at := rng.randrange(len(text))) : at + 3]] if seed % 2 else []
     completion = Completion(Mock(), Metrics(), watched=True)
-    deltas = list[Delta]()
-    completion.put = deltas.append  # type: ignore[method-assign, assignment]
+    deltas = []
+    completion.put = deltas.append
     answers = AnswerFormat(Decoder(tokenizer), parser=lambda: AnswerParser(syntax, TOOLS))
     params = SamplingParams(max_tokens=999, logprobs=1, speculation={"trace": True})
     completion.submit([Request(id="0", prompt=[1], params=params)], stop, answers)
@@ -147,7 +147,7 @@ def test_log_probabilities_and_traces_come_once_with_their_text(tools, reasoning
     check_items(deltas, TokenTexts(tokenizer))
 
 
-def check_items(deltas: list[Delta], texts: TokenTexts) -> None:
+def check_items(deltas: list[Delta], texts: TokenTexts):
     """Output items of /v1/responses are the same however the answer comes, with the entries of their text."""
     streamed = ItemWriter(1, texts)
     joined = ItemWriter(1, texts)

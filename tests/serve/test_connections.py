@@ -107,7 +107,7 @@ def test_an_idle_connection_waits_for_its_next_request(own_server, monkeypatch):
     assert state.timeout_keep_alive >= 75, "as long as proxies keep theirs"
 
 
-async def close_late_once(server: Server) -> None:
+async def close_late_once(server: Server):
     task = asyncio.create_task(server.connections.close_late())
     await asyncio.sleep(0.01)
     task.cancel()

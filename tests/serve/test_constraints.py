@@ -162,13 +162,12 @@ class SlowGrammars:
 
 def test_a_grammar_reads_a_text_once_though_its_request_is_preempted():
     read = []
-    stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)  # type: ignore[arg-type]
+    stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)
     params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "x"))
     request = Request(id="a", prompt=[4], params=params, compiled_grammar="quick")
     stage.admit(3, request, [4])
     matcher = stage._states[3].matcher
-    assert matcher is not None
-    matcher.push = lambda tokens: read.append(tokens) or True  # type: ignore[method-assign, func-returns-value]
+    matcher.push = lambda tokens: read.append(tokens) or True
     stage.run(Proposed([3], np.array([[[6]], [[-1]]], np.int32), np.array([[2, 5, 6]], np.int32)), 1)
     stage.release(3, [4, 5, 6], resumes=True)
     stage.admit(1, request, [4, 5, 6, 7])
@@ -182,7 +181,7 @@ def test_a_grammar_reads_a_text_once_though_its_request_is_preempted():
 
 def test_a_request_has_no_grammar_of_an_earlier_one_of_its_name():
     """`LLM` calls the requests of each call "0", "1" and so on, and one may be aborted before it resumes."""
-    stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)  # type: ignore[arg-type]
+    stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)
     params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "x"))
     stage.admit(3, Request(id="0", prompt=[4], params=params, compiled_grammar="quick"), [4])
     stage.release(3, [4], resumes=True)
@@ -196,7 +195,7 @@ def full_masks(count: int) -> Any:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_what_takes_long_ends_its_request_or_its_drafts_alone(late):
-    stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)  # type: ignore[arg-type]
+    stage = Constraints({2}, vocab_size=96, grammars=SlowGrammars(), nodes=4)
     params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "x"))
     push, root, nodes, average, text, quick, crowded = range(7)
     for slot, name in enumerate(("push", "root", "nodes", "average", "text", "quick", "crowded")):
@@ -222,7 +221,7 @@ def test_what_takes_long_ends_its_request_or_its_drafts_alone(late):
 
 
 def test_masks_are_those_of_each_node():
-    stage = Constraints({2}, 70, SlowGrammars(), nodes=1)  # type: ignore[arg-type]
+    stage = Constraints({2}, 70, SlowGrammars(), nodes=1)
     params = SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=(69,), bad_words=((5, 6),))
     stage.admit(1, Request(id="", prompt=[4], params=params), [4])
     stage.admit(0, Request(id="", prompt=[4], params=SamplingParams(max_tokens=9)), [4])

@@ -19,6 +19,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.data_tools.chats import CHATML, LLAMA, build_tokenizer
 from slipstream.tests.serve.fake_engine import info
 from slipstream.tests.sources import TINY
+from slipstream.tests.user_errors import user_error
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
@@ -186,7 +187,7 @@ def test_a_template_whose_control_tokens_cannot_be_told_from_text_is_refused():
     tokenizer, plain_text = both("bundled")
     changed = copy.copy(tokenizer)
     changed.chat_template = "{% for m in messages %}{{ '<|im' + '_end|>' + m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="control_tokens_as_text: the chat template joins"):
+    with user_error("control_tokens_as_text: the chat template joins"):
         plain_text.template(changed, date=DEFAULT_DATE)
 
 
@@ -206,5 +207,5 @@ def test_the_option_reaches_chats_and_completions():
 def test_a_tokenizer_that_knows_only_whole_words_is_refused():
     words = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "<unk>": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    with pytest.raises(ValueError, match="control_tokens_as_text: .* makes <eos> a control token even as text"):
+    with user_error("control_tokens_as_text: .* makes <eos> a control token even as text"):
         PlainTextTokenizer(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>"))

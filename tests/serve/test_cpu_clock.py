@@ -9,7 +9,7 @@ from slipstream.serve.runner.model_runner import CpuClock
 class Clocks:
     """Both, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.wall = self.own = 100.0
 
     def perf_counter(self) -> float:
@@ -18,7 +18,7 @@ class Clocks:
     def thread_time(self) -> float:
         return self.own
 
-    def compute(self, seconds: float, waiting: float = 0.0) -> None:
+    def compute(self, seconds: float, waiting: float = 0.0):
         self.own += seconds
         self.wall += seconds + waiting
 
@@ -42,8 +42,8 @@ def test_a_step_includes_the_schedulers_work_but_no_idle_time(clocks):
 def test_other_programs_slow_all_steps_down_alike(clocks):
     """They take half of the time, in turns that are longer than steps."""
     clock = CpuClock()
-    small = list[float]()
-    large = list[float]()
+    small = []
+    large = []
     for index in range(600):
         waiting = 0.080 if index % 4 == 0 else 0.0
         for seconds, times in ((0.010, small), (0.030, large)):

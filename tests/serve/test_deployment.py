@@ -36,7 +36,7 @@ QUESTIONS = [f"What is {number} * {number + 7}?" for number in range(60)]
 class Deployment:
     """`slipstream deploy`, and clients of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         self.folder = folder
         target = shutil.copytree(ROOT / "assets" / "tiny-target", folder / "target")
         (folder / "keys").write_text(f"{KEY}\n")
@@ -60,14 +60,14 @@ class Deployment:
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         return [sys.executable, "-m", "slipstream.cli", "deploy", str(self.file), *words]
 
-    def update(self, **options: Any) -> None:
+    def update(self, **options: Any):
         """Runs the command again, with other options."""
         ended = subprocess.run(
             self.command(**options), capture_output=True, text=True, env=self.environment, cwd=self.folder
         )
         assert ended.returncode == 0, ended.stderr
 
-    def wait(self, condition: Callable[[], bool], event: str, seconds: float = START_SECONDS) -> None:
+    def wait(self, condition: Callable[[], bool], event: str, seconds: float = START_SECONDS):
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, self.log.read_text()[-3000:]
@@ -90,7 +90,7 @@ class Deployment:
                     total[place] = total.get(place, 0.0) + sample.value
         return total
 
-    def wait_for_replicas(self, number: int = 2) -> None:
+    def wait_for_replicas(self, number: int = 2):
         def are_there():
             with suppress(httpx.HTTPError):
                 return sum(self.samples("engine_up", "replica").values()) == number
@@ -133,7 +133,7 @@ class Deployment:
         self.texts: dict[str, set[str]] = {}
         return asyncio.run(run())
 
-    def end(self) -> None:
+    def end(self):
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(90)

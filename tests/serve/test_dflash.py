@@ -123,7 +123,7 @@ class Oracle:
 
     def __init__(
         self, target: Path, draft: Path, width: int, slots: int = 0, topk: int = 1, candidates: int | None = None
-    ) -> None:
+    ):
         model = load_float64(target)
         self.states = KnownStates(model)
         self.naive = NaiveDFlash(draft, *shared_weights(model), candidates)

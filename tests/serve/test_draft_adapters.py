@@ -85,7 +85,7 @@ def drafts(make_target, tmp_path_factory) -> Drafts:
         }
         return {"none": folder / "none", **adapters}
 
-    return lambda name: make(DRAFTS[name])  # type: ignore[arg-type]
+    return lambda name: make(DRAFTS[name])
 
 
 def options_of(drafter: str, folders: dict[str, Path], **options: Any) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def drafts(make_target, tmp_path_factory) -> Drafts:
         save(make_target("qwen3"), folder / "first")
         return folder / "first", save_changed(folder / "first", folder / "second", 0.1)
 
-    return lambda name: make(CHECKPOINTS[name])  # type: ignore[arg-type]
+    return lambda name: make(CHECKPOINTS[name])
 
 
 def swap_at_random(engine: Engine, drafts: tuple[Path, Path], seed: int) -> Callable[..., None]:
@@ -206,15 +206,15 @@ def test_captured_passes_read_the_new_weights(drafter, make_target, drafts):
     )
     alone = counts_of(run(play(replace(config, draft=str(second))), requests))
     engine = play(config)
-    places = [tensor.data_ptr() for tensor in tensors_of(engine.runner.drafter.module).values()]  # type: ignore[attr-defined]
+    places = [tensor.data_ptr() for tensor in tensors_of(engine.runner.drafter.module).values()]
     run(engine, requests)
     engine.swap_draft(engine.stage_draft(str(second)))
     assert counts_of(run(engine, requests)) == alone
-    assert [tensor.data_ptr() for tensor in tensors_of(engine.runner.drafter.module).values()] == places  # type: ignore[attr-defined]
+    assert [tensor.data_ptr() for tensor in tensors_of(engine.runner.drafter.module).values()] == places
 
 
 def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors_of(engine.runner.drafter.module).items()}  # type: ignore[attr-defined]
+    return {name: tensor.clone() for name, tensor in tensors_of(engine.runner.drafter.module).items()}
 
 
 def test_a_draft_that_does_not_fit_is_refused_by_name(make_target, drafts, tmp_path):
@@ -318,7 +318,6 @@ def test_a_trial_knows_noise_from_weights_as_good(seeds):
             alarm = AcceptanceAlarm(traffic.num_slots, None, lambda traffic=traffic: traffic.now)
             traffic.run(alarm, 120)
             alarm.change_draft(None, {}, 2000)
-            assert alarm.trial is not None
             traffic.quality = quality
             traffic.run(alarm, 600, lambda trial=alarm.trial: trial.verdict != "open")
             assert alarm.trial.verdict == verdict, seed

@@ -100,7 +100,7 @@ def test_proposals_are_those_of_a_head_with_the_maps_rows(target, drafts, tmp_pa
     options = {"depth": 3, "topk": 3, "nodes": 9}
     oracle = Oracle(target, drafts["eagle"], TreeOptions(**options))
     oracle.naive.target_ids = TokenMap.read(Path(path)).ids
-    oracle.naive.head = oracle.naive.head[oracle.naive.target_ids]  # type: ignore[attr-defined]
+    oracle.naive.head = oracle.naive.head[oracle.naive.target_ids]
     engine = build_engine(target, drafts["eagle"], drafter=options | {"token_map": path})
     run_checked(engine, oracle, sized_requests(temperature=0.8))
 
@@ -113,7 +113,7 @@ def test_recent_tokens_are_those_that_occurred_most_of_late():
     size = 6
     ids = torch.cat((torch.randperm(vocab_size, generator=generator)[:static], torch.full((size,), -1)))
     recent = RecentTokens(ids, static, vocab_size)
-    scores = dict[int, float]()
+    scores = {}
     for step in range(30):
         tokens = torch.randint(-1, 3 + step, (8,), generator=generator)
         counts = (tokens >= 0) & (torch.rand(8, generator=generator) < 0.8)

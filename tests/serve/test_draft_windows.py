@@ -17,7 +17,7 @@ class Simulation:
     of windows. A step takes longer by 4 ns for each token that the draft reads, some 3 % by chance, and now and then
     twice as long."""
 
-    def __init__(self, lengths: list[int], chances: Chances) -> None:
+    def __init__(self, lengths: list[int], chances: Chances):
         self.rng = np.random.default_rng(0)
         self.lengths = np.array(lengths)
         self.chances = chances
@@ -86,7 +86,7 @@ def test_starts_leave_a_window_and_changes_are_named():
     windows = DraftWindows(4)
     starts = np.zeros(4, np.int64)
     lengths = np.array([10, SHORTEST - 1, SHORTEST, 50_000])
-    slots = list[int]()
+    slots = []
     for step in range(400):
         for slot, start in windows.choose((0, 1, 2, 3), lengths.tolist(), 4):
             assert start != starts[slot]

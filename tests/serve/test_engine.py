@@ -271,7 +271,7 @@ def test_prompts_are_computed_however_many_nodes_others_have(target, draft):
 @pytest.mark.parametrize("decoding", [False, True])
 def test_a_step_computes_no_more_of_prompts_than_its_budget(decoding, target, draft):
     engine = build_engine(target, draft, prefill_budget=7)
-    sizes = list[int]()
+    sizes = []
     requests = [make_request(str(seed), random_prompt(50, seed), max_tokens=40, ignore_eos=True) for seed in range(3)]
 
     def count(event, plan):

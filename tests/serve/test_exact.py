@@ -3,8 +3,6 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import pytest
-
 from slipstream.serve import exact_check
 from slipstream.serve.drafters.options import NgramOptions
 from slipstream.serve.engine import engine_plan
@@ -14,14 +12,15 @@ from slipstream.serve.options import EngineConfig
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import build_engine
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 
 def test_what_is_not_exact_says_so_and_is_refused_where_it_is_asked_for(target):
     assert build_engine(target).info.inexact == "libraries for a CPU add in another order for another number of rows"
     assert build_engine(target, exact=False).info.inexact == "exact is false (--fast)"
-    with pytest.raises(ValueError, match="exact is true, but libraries for a CPU .*; change that, or leave exact out"):
+    with user_error("exact is true, but libraries for a CPU .*; change that, or leave exact out"):
         build_engine(target, exact=True)
-    with pytest.raises(ValueError, match="tp_exact is true, but libraries for a CPU .*, or leave tp_exact out"):
+    with user_error("tp_exact is true, but libraries for a CPU .*, or leave tp_exact out"):
         build_engine(target, tp_exact=True)
 
 

@@ -33,18 +33,18 @@ SHORT = [case for case in CASES if str(case).startswith(("chat", "responses", "t
 class Waiter:
     """Receives the outputs of a request."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.outputs: list[Output] = []
         self.error: Exception | None = None
         self.ended = asyncio.Event()
 
-    def receive(self, output: Output) -> None:
+    def receive(self, output: Output):
         assert not self.ended.is_set()
         self.outputs.append(output)
         if output.finish_reason is not None:
             self.ended.set()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception):
         assert not self.ended.is_set()
         self.error = error
         self.ended.set()
@@ -114,7 +114,7 @@ def test_a_request_goes_on_where_its_lost_replica_stopped(place, cuts, cuts_agai
     assert waiter.tokens == TEXT
     assert [trace.position for output in waiter.outputs for trace in output.trace or ()] == TEXT
     expected = logprobs_of(TEXT, 2)
-    assert [value for output in waiter.outputs for value in output.logprobs.tokens] == expected.tokens  # type: ignore[union-attr]
+    assert [value for output in waiter.outputs for value in output.logprobs.tokens] == expected.tokens
     assert sum(output.prompt_logprobs is not None for output in waiter.outputs) == 1
     assert waiter.outputs[-1].stats == RequestStats(completion_tokens=len(TEXT))
     assert fleet.calls[1].avoid == "replica 0"
@@ -178,7 +178,7 @@ def test_an_abort_of_a_lost_request_waits_until_its_tokens_came_again():
 
 def test_a_receiver_that_raises_ends_its_request_alone():
     class Broken(Waiter):
-        def receive(self, output: Output) -> None:
+        def receive(self, output):
             raise LookupError("a bug")
 
     fleet = ScriptedFleet([outputs_of(TEXT, [3], is_whole=True), outputs_of(TEXT, [], is_whole=True)])

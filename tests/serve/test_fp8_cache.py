@@ -51,7 +51,7 @@ def scales_of(engine: Engine) -> list[list[list[float]]]:
 
 
 @pytest.fixture(autouse=True)
-def short_calibration(monkeypatch) -> None:
+def short_calibration(monkeypatch):
     """Two chunks of text, the second one shorter."""
     monkeypatch.setattr(calibration, "MOST_TOKENS", calibration.CHUNK + 90)
 
@@ -75,7 +75,7 @@ def scale_tensors(count: int = LAYERS) -> dict[str, Tensor]:
     return {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([SCALE]) for i in range(count) for x in "kv"}
 
 
-def add(folder: Path, tensors: dict[str, Tensor], **config: Any) -> None:
+def add(folder: Path, tensors: dict[str, Tensor], **config: Any):
     """Writes more tensors into a checkpoint, and fields into its config."""
     save_file({**read_tensors(folder), **tensors}, folder / "model.safetensors", metadata={"format": "pt"})
     file = folder / "config.json"

@@ -54,7 +54,7 @@ MakeAssistant = Callable[[str], Path]
 class Oracle:
     """The chain or tree that transformers' network drafts behind any text."""
 
-    def __init__(self, target: Path, draft: Path, topk: int = 1, nodes: int = DEPTH + 1) -> None:
+    def __init__(self, target: Path, draft: Path, topk: int = 1, nodes: int = DEPTH + 1):
         self.shape = (topk, DEPTH)
         self.nodes = nodes
         self.target = load_float64(target)
@@ -129,7 +129,7 @@ def assistant_config(target: Path, **options: Any) -> transformers.PretrainedCon
 
 
 @torch.no_grad()
-def save_assistant(target: Path, folder: Path, **options: Any) -> None:
+def save_assistant(target: Path, folder: Path, **options: Any):
     """A random assistant whose head is fitted to the first two answers to `requests_of`."""
     torch.manual_seed(7)
     model = transformers.Gemma4AssistantForCausalLM(assistant_config(target, **options))

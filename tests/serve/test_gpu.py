@@ -258,7 +258,7 @@ def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(starved, target, dr
     """A capture that runs out of memory costs one warning, and no answer."""
 
     def starve(owner, kind_of):
-        parts_of = owner.parts_of  # type: ignore[attr-defined]
+        parts_of = owner.parts_of
 
         def starving(part, kinds, value):
             if torch.cuda.is_current_stream_capturing() and starved & kinds:

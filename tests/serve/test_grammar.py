@@ -39,6 +39,7 @@ from slipstream.tests.serve.engine_runs import Build, Tokens, engines_of, make_r
 from slipstream.tests.serve.played_graphs import ATTENTION, play
 from slipstream.tests.sources import TINY
 from slipstream.tests.tables import each_case, table_of
+from slipstream.tests.user_errors import user_error
 
 SUITE = Path(__file__).parent / "data" / "json_schema_suite.jsonl.gz"  # draft 2020-12, MIT, licence beside it
 END = 256  # after one token for each byte
@@ -52,7 +53,7 @@ def structural_tag(element: dict[str, Any]) -> Grammar:
 class Bytes:
     """A compiler for a vocabulary of bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         vocabulary = [bytes([byte]) for byte in range(256)] + [NO_TEXT]
         info = xgrammar.TokenizerInfo(
             vocabulary, vocab_type=xgrammar.VocabType.RAW, vocab_size=END + 1, stop_token_ids=[END]
@@ -117,8 +118,8 @@ def plain(value: Any) -> Any:
 
 def test_official_schemas_are_served_as_they_are_meant_or_refused_by_name():
     """A served schema admits every valid value and no invalid one."""
-    served = Counter[str]()
-    refused = Counter[str]()
+    served = Counter()
+    refused = Counter()
     compiler = Bytes()
     with gzip.open(SUITE, "rt") as lines:
         cases = [json.loads(line) for line in lines]
@@ -404,7 +405,7 @@ def test_patterns_match_anywhere_but_where_they_are_anchored(pattern):
         assert bool(re.fullmatch(whole(pattern), text)) == bool(re.search(oracle, text)), text
 
 
-def check_taken(pattern: str, oracle: str, characters: str, longest: int) -> None:
+def check_taken(pattern: str, oracle: str, characters: str, longest: int):
     """Compares the strings that a schema's pattern takes with those that `oracle` matches whole."""
     compiler = Bytes()
     compiled = compiler.compile({"type": "string", "pattern": pattern})
@@ -459,7 +460,7 @@ def test_a_character_ends_before_letters_that_may_be_digits(word):
     ["regex", "a" * 70_000, "has 70000 characters; the limit is 65536"],
 )
 def test_wrong_grammars_are_refused_with_a_sentence(kind, text, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with user_error(message) as caught:
         translate(Grammar(kind, text))
     assert "/project/" not in str(caught.value)
 
@@ -469,7 +470,7 @@ def test_a_refusal_without_a_reason_is_a_sentence(monkeypatch):
         raise RuntimeError("[12:00:00] /project/cpp/grammar.cc:7: ")
 
     monkeypatch.setattr(xgrammar.Grammar, "from_regex", fail)
-    with pytest.raises(ValueError, match="cannot be used: the grammar library fails with RuntimeError and gives no"):
+    with user_error("cannot be used: the grammar library fails with RuntimeError and gives no"):
         translate(Grammar("regex", "a"))
 
 
@@ -555,7 +556,7 @@ def test_masks_of_a_tree_are_those_of_its_paths(grammars):
 Times = Callable[[str], float]  # seconds of a call, by the name of the function
 
 
-def stub_times(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
+def stub_times(monkeypatch: pytest.MonkeyPatch, times: Times):
     """Lets the library's work take `times`."""
 
     def timed(work, *arguments):
@@ -754,7 +755,7 @@ def test_stop_ids_change_no_token_before_them(drafter, build, expected):
     assert {answer.finish_reason for answer in answers.values()} == {"stop"}
 
 
-def check_text(name: str, text: str) -> None:
+def check_text(name: str, text: str):
     if name == "schema":
         jsonschema.Draft202012Validator(PERSON).validate(json.loads(text))
     elif name == "object":
@@ -776,8 +777,8 @@ def test_passes_begin_before_their_masks_are_there(drafter, temperature, target,
     draft = "none" if drafter == "none" else draft
     sizes = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = play(EngineConfig(target=str(target), draft=draft, attention=ATTENTION, **sizes))
-    started = set[int]()
-    masked = list[int]()
+    started = set()
+    masked = []
     launch = engine.runner.launch
 
     def watch(plan, *, up_to_sampling=False):
@@ -859,7 +860,7 @@ def test_no_request_waits_for_slow_masks_of_others(is_captured, target, draft, b
     monkeypatch.setattr(Matcher, "fill", fill_late)
     monkeypatch.setattr(grammars_module, "STEP_SECONDS", 0.0)
     stub_times(monkeypatch, lambda _: 0.1)
-    answers = dict[str, list[int]]()
+    answers = {}
     for request in [*requests, free]:
         engine.add(request)
     while engine.has_work:
@@ -901,7 +902,6 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted(build):
     assert engine.has_work
     assert engine.num_open == 1
     output = engine.abort("0")
-    assert output is not None
     assert (output.finish_reason, output.tokens) == ("abort", [])
     assert not engine.has_work
     assert engine.abort("0") is None
@@ -919,7 +919,7 @@ def test_a_server_has_loaded_what_its_first_grammar_needs(monkeypatch):
 def test_a_grammar_is_compiled_once_for_its_request(build, monkeypatch):
     """Though the store forgets it before the request has a slot, and again while the request is preempted."""
     monkeypatch.setattr("slipstream.serve.grammar.grammars.MOST_COMPILED", 1)
-    counts = Counter[Grammar]()
+    counts = Counter()
 
     def compile_counted(compiler, grammar, json_whitespace):
         counts[grammar] += 1
@@ -937,7 +937,7 @@ def test_a_grammar_is_compiled_once_for_its_request(build, monkeypatch):
 def test_a_grammar_that_waits_is_cancelled_with_its_last_request(build, monkeypatch):
     monkeypatch.setattr("slipstream.serve.grammar.grammars.NUM_THREADS", 1)
     may_go = threading.Event()
-    compiled = list[str]()
+    compiled = []
 
     def compile_slowly(compiler, grammar, json_whitespace):
         may_go.wait()
@@ -951,7 +951,7 @@ def test_a_grammar_that_waits_is_cancelled_with_its_last_request(build, monkeypa
     engine.abort("left")
     engine.abort("one of two")
     may_go.set()
-    ended = set[str]()
+    ended = set()
     while engine.has_work:
         ended |= {output.request_id for output in engine.step() if output.finish_reason}
     assert ended == {"first", "other"}
@@ -986,5 +986,5 @@ def test_a_grammar_that_allows_nothing_says_so(build):
 
 @pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 2}, {"bad_words": [[5]]}])
 def test_what_a_grammar_excludes(other):
-    with pytest.raises(ValueError, match=f"{next(iter(other))} does not go with a grammar"):
+    with user_error(f"{next(iter(other))} does not go with a grammar"):
         SamplingParams(max_tokens=9, grammar=Grammar("json_object"), **other)

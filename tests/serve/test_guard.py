@@ -23,6 +23,7 @@ from slipstream.tests.serve.fake_server import (
     serving,
     wait_until,
 )
+from slipstream.tests.user_errors import user_error
 
 KEYS = ["sk-first", "sk-second"]
 
@@ -114,9 +115,9 @@ def test_where_keys_come_from(tmp_path, monkeypatch):
         ("schlüssel", "printable ASCII"),
     ):
         file.write_text(text)
-        with pytest.raises(ValueError, match=message):
+        with user_error(message):
             read_keys(ServeConfig(target="t", api_key_file=str(file)))
-    with pytest.raises(ValueError, match=r"missing cannot be read"):
+    with user_error(r"missing cannot be read"):
         read_keys(ServeConfig(target="t", api_key_file=str(tmp_path / "missing")))
     assert "secret" not in repr(ServeConfig(target="t", api_key="secret"))
 
@@ -151,7 +152,7 @@ def test_no_key_takes_all_places(byte_target, tmp_path):
     headers = [{"Authorization": f"Bearer {key}"} for key in KEYS]
     with serving(config) as server, client_of(server) as client:
         for _ in range(2):
-            lines = list[Iterator[str]]()
+            lines = []
             with ExitStack() as stack:
                 for _ in range(2):
                     stream = stack.enter_context(client.stream("POST", COMPLETIONS, json=body, headers=headers[0]))
@@ -200,5 +201,5 @@ def test_the_server_says_so(byte_target, caplog, capsys):
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_the_size_of_bodies_is_checked(value):
-    with pytest.raises(ValueError, match="max_body_mb is .*; it must be a number above 0"):
+    with user_error("max_body_mb is .*; it must be a number above 0"):
         ServeConfig(target="t", max_body_mb=value)

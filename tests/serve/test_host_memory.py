@@ -4,12 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
-import pytest
 
 from slipstream.serve.engine import memory
 from slipstream.serve.engine.host_memory import available_bytes
 from slipstream.tests.serve.engine_runs import build_engine
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 FREE = 9_000  # on the machine
 V1 = "5:cpu,cpuacct:/job\n4:memory:{path}\n1:name=systemd:/\n"
@@ -17,7 +17,7 @@ V1_STAT = "cache 7\nactive_file 1\ntotal_active_file {}\ntotal_inactive_file 3\n
 V2_STAT = "anon 7\nfile 9\nactive_file {}\ninactive_file 3\n"
 
 
-def write(folder: Path, version: int, limit: int | str, usage: int, cached: int = 0) -> None:
+def write(folder: Path, version: int, limit: int | str, usage: int, cached: int = 0):
     folder.mkdir(parents=True, exist_ok=True)
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
     for name, value in zip(names, (limit, usage), strict=True):
@@ -40,8 +40,8 @@ def test_the_cache_takes_a_quarter_and_errors_name_what_acts(make_target, monkey
     """A token of this target takes 2 x 4 layers x 2 heads x 8 x 4 bytes = 512 bytes."""
     monkeypatch.setattr(memory, "available_bytes", lambda: 4 * 1000 * 512)
     assert build_engine(make_target("llama"), kv_cache_tokens=None).info.kv_cache_tokens == 1000 // 16 * 16
-    with pytest.raises(ValueError, match=r"max_model_len, or raise kv_cache_tokens$"):
+    with user_error(r"max_model_len, or raise kv_cache_tokens$"):
         build_engine(make_target("llama"), kv_cache_tokens=32, max_model_len=100)
     monkeypatch.setattr(memory, "available_bytes", lambda: 4 * 15 * 512)
-    with pytest.raises(ValueError, match=r"a quarter of what is free, .* holds no page .* or set kv_cache_tokens$"):
+    with user_error(r"a quarter of what is free, .* holds no page .* or set kv_cache_tokens$"):
         build_engine(make_target("llama"), kv_cache_tokens=None)

@@ -53,7 +53,7 @@ def servers(tmp_path_factory) -> Iterator[Servers]:
 
 def noted(frontend: Frontend) -> list[Any]:
     """A list that `frontend` fills with the requests of each body that it reads."""
-    requests = list[Any]()
+    requests = []
     read = frontend.read
 
     def read_and_note(*arguments):
@@ -61,7 +61,7 @@ def noted(frontend: Frontend) -> list[Any]:
         requests[:] = [described(request, frontend) for request in result[0]]
         return result
 
-    frontend.read = read_and_note  # type: ignore[method-assign]
+    frontend.read = read_and_note
     return requests
 
 

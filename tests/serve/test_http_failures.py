@@ -131,7 +131,7 @@ def test_one_request_fails_and_the_engine_goes_on(client, stream):
 def test_long_prompts_hold_up_nobody_and_cost_nothing_once_their_client_has_left(client, server, monkeypatch):
     api = server.api
     encode = server.api.frontend.encode
-    prompts = list[str]()
+    prompts = []
     started = threading.Event()
     go_on = threading.Event()
 

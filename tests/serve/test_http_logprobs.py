@@ -62,7 +62,7 @@ def test_tokens_settle_with_their_text(tokens, seed):
     stop = [decoded[(at := rng.randrange(len(decoded))) : at + 2]] if decoded and rng.random() < 0.7 else []
     stream = TextStream(Decoder(byte_level()), stop)
     returned = 0
-    settled = list[int]()
+    settled = []
 
     def push(part, finish):
         nonlocal returned
@@ -73,7 +73,7 @@ def test_tokens_settle_with_their_text(tokens, seed):
         return text
 
     real = stream.push
-    stream.push = push  # type: ignore[method-assign]
+    stream.push = push
     push_in_chunks(stream, tokens, seed)
     assert settled == sorted(settled)
     if stream.stopped:

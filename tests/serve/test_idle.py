@@ -51,7 +51,7 @@ def small(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def short_chunks(monkeypatch) -> None:
+def short_chunks(monkeypatch):
     """A block each, whatever time one takes."""
     monkeypatch.setattr(idle, "CHUNK_MS", 0.0)
     monkeypatch.setattr(idle, "LEAST_CHUNKS", 0.0)
@@ -106,7 +106,7 @@ def test_next_turns_on_a_gpu(drafter, temperature, tmp_path):
     check_turns(HYBRID, drafter, temperature, tmp_path, **ON_GPU)
 
 
-def check_turns(target: Path, drafter: str, temperature: float, folder: Path, **options: Any) -> None:
+def check_turns(target: Path, drafter: str, temperature: float, folder: Path, **options: Any):
     """`options`: also those of the engine that answers without a cache."""
     draft = drafter.split()[0]
     if draft in SAVED:
@@ -114,7 +114,7 @@ def check_turns(target: Path, drafter: str, temperature: float, folder: Path, **
         draft = str(folder / "draft")
     engine = build(target, draft, drafter=ALL_DRAFTERS[drafter], **options)
     texts = {name: random_prompt(length, length) for name, length in LENGTHS.items()}
-    answered = dict[str, list[int]]()
+    answered = {}
     for turn in range(3):
         requests = [turn_of(f"{name} {turn}", text, temperature, seed=turn) for name, text in texts.items()]
         answers = run(engine, requests)
@@ -163,7 +163,7 @@ def test_some_engines_compute_nothing_in_idle_time(target, options):
 
 def test_an_engine_tells_whether_it_has_work(small):
     engine = build(small)
-    loads = list[bool]()
+    loads = []
     engine.on_load = loads.append
     run(engine, [turn_of("first", random_prompt(120, 1), max_tokens=10)])
     assert loads == [True]
@@ -204,7 +204,7 @@ def test_a_request_in_the_middle_goes_first_and_nothing_is_lost(num_chunks, smal
     assert engine.counts().idle_tokens - before == left, "the turn has computed what was left of the first"
 
 
-def refuse_idle(engine: Engine) -> None:
+def refuse_idle(engine: Engine):
     assert not (engine.has_work and engine.work_idle()), "a request is open"
 
 
@@ -289,10 +289,9 @@ def test_chunks_grow_while_they_take_little_longer_than_the_shortest(fixed_ms, r
     prompts = idle.IdlePrompts(scheduler, GRID, 4096)
     end = GRID * sum(blocks)
     prompts._texts.append(idle.Text(turn_of("text", random_prompt(end + 1, 1)), 0, end))
-    sizes = list[int]()
+    sizes = []
     for _ in blocks:
         chunk = prompts.begin()
-        assert chunk is not None
         sizes.append(chunk.end - chunk.start)
         prompts.end(chunk, fixed_ms + row_ms * sizes[-1])
     assert sizes == [GRID * count for count in blocks]
@@ -330,7 +329,7 @@ def test_a_server_with_one_place_keeps_the_state_of_the_last_turn(small):
 class BusyEngine(FakeEngine):
     """Has work for idle times, until it is told to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(EngineConfig(target="x"))
         self.events: list[str] = []
         self.inbox: SimpleQueue[Any] = SimpleQueue()
@@ -353,10 +352,10 @@ class BusyEngine(FakeEngine):
 class Sent:
     """A pipe."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps: list[Step] = []
 
-    def send(self, message: Step) -> None:
+    def send(self, message: Step):
         self.steps.append(message)
 
 

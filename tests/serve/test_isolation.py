@@ -44,7 +44,7 @@ class Saboteur:
     """Has a method of a stage do its work and then raise, where the victim is among the requests that it is called for:
     each time, or the first one."""
 
-    def __init__(self, stage: HostStage, method: str, *, once: bool) -> None:
+    def __init__(self, stage: HostStage, method: str, *, once: bool):
         self.slot = -1
         self.once = once
         self.count = 0

@@ -38,11 +38,11 @@ DRAFTS: dict[str, Callable[[Path, Path], Any] | None] = {
 class Watch:
     """Compares what an engine gives with the target's states of the same text."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path):
         self.target: FrozenTarget = load_frozen_target(target, LAYERS, CPU)
         self.texts: list[list[int]] = []
 
-    def __call__(self, sequence: Sequence, read: Callable[[int], Tensor]) -> None:
+    def __call__(self, sequence: Sequence, read: Callable[[int], Tensor]):
         tokens = sequence.tokens
         states = read(len(tokens))
         assert len(states) <= len(tokens) - 1

@@ -12,7 +12,7 @@ from slipstream.tests.serve.cache_invariants import check_cache, nodes_of
 from slipstream.tests.tables import each_case
 
 
-def store(cache: PageCache, tokens: list[int], namespace: str = "", lookahead: int = 0) -> None:
+def store(cache: PageCache, tokens: list[int], namespace: str = "", lookahead: int = 0):
     """Stores pages as a sequence does that has computed all of `tokens` but the last one, and ended."""
     table = PageTable(namespace, lookahead)
     assert cache.admit(table, tokens, len(tokens), headroom=0)

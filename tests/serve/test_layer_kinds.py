@@ -242,8 +242,6 @@ def test_states_are_counted_as_they_are_kept(folders):
     plan = engine.engine_plan
     states = engine.runner.passes.states
     assert plan.groups == ("all", 9, "state")
-    assert plan.space is not None
-    assert states is not None
     num_bytes = sum(part.nbytes for layer in states.layers for part in layer.values())
     assert num_bytes == plan.page_bytes[2] * plan.space.num_pages[2]
     assert plan.space.num_pages[2] == 1 + 2 * 4, "the dump entry, running requests, and as many snapshots"

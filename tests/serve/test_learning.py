@@ -49,7 +49,7 @@ def memory_of(pid: int) -> Iterator[bytes]:
     """Dumps what a process has written to: its private memory, region by region."""
     with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for line in maps:
-            first, last, mode = re.match(r"(\w+)-(\w+) (\S+)", line).groups()  # type: ignore[union-attr]
+            first, last, mode = re.match(r"(\w+)-(\w+) (\S+)", line).groups()
             if mode != "rw-p" or "[vvar" in line:
                 continue
             memory.seek(int(first, 16))
@@ -70,7 +70,6 @@ def ask(engine: Engine, salt: str, first: int) -> dict[str, bytes]:
         middle = states[len(states) // 2]
         spans[f"raw {sequence.request.id}"] = middle.numpy().tobytes()
         spans[sequence.request.id] = encode(middle, "fp8")[0].view(torch.uint8).numpy().tobytes()
-        assert note is not None
         note(sequence, read)
 
     engine.on_states = listen
@@ -266,7 +265,7 @@ def test_a_trainer_beside_the_engine_is_told_of_work(monkeypatch):
         assert not load.is_busy()
 
 
-def serve_and_learn(output: str, end: Connection) -> None:
+def serve_and_learn(output: str, end: Connection):
     """A server whose trials all pass. Never ends."""
     config = learning.with_states(ServeConfig(target=str(TINY), draft=str(DRAFT), device="cpu"))
     learner = Learner(config, LearnOptions(device="cpu", output=output))
@@ -318,7 +317,7 @@ def test_a_killed_trainer_is_replaced_and_goes_on_from_what_passed(make_learner,
     killed = learner.process.pid
     line = learner._line
     late = threading.Event()
-    learner._unsent.put(Unsent(Verdict("passed"), line, SimpleNamespace(synchronize=late.wait)))  # type: ignore[arg-type]
+    learner._unsent.put(Unsent(Verdict("passed"), line, SimpleNamespace(synchronize=late.wait)))
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: learner._line is not line, "another trainer")
     argv = psutil.Process(learner.process.pid).cmdline()

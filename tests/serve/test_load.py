@@ -12,6 +12,7 @@ from slipstream.serve import load
 from slipstream.serve.load import Answer, LoadResult, percentile, run_load
 from slipstream.tests.serve.fake_engine import ROUND
 from slipstream.tests.serve.fake_server import HELLO
+from slipstream.tests.user_errors import user_error
 
 
 @pytest.mark.parametrize(("stream", "concurrency"), [(False, 5), (True, 1), (True, 5)])
@@ -53,10 +54,10 @@ class Foreign(BaseHTTPRequestHandler):
     is_silent = False
     go_on = threading.Event()
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.go_on.wait(60)
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         if self.is_silent:
             self.go_on.wait(60)
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -66,7 +67,7 @@ class Foreign(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(self.content.encode())
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_: object):
         pass
 
 
@@ -131,18 +132,16 @@ def test_a_silent_server_is_given_up(foreign, monkeypatch):
     monkeypatch.setattr(Foreign, "is_silent", True)
     for limit in ("SILENCE_S", "ANSWER_SILENCE_S", "WHOLE_ANSWER_S"):
         monkeypatch.setattr(load, limit, 0.1)
-    with pytest.raises(ValueError, match="is not an OpenAI-compatible server .*Timeout"):
+    with user_error("is not an OpenAI-compatible server .*Timeout"):
         run_load(foreign, ["x"])
     for stream in (True, False):
-        with pytest.raises(ValueError, match=r"accepted a request and sent nothing for 0\.1 seconds"):
+        with user_error(r"accepted a request and sent nothing for 0\.1 seconds"):
             run_load(foreign, ["x"], model="m", stream=stream)
     Foreign.go_on.set()
 
 
 def test_a_server_that_is_not_there():
-    with pytest.raises(
-        ValueError, match=r"^http://127\.0\.0\.1:9 is not an OpenAI-compatible server .* give one like http"
-    ):
+    with user_error(r"^http://127\.0\.0\.1:9 is not an OpenAI-compatible server .* give one like http"):
         run_load("http://127.0.0.1:9", ["x"])
 
 

@@ -116,7 +116,6 @@ def started(engine: Engine, params: list[dict[str, Any]]) -> StepPlan:
     for sequence in sequences:
         assert engine.scheduler.cache.extend(sequence.table, sequence.num_computed + 2 * reserve)
     plan = engine.planner.plan()
-    assert plan is not None
     max_nodes = engine.planner.limits.most_nodes
     return replace(engine.planner.choose(plan, will_be_masked=True), nodes=len(plan.slots) * max_nodes, width=max_nodes)
 
@@ -180,7 +179,7 @@ def test_nan_ends_a_request_and_the_next_one_is_served(drafter, build, monkeypat
     requests = requests_of({})
     expected = tokens_of(run(build("none"), requests))
     engine = build(drafter, max_running=1)
-    passes = list[int]()
+    passes = []
 
     def poison(logits):
         passes.append(len(logits))

@@ -73,12 +73,11 @@ def expected_rows(model: Any, request: Request, tokens: list[int]) -> Tensor:
     return logits.float().log_softmax(dim=-1)
 
 
-def check(logprobs: Logprobs | None, k: int | None, rows: Tensor, tokens: list[int]) -> None:
+def check(logprobs: Logprobs | None, k: int | None, rows: Tensor, tokens: list[int]):
     """`rows` (N, V): what the tokens' places allow."""
     if k is None:
         assert logprobs is None
         return
-    assert logprobs is not None
     assert (
         len(logprobs) == len(logprobs.ranks) == len(logprobs.top) == len(logprobs.top_ids) == len(tokens) == len(rows)
     )
@@ -93,7 +92,7 @@ def check(logprobs: Logprobs | None, k: int | None, rows: Tensor, tokens: list[i
         assert 1 + int((row > near[0]).sum()) <= rank <= 1 + int((row > near[1]).sum())
 
 
-def check_answers(model: Any, requests: list[Request], answers: dict[str, Answer]) -> None:
+def check_answers(model: Any, requests: list[Request], answers: dict[str, Answer]):
     for request in requests:
         answer = answers[request.id]
         size = len(request.prompt)
@@ -174,7 +173,7 @@ def test_a_prompt_alone(build, model):
 
 def test_logits_of_prompts_are_held_in_parts(build, model, monkeypatch):
     engine = build("none")
-    sizes = list[int]()
+    sizes = []
     logits = type(engine.runner.target).logits
 
     def watched(target, hidden):
@@ -207,7 +206,6 @@ def test_processed(target):
         if request.id == "filters":
             rows = rows / 0.5
             rows = rows.masked_fill(rows < rows.topk(4).values[:, -1:], -torch.inf).log_softmax(dim=-1)
-            assert answer.logprobs is not None
             assert all(top[4:] == [-torch.inf] * 2 for top in answer.logprobs.top)
             values = torch.tensor([top[:4] for top in answer.logprobs.top])
             torch.testing.assert_close(values, rows.topk(4).values, atol=TOLERANCE, rtol=0)

@@ -62,11 +62,11 @@ from slipstream.tests.tables import table_of
 
 
 # Drafter -> what makes its checkpoint for a target; none where it needs no checkpoint.
-def save_eagle3(target: Path, folder: Path) -> None:
+def save_eagle3(target: Path, folder: Path):
     save_random_draft(target, folder, draft_vocab_size=100)
 
 
-def save_deep_eagle3(target: Path, folder: Path) -> None:
+def save_deep_eagle3(target: Path, folder: Path):
     save_random_draft(target, folder, draft_vocab_size=100, num_layers=2, fc_norm=True, norm_output=True)
 
 
@@ -375,7 +375,7 @@ def test_an_abort_leaves_the_others_alone(drafter, steps, family, build, referen
     """Before the first step, inside a chunked prompt, while decoding; what it had was a beginning of its answer."""
     requests = uneven_requests(SAMPLINGS["plain"])
     engine = build(family, drafter, prefill_budget=40, max_running=5)
-    answers = dict[str, Answer]()
+    answers = {}
     for request in requests:
         engine.add(request)
     for _ in range(steps):
@@ -409,7 +409,7 @@ def test_the_context_can_be_used_to_its_last_token(drafter, page_size, family, b
 
 
 class AnyWait(HostWait):
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random):
         super().__init__()
         self.rng = rng
 
@@ -422,7 +422,7 @@ class AnyPolicy(BudgetPolicy):
     """Whatever a policy may choose: each step verifies another number of nodes, which other tables prefer, drafts
     another width, takes another number of prompt tokens, and waits for the host or does not."""
 
-    def __init__(self, planner: Planner, rng: random.Random) -> None:
+    def __init__(self, planner: Planner, rng: random.Random):
         super().__init__(planner.policy.costs, planner.policy.widths)
         self.rng = rng
         self.limits = planner.limits
@@ -441,7 +441,7 @@ class AnyPolicy(BudgetPolicy):
     def chunk_rows(self, num_decoding: int, *, filtered: bool = False) -> int:
         return self.rng.choice((0, 1, self.rng.randrange(40)))
 
-    def record(self, *_: Any) -> None: ...
+    def record(self, *_: Any): ...
 
 
 @grouped("drafter")
@@ -515,7 +515,7 @@ def test_no_token_depends_on_what_the_draft_reads(drafter, case, family, build, 
 Proposals = dict[tuple[int, ...], list[list[int]]]  # by request's seed and text: tokens and parents
 
 
-def record(engine: Engine, proposals: Proposals) -> None:
+def record(engine: Engine, proposals: Proposals):
     """Records all proposals from now on. Raises AssertionError where a text had another proposal before."""
 
     def look(event, plan):
@@ -567,7 +567,7 @@ class RootsAlone(WidestDrafts):
         return super().choose(num_decoding, prompt_rows, **options)._replace(nodes=num_decoding)
 
 
-def preempt_some(engine: Engine, rng: random.Random) -> None:
+def preempt_some(engine: Engine, rng: random.Random):
     check_scheduler(engine.scheduler)
     if engine.scheduler.num_running > 1 and rng.random() < 0.1:
         engine.scheduler._preempt_newest()
@@ -576,7 +576,7 @@ def preempt_some(engine: Engine, rng: random.Random) -> None:
 def watch(engine: Engine) -> Counter[str]:
     """Counts from now on the steps with nodes and chunks, steps that verify different numbers of nodes of their
     requests, accepted tokens, prompts that begin in the cache, and texts that a draft reads whole or from a window."""
-    counts = Counter[str]()
+    counts = Counter()
 
     def look(plan, output):
         counts["mixed"] += bool(plan.slots and plan.chunks)

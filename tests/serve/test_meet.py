@@ -6,7 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -54,7 +53,7 @@ def test_ranks_that_have_started_are_taken():
     team._watch()  # as its thread, where that begins late
 
 
-def lose_a_rank(target: str, end: Connection) -> None:
+def lose_a_rank(target: str, end: Connection):
     """Builds an engine in this process, whose other rank is killed when rank 0 begins to join."""
     team = teams.Team(2, CPU)
     process = team.members[0].process
@@ -63,7 +62,7 @@ def lose_a_rank(target: str, end: Connection) -> None:
         process.kill()
         return join_ranks(*arguments)
 
-    teams.join_ranks = join_none  # type: ignore[assignment]
+    teams.join_ranks = join_none
     try:
         build(read_plan(EngineConfig(target=target, device="cpu", tp=2, kv_cache_tokens=512)), team=team)
     except teams.RankError as error:
@@ -91,14 +90,14 @@ def test_a_rank_is_not_missed_while_rank_0_was_stopped(monkeypatch):
     sleeps = iter([6.0])
 
     class Selector:
-        def __enter__(self) -> "Selector":
+        def __enter__(self):
             return self
 
-        def __exit__(self, *_: object) -> None: ...
+        def __exit__(self, *_): ...
 
-        def register(self, *_: object) -> None: ...
+        def register(self, *_): ...
 
-        def select(self, seconds: float) -> list[Any]:
+        def select(self, seconds):
             nonlocal now
             now += next(sleeps, seconds)
             return []

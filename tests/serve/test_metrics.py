@@ -40,11 +40,11 @@ def scrape(metrics: Metrics, gauges: dict[str, float], counts: EngineCounts, num
     return text.decode()
 
 
-def assert_samples(values: dict[tuple[str, str], float], expected: str) -> None:
+def assert_samples(values: dict[tuple[str, str], float], expected: str):
     """`expected`: samples without their prefix, with their labels in alphabetical order."""
     samples = {(name, ",".join(sorted(labels.split(",")))): value for (name, labels), value in values.items()}
     for line in expected.split("\n")[1:-1]:
-        name, suffix, labels, value = SAMPLE.fullmatch(f"slipstream_{line.strip()}\n").groups(default="")  # type: ignore[union-attr]
+        name, suffix, labels, value = SAMPLE.fullmatch(f"slipstream_{line.strip()}\n").groups(default="")
         assert samples[name + suffix, labels] == pytest.approx(float(value)), line
 
 

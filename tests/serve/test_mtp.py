@@ -180,7 +180,7 @@ def test_transformers_reads_the_same_files(kind, pattern, make_mtp, monkeypatch)
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
-def save_copying_target(target: MTPTarget, folder: Path) -> None:
+def save_copying_target(target: MTPTarget, folder: Path):
     """Saves a target that says of a text what its last token says, and a module that knows it."""
     shutil.copytree(target.folder, folder)
     tensors = load_file(folder / "model.safetensors")

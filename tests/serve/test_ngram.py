@@ -83,7 +83,7 @@ def test_namespaces_and_clients_do_not_see_each_other(name, share, target):
 
 def test_steps_verify_no_more_than_was_drafted(target):
     engine = build_engine(target, "ngram", drafter={"nodes": 16, "min_match": 6})
-    verified = list[int]()
+    verified = []
 
     def count(plan, output):
         numbers = output.num_verified[: len(plan.slots)].tolist()
@@ -135,8 +135,8 @@ def test_a_save_that_fails_stops_no_other_stage(target, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     engine = build_engine(target, "ngram", drafter={"save": str(folder / "trie")})
-    closed = list[str]()
-    engine.stages[-1].close = lambda: closed.append("last")  # type: ignore[method-assign]
+    closed = []
+    engine.stages[-1].close = lambda: closed.append("last")
     (folder / "trie").mkdir()
     with user_error("folder/trie is a folder; name a file"):
         engine.close()
@@ -223,7 +223,7 @@ def test_metrics_tell_what_it_knows(target):
     engine = build_engine(target, "ngram")
     run(engine, requests_of())
     run(engine, requests_of())
-    engine.stages[0].core.flush()  # type: ignore[attr-defined]
+    engine.stages[0].core.flush()
     metrics = engine.metrics()
     assert metrics["ngram_nodes"] > 0
     assert metrics["ngram_hits"] > metrics["ngram_misses"] >= 0

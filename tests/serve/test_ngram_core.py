@@ -113,7 +113,7 @@ def test_tokens_of_other_texts_are_foreign(seed):
     """A node counts as the request's own only where brute force finds its path in the request's text; with no other
     text in the trie, nearly every node does: all but those at places that the own text is not searched for."""
     rng = random.Random(seed)
-    num_nodes = Counter[bool]()
+    num_nodes = Counter()
     vocab = rng.choice((6, 30))
     text, *texts = random_texts(seed, 6, 60, 30)
     for inserted in (texts, []):

@@ -116,7 +116,7 @@ class SlowSteps(FittedCosts):
     def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
         return self.target(rows, filtered=filtered)
 
-    def observe(self, *_: Any, **__: Any) -> None: ...
+    def observe(self, *_: Any, **__: Any): ...
 
 
 def slow_down(engine: Engine) -> SlowSteps:
@@ -156,7 +156,7 @@ def test_steps_wait_for_n_grams_only_while_those_pay(temperature, target):
 def test_n_grams_draft_before_the_accounts_of_the_last_step_are_done(target):
     """Their proposals are verified in the very next step, though its tokens are handed out after its launch."""
     engine = build_overlapping(target, "ngram")
-    events = list[str]()
+    events = []
     engine.trace = lambda event, plan: None if plan.chunks else events.append(event)
     slow_down(engine)
     answers = run(engine, [make_request("0", [5, 6, 7] * 9, max_tokens=40, ignore_eos=True)])
@@ -185,7 +185,7 @@ def test_n_grams_learn_of_a_request_no_more_than_it_says(build, target):
     again = run(engine, requests)
     starts = [answer.starts[-1] for answer in again.values()]
     assert max(len(answer.tokens) - start for answer, start in zip(again.values(), starts, strict=True)) > 1
-    engine.stages[0].core.flush()  # type: ignore[attr-defined]
+    engine.stages[0].core.flush()
     num_tokens = sum(9 + len(answer.tokens) for answer in [*first.values(), *again.values()])
     assert engine.metrics()["ngram_inserted_tokens"] == num_tokens
 

@@ -58,7 +58,7 @@ def save_dflash(target: Path, folder: Path, **fields: Any) -> test_dflash.Oracle
     return test_dflash.Oracle(target, folder, 4)
 
 
-def check(engine: Engine, oracle: Oracle, target: Path) -> None:
+def check(engine: Engine, oracle: Oracle, target: Path):
     check_proposals(engine, oracle, target, requests_of())
 
 
@@ -172,7 +172,7 @@ def test_speculators_dflash(fields, target, tmp_path):
     )
 
 
-def save_with_package(kind: str, draft: Path, target: Path, folder: Path, layers: tuple[int, ...]) -> None:
+def save_with_package(kind: str, draft: Path, target: Path, folder: Path, layers: tuple[int, ...]):
     """Saves a draft as the package's trainer does: a model from its arguments, here with the weights of `draft`, in
     bf16."""
     speculators = pytest.importorskip("speculators", reason="the package speculators is not installed")
@@ -202,7 +202,7 @@ def save_with_package(kind: str, draft: Path, target: Path, folder: Path, layers
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
-def assert_same_files(written_folder: Path, other: Path) -> None:
+def assert_same_files(written_folder: Path, other: Path):
     """Asserts that both folders are equal but for the versions of libraries."""
     first, second = (json.loads((folder / "config.json").read_text()) for folder in (written_folder, other))
     for values in (first, second):

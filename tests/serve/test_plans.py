@@ -28,14 +28,14 @@ def requests_of(**params: Any) -> list[Request]:
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"logit_bias": {5: 1.0}}, {"logprobs": 2}])
 def test_prompts_are_limited_by_the_times_of_the_steps_that_they_share(params, target):
     engine = build_engine(target, max_running=3, prefill_budget=16)
-    limited = list[bool]()
+    limited = []
     original = engine.planner.policy.chunk_rows
 
     def chunk_rows(num_decoding, *, filtered):
         limited.append(filtered)
         return original(num_decoding, filtered=filtered)
 
-    engine.planner.policy.chunk_rows = chunk_rows  # type: ignore[assignment]
+    engine.planner.policy.chunk_rows = chunk_rows
     run(engine, requests_of(temperature=0.8, **params))
     assert set(limited) == {bool(params)}
 
@@ -91,17 +91,17 @@ class Watching(HostStage):
 
     reads = "proposal"
 
-    def __init__(self, names: str = "01234", refused: int | None = None) -> None:
+    def __init__(self, names: str = "01234", refused: int | None = None):
         self.seen: list[Proposed] = []
         self.names = names
         self.refused = refused
         self.slots: set[int] = set()  # of those requests
 
-    def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
+    def admit(self, slot: int, request: Request, tokens: list[int]):
         if request.id in self.names:
             self.slots.add(slot)
 
-    def release(self, slot: int, tokens: list[int], *, resumes: bool = False) -> None:
+    def release(self, slot: int, tokens: list[int], *, resumes: bool = False):
         self.slots.discard(slot)
 
     def run(self, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
@@ -125,7 +125,7 @@ def test_a_stage_sees_every_proposal_before_it_is_verified(build, name, names, t
     expected = plain_answers(target, requests)
     engine = build(target, draft if name == "draft" else name, max_running=3)
     stage = Watching(names)
-    verified = list[tuple[int, list[int]]]()
+    verified = []
     engine.stages.append(stage)
 
     def look(event, plan):
@@ -178,7 +178,7 @@ def test_the_runner_knows_what_the_policy_has_learned(build, target, draft):
     """A plan brings the table of probabilities where it has changed."""
     engine = build(target, draft)
     acceptance = engine.planner.policy.acceptance
-    changes = list[bool]()
+    changes = []
 
     def look(event, plan):
         if event == "ready":

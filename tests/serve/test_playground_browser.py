@@ -43,8 +43,8 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def open_page(browser) -> Iterator[Open]:
     """Fails where the page logs an error, but for what it does without a key or a server."""
-    opened = list[Any]()
-    errors = list[str]()
+    opened = []
+    errors = []
 
     def make(url, **options):
         opened.append(browser.new_context(**options))
@@ -61,7 +61,7 @@ def open_page(browser) -> Iterator[Open]:
     assert [error for error in errors if not error.startswith("Failed to load resource")] == []
 
 
-def ask(page: Any, question: str = QUESTION, tokens: int = TOKENS, *, waits: bool = True) -> None:
+def ask(page: Any, question: str = QUESTION, tokens: int = TOKENS, *, waits: bool = True):
     page.locator("#max-tokens").evaluate("(field, tokens) => { field.value = tokens; }", tokens)
     page.fill("#message", question)
     page.keyboard.press("Enter")
@@ -76,7 +76,7 @@ def answer_of(server: Server, messages: list[dict[str, str]], tokens: int = TOKE
     return response.json()
 
 
-def salted(page: Any, salt: str) -> None:
+def salted(page: Any, salt: str):
     """Makes the page send a body that the fake engine misbehaves on."""
 
     def change(route):
@@ -150,7 +150,7 @@ def test_details_of_a_token(open_page, server):
 
 def test_with_and_without_the_draft(open_page, server):
     page = open_page(server.url)
-    bodies = list[dict[str, Any]]()
+    bodies = []
 
     def change(route):
         """The third call gets another question, and so another answer."""
@@ -191,7 +191,7 @@ def test_differences_are_the_fewest(open_page, server):
 
 def test_a_conversation_goes_on_and_can_be_stopped(open_page, server):
     page = open_page(server.url)
-    bodies = list[dict[str, Any]]()
+    bodies = []
     page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
     ask(page, "one")
     ask(page, "two", waits=False)
@@ -534,7 +534,7 @@ def test_a_setting_that_cannot_be_sent_is_shown(open_page, server):
 
 def test_a_question_is_taken_back(open_page, server):
     page = open_page(server.url)
-    bodies = list[dict[str, Any]]()
+    bodies = []
     page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
     for question in ("one", "two", "three"):
         ask(page, question)

@@ -111,8 +111,8 @@ def answers(client: httpx.Client, path: str, body: Body) -> list[Any]:
 def told(responses: list[Any]) -> tuple[set[Any], int]:
     """Every text and number that answers hold, but for FIGURES, and how many tokens they withhold. Texts that come in
     pieces are joined."""
-    values = set[Any]()
-    texts = list[str]()
+    values = set()
+    texts = []
     num_withheld = 0
 
     def read(value, name=""):

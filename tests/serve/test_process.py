@@ -29,20 +29,20 @@ def request(name: str, max_tokens: int = 7, namespace: str = "", prompt: list[in
 class Collector:
     """A receiver that remembers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tokens: list[int] = []
         self.end: asyncio.Future[str | Exception] = asyncio.get_running_loop().create_future()
 
-    def receive(self, output: Output) -> None:
+    def receive(self, output: Output):
         self.tokens += output.tokens
         if output.finish_reason is not None:
             self.end.set_result(output.finish_reason)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception):
         self.end.set_result(error)
 
 
-def with_client(test: Callable, make_engine: EngineFactory = FakeEngine) -> None:
+def with_client(test: Callable, make_engine: EngineFactory = FakeEngine):
     async def run():
         client = EngineClient(make_engine)
         try:
@@ -91,7 +91,7 @@ def test_a_failed_start_says_why(make_engine, sentence):
 
 def test_a_receiver_that_raises_fails_alone(caplog):
     class Raising(Collector):
-        def receive(self, output: Output) -> None:
+        def receive(self, output):
             raise TypeError("no text for this")
 
     async def run(client):
@@ -122,8 +122,8 @@ def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing():
         engine.suspend()
         rescue.start()
         prompt = list(range(4, VOCABULARY)) * 400
-        same = list[Collector]()
-        collectors = list[Collector]()
+        same = []
+        collectors = []
         for index in range(30):  # 6 MB, if each were sent
             same.append(Collector())
             client.submit(request(f"same {index}", prompt=prompt), same[-1])
@@ -196,7 +196,6 @@ asyncio.run(main())
 def test_the_engine_does_not_outlive_the_server(engine, ready):
     script = SERVER.format(engine=engine, ready=ready)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         process = psutil.Process(int(server.stdout.readline()))
         assert process.is_running()
         os.kill(server.pid, signal.SIGKILL)

@@ -101,8 +101,8 @@ def accepted_with(generator: Generator, frontend: Frontend, path: str, field: st
 
 def answer_all(engine: Engine, beside: Request, answers: dict[str, Answer]) -> tuple[list[int], Counter[str]]:
     """The tokens of one request, and how often the others ended for which reason."""
-    tokens = list[int]()
-    reasons = Counter[str]()
+    tokens = []
+    reasons = Counter()
     for request in (beside, *(answer.request for answer in answers.values())):
         engine.add(request)
     while engine.has_work:
@@ -126,7 +126,7 @@ def answer_all(engine: Engine, beside: Request, answers: dict[str, Answer]) -> t
 def test_accepted_bodies_leave_the_engine_and_other_answers_alone(rounds, engine, frontend, bystanders, caplog):
     """Every field of every endpoint, in each round."""
     rng = random.Random(rounds)
-    reasons = Counter[str]()
+    reasons = Counter()
     generator = Generator(rng, engine.info.vocab_size)
     pairs = [(path, field) for path, kind in BODIES.items() for field in kind.model_fields] * rounds
     rng.shuffle(pairs)

@@ -51,7 +51,7 @@ def test_a_refused_body_is_a_sentence(kind, fields):
     assert len(refusal(lambda: read_whole(kind, needed | fields))) <= MAX_ERROR_CHARS
 
 
-def read_whole(kind: Any, fields: dict[str, Any]) -> None:
+def read_whole(kind: Any, fields: dict[str, Any]):
     """Everything that the server reads before it asks the engine."""
     body = read_body(kind, fields)
     if kind is not TokenizeBody and (grammar := grammar_of(body)) is not None:

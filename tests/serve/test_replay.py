@@ -46,7 +46,7 @@ def requests_of_all_kinds() -> list[Request]:
     ]
 
 
-def check_steps(plans: list[StepPlan], *, is_captured: bool, drafts: bool) -> None:
+def check_steps(plans: list[StepPlan], *, is_captured: bool, drafts: bool):
     """They do everything that a plan can say."""
     assert any(chunk.start and not chunk.is_last for plan in plans for chunk in plan.chunks), "a prompt in chunks"
     assert len([chunk for plan in plans for chunk in plan.chunks if chunk.start == 0]) < len(
@@ -57,7 +57,7 @@ def check_steps(plans: list[StepPlan], *, is_captured: bool, drafts: bool) -> No
     assert any(plan.nodes > len(plan.slots) for plan in plans) == drafts
 
 
-def check_elsewhere(cases: Sequence[tuple[str, str]], options: dict[str, Any], folder: Path, patch: Any) -> None:
+def check_elsewhere(cases: Sequence[tuple[str, str]], options: dict[str, Any], folder: Path, patch: Any):
     """Records the engines, by drafter and kind of build, and lets one process replay them all."""
     target = options["target"]
     num_preemptions = 0

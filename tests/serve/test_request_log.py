@@ -23,8 +23,8 @@ def lines() -> Iterator[list[dict[str, Any]]]:
     level = logging.getLogger("slipstream").level
     warn = warnings.showwarning
     handler = logs.configure("json")
-    entries = list[dict[str, Any]]()
-    handler.emit = lambda record: entries.append(json.loads(handler.format(record)))  # type: ignore[method-assign]
+    entries = []
+    handler.emit = lambda record: entries.append(json.loads(handler.format(record)))
     yield entries
     root.removeHandler(handler)
     logging.getLogger("slipstream").setLevel(level)

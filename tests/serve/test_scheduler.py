@@ -11,6 +11,7 @@ from slipstream.serve.engine.scheduler import Scheduler, Sequence
 from slipstream.serve.request import Output, Request, SamplingParams
 from slipstream.tests.serve.cache_invariants import check_scheduler
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 STOP_ID = 99
 RESERVE = 4
@@ -28,7 +29,7 @@ class Recorder:
         lookahead: int = 0,
         windows: tuple[WindowPages, ...] = (),
         **limits: int,
-    ) -> None:
+    ):
         self.calls: list[tuple[str, str, int]] = []
         self.prefill_budget = prefill_budget
         self.cache = PageCache(num_pages, 4, windows)
@@ -44,11 +45,11 @@ class Recorder:
         self.scheduler.on_admit = lambda sequence: self._record("admit", sequence)
         self.scheduler.on_release = lambda sequence: self._record("release", sequence)
 
-    def _record(self, name: str, sequence: Sequence) -> None:
+    def _record(self, name: str, sequence: Sequence):
         assert sequence.table.pages, "pages are held at both calls"
         self.calls.append((name, sequence.request.id, sequence.slot))
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 50, **params: Any) -> None:
+    def add(self, name: str, prompt: list[int], max_tokens: int = 50, **params: Any):
         self.scheduler.add(Request(id=name, prompt=prompt, params=SamplingParams(max_tokens=max_tokens, **params)))
         check_scheduler(self.scheduler)
 
@@ -95,7 +96,7 @@ def count(start: int, length: int) -> list[int]:
 @each_case()
 def test_what_can_never_run_is_refused(prompt_len, max_tokens, message):
     recorder = Recorder(num_pages=21)
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         recorder.add("a", count(0, prompt_len), max_tokens)
     assert not recorder.scheduler.has_work
 
@@ -103,7 +104,7 @@ def test_what_can_never_run_is_refused(prompt_len, max_tokens, message):
 def test_ids_are_unique_while_a_request_lives():
     recorder = Recorder()
     recorder.add("a", [5])
-    with pytest.raises(ValueError, match="id 'a' belongs to a request that has not ended"):
+    with user_error("id 'a' belongs to a request that has not ended"):
         recorder.add("a", [5])
     recorder.scheduler.abort("a")
     recorder.add("a", [5])
@@ -216,8 +217,8 @@ def test_tenants_share_slots_and_keep_their_order(seed):
     rng = random.Random(seed)
     recorder = Recorder(num_pages=200, max_running=6)
     scheduler = recorder.scheduler
-    waiting = list[tuple[str, str, str]]()  # (request, tenant, namespace), in order of arrival
-    running = list[tuple[str, str, str]]()
+    waiting = []  # (request, tenant, namespace), in order of arrival
+    running = []
     for number in range(150):
         if rng.random() < 0.6:
             tenant = rng.choice("aaaaabc")
@@ -251,8 +252,6 @@ def test_a_prompt_reuses_pages_up_to_its_lookahead(lookahead, cached):
     recorder.add("b", [*count(0, 8), 60, 61, 62])
     assert recorder.prefill() == [("b", cached, 11)]
     output = recorder.scheduler.abort("b")
-    assert output is not None
-    assert output.stats is not None
     assert output.stats.cached_tokens == cached
 
 
@@ -299,8 +298,6 @@ def test_the_newest_is_preempted_and_resumes_before_others_with_its_tokens():
     assert chunks[0][2] == 12 + 1 + num_b_tokens
     assert recorder.outputs[0] == Output(request_id="b", tokens=[1])
     output = recorder.scheduler.abort("b")
-    assert output is not None
-    assert output.stats is not None
     assert (output.stats.cached_tokens, output.stats.prefills) == (0, 2)
     assert output.stats.completion_tokens == 2 + num_b_tokens == 2 + 2 * output.stats.rounds
 
@@ -364,7 +361,7 @@ def test_what_never_fits_a_window_group_is_refused():
     message = (
         "together 9: with 4 kept for drafting this never fits the KV cache of 12 tokens of the layers that see the"
     )
-    with pytest.raises(ValueError, match=f"{message} last 8; shorten one of them or raise kv_cache_tokens"):
+    with user_error(f"{message} last 8; shorten one of them or raise kv_cache_tokens"):
         recorder.add("long", count(0, 4), 5)
 
 

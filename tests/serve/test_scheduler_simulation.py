@@ -127,7 +127,7 @@ class WindowDevice:
     table: dict[tuple[int, int], int] = field(default_factory=dict)  # (request slot, index) -> page
     kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # (page, place) -> digests
 
-    def run(self, parts: list[WindowPart]) -> None:
+    def run(self, parts: list[WindowPart]):
         for part in parts:
             self.table.update(((part.slot, index), page) for index, page in part.pages)
         for part in parts:
@@ -141,7 +141,7 @@ class WindowDevice:
                 draft = part.text[ahead].draft if ahead < len(part.text) else GARBAGE
                 self.kv[self._place(part, index)] = part.text[index + 1].target, draft
 
-    def _read(self, part: WindowPart) -> None:
+    def _read(self, part: WindowPart):
         for index in range(self._first(part), part.start):
             target, draft = self.kv[self._place(part, index)]
             assert target == part.text[index + 1].target, "not the token that the window shows"
@@ -175,7 +175,7 @@ class StateDevice:
     entries: dict[int, int] = field(default_factory=dict)
     pending: dict[int, int] = field(default_factory=dict)  # by slot: accepted nodes that no pass has replayed
 
-    def run(self, parts: list[StatePart]) -> None:
+    def run(self, parts: list[StatePart]):
         for part in parts:
             source, entry, snapshot, position, prompt = part.columns
             assert entry > 0
@@ -203,7 +203,7 @@ def serves(group: WindowPages | StatePages, nodes: list[Node]) -> bool:
 class Simulation:
     """An engine whose passes read and write digests; it checks all it reads."""
 
-    def __init__(self, setting: Setting, rng: random.Random) -> None:
+    def __init__(self, setting: Setting, rng: random.Random):
         self.rng = rng
         self.lookahead = setting.lookahead
         self.page_size = setting.page_size
@@ -242,23 +242,23 @@ class Simulation:
         self.ended: dict[str, Output] = {}
         self.num_aborted = 0
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _admit(self, sequence: Sequence):
         assert sequence.slot not in self.slots, "the slot was given before it was released"
         assert len(sequence.table.pages) * self.page_size >= len(sequence.tokens) + RESERVE
         self.slots[sequence.slot] = sequence
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence):
         assert self.slots.pop(sequence.slot) is sequence
         assert sequence.table.pages, "pages are still held when the slot is released"
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request):
         self._check_hit(request)
         self.scheduler.add(request)
         self.requests[request.id] = request
         self.answers[request.id] = []
         self.steps[request.id] = []
 
-    def _check_hit(self, request: Request) -> None:
+    def _check_hit(self, request: Request):
         """A hit is the longest path of the tree after which each further group has what a pass reads."""
         cache = self.cache
         size = self.page_size
@@ -280,12 +280,12 @@ class Simulation:
         hit = next(nodes for nodes in hits if all(serves(group, nodes) for group in cache.groups))
         assert cache.look_up(prompt, request.cache_namespace, self.lookahead) == (len(path) * size, len(hit) * size)
 
-    def change_draft(self) -> None:
+    def change_draft(self):
         """To other weights, or back to those."""
         self.version = self.rng.choice(["", "other", "third"])
         self.scheduler.change_draft(self.version)
 
-    def abort_one(self) -> None:
+    def abort_one(self):
         alive = sorted(self.requests.keys() - self.ended.keys())
         if alive:
             output = self.scheduler.abort(self.rng.choice(alive))
@@ -293,7 +293,7 @@ class Simulation:
             self._take([output])
             self.num_aborted += 1
 
-    def step(self, *, decodes: bool, prompt_tokens: int, abort: bool = False) -> None:
+    def step(self, *, decodes: bool, prompt_tokens: int, abort: bool = False):
         """One pass: nodes of what `decodes`, and so many tokens of prompts."""
         scheduler = self.scheduler
         rng = self.rng
@@ -338,7 +338,7 @@ class Simulation:
         spoiled = chunk.end + RESERVE * chunk.is_last
         return Part(chunk.sequence, tokens, chunk.start, chunk.end, spoiled, is_chunk=True)
 
-    def _run(self, parts: list[Part]) -> None:
+    def _run(self, parts: list[Part]):
         """The parts of one pass compute side by side: none reads what another spoils or writes."""
         for part in parts:
             changes = part.sequence.table.changes()
@@ -369,7 +369,7 @@ class Simulation:
         prompts.end(chunk, CHUNK_MS * self.rng.choice([0.3, 3]), has_failed=has_failed)
         return True
 
-    def land(self, num_left: int) -> None:
+    def land(self, num_left: int):
         """Brings tokens home until `num_left` passes are in flight. What the device has run may be more."""
         while len(self.flights) > num_left:
             self.flights.popleft()[1]()
@@ -378,7 +378,7 @@ class Simulation:
         else:
             self.compute(0)
 
-    def compute(self, num_left: int) -> None:
+    def compute(self, num_left: int):
         while len(self.queue) > num_left:
             self.queue.popleft()()
 
@@ -414,7 +414,7 @@ class Simulation:
         emitted: list[list[int]],
         chunks: list[Chunk],
         firsts: list[int | None],
-    ) -> None:
+    ):
         outputs = self.scheduler.commit_decodes(sequences, emitted, [count - 1 for count in verified])
         num_tokens = {output.request_id: len(output.tokens) for output in outputs}
         for sequence, count, tokens in zip(sequences, verified, emitted, strict=True):
@@ -423,7 +423,7 @@ class Simulation:
         self._take(outputs)
         self._take(self.scheduler.commit_chunks(chunks, firsts))
 
-    def _read(self, part: Part) -> None:
+    def _read(self, part: Part):
         table = part.sequence.table
         text = self._digests(part.sequence, part.tokens)
         for index in range(part.start):
@@ -433,7 +433,7 @@ class Simulation:
             if is_drafted and not table.is_mixed:
                 assert self.draft_kv[page][slot] == text[index + 1 + self.lookahead].draft
 
-    def _write(self, sequence: Sequence, start: int, end: int, tokens: list[int]) -> None:
+    def _write(self, sequence: Sequence, start: int, end: int, tokens: list[int]):
         """Commits tokens [start, end); the drafter's KV as far as `tokens` allow, in its own pages only."""
         text = self._digests(sequence, tokens)
         first_own = len(sequence.table.nodes) * self.page_size
@@ -444,7 +444,7 @@ class Simulation:
             if index + 1 + self.lookahead < len(text):
                 self.draft_kv[page][slot] = text[index + 1 + self.lookahead].draft
 
-    def _spoil(self, sequence: Sequence, start: int, end: int) -> None:
+    def _spoil(self, sequence: Sequence, start: int, end: int):
         """Writes the leftovers of drafting and of rejected nodes."""
         for index in range(start, end):
             page, slot = self._place(sequence, index)
@@ -453,7 +453,7 @@ class Simulation:
     def _place(self, sequence: Sequence, index: int) -> tuple[int, int]:
         return self.page_table[sequence.slot, index // self.page_size], index % self.page_size
 
-    def _take(self, outputs: list[Output]) -> None:
+    def _take(self, outputs: list[Output]):
         for output in outputs:
             assert output.request_id not in self.ended, "an output after the last one"
             self.answers[output.request_id] += output.tokens
@@ -461,7 +461,7 @@ class Simulation:
             if output.finish_reason is not None:
                 self.ended[output.request_id] = output
 
-    def check_ended(self) -> None:
+    def check_ended(self):
         """Every request ended with the answer that it gets alone, and with true statistics."""
         assert self.ended.keys() == self.requests.keys()
         for name, output in self.ended.items():
@@ -473,7 +473,7 @@ class Simulation:
             assert output.stats is not None
             self._check_stats(name, output.stats)
 
-    def _check_stats(self, name: str, stats: RequestStats) -> None:
+    def _check_stats(self, name: str, stats: RequestStats):
         steps = self.steps[name]
         assert stats.prompt_tokens == len(self.requests[name].prompt)
         assert stats.completion_tokens == len(self.answers[name])

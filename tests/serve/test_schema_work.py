@@ -126,7 +126,7 @@ def test_hostile_schemas_are_read_in_linear_time_or_refused(family):
         schema = make(number)
         work = Work()
         assert len(json.dumps(schema)) < 2 * MOST_CHARS
-        counts.append(lines_of(lambda schema=schema, work=work: rewrite(schema, work)))  # type: ignore[misc]
+        counts.append(lines_of(lambda schema=schema, work=work: rewrite(schema, work)))
         assert counts[-1] <= LINES_OF_STEP * min(work.num_steps, MOST_STEPS) + 200
     if family not in ("without a discriminator", "values and objects", "sharing", "loops"):
         assert counts[1] < 2.3 * counts[0] + 200
@@ -191,13 +191,13 @@ def test_types_of_hostile_parameters_are_read_in_counted_work(family):
     assert count <= 2 * LINES_OF_STEP * min(work.num_steps, MOST_STEPS) + 200
 
 
-def count_tools(form: str, tools: list[tuple[str, Schema]]) -> None:
+def count_tools(form: str, tools: list[tuple[str, Schema]]):
     functions = [{"name": name, "strict": True, "parameters": schema} for name, schema in tools]
     choice = read_choice([{"type": "function", "function": function} for function in functions], "required", True)
     tool_format = TOOL_FORMS[form]
     grammars = AnswerGrammar(tool_format, None, Markers(NoTokens, texts_of(tool_format)))
     work = Work()
-    texts = list[str]()
+    texts = []
 
     def build():
         texts.append(grammars.build(choice, None, work, is_open=False, is_closed=False).text)
@@ -213,9 +213,9 @@ class NoTokens:
 class Grower:
     """Grows small schemas of hostile kinds, whose meaning jsonschema can tell."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random):
         self.rng = rng
-        self.definitions = dict[str, Schema]()
+        self.definitions = {}
 
     def grow(self) -> Schema:
         for index in range(self.rng.randrange(3)):

@@ -27,7 +27,6 @@ def ask(client: openai.OpenAI) -> list[Any]:
     messages = [{"role": "user", "content": "Tom has 3 boxes of 12 eggs. How many eggs does he have?"}]
     options = {"model": MODEL, "messages": messages, "seed": 1, "max_tokens": 24, "temperature": 0.8}
     answer = client.chat.completions.create(**options, logprobs=True, top_logprobs=2).choices[0]
-    assert answer.logprobs is not None
     assert answer.logprobs.content is not None
     stream = client.chat.completions.create(**options, stream=True, stop=["5"])
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": correctness.PERSON}}
@@ -64,7 +63,7 @@ def test_a_server_of_two_ranks_answers_as_one_of_one():
     assert answers[0] == answers[1]
 
 
-def wait_for_end(processes: list[psutil.Process]) -> None:
+def wait_for_end(processes: list[psutil.Process]):
     """Asks, and does not reap them, which would take their exit status from the server."""
 
     def has_ended(process):

@@ -85,14 +85,14 @@ def build_played(target: Path, draft: Path | str, **options: Any) -> Engine:
 class Watcher:
     """Records the nodes that every pass verifies for every request, by the stored tokens on the device."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine):
         self.engine = engine
         self.verified: dict[str, list[tuple[list[list[int]], int]]] = {}  # by request: nodes, how many were verified
         self._owners: dict[int, str] = {}
         self._before: dict[int, list[tuple[str, list[list[int]]]]] = {}  # by plan
         self._launch = engine.runner.launch
         watch_outputs(engine, self.look)
-        engine.runner.launch = self.launch  # type: ignore[method-assign]
+        engine.runner.launch = self.launch
 
     def launch(self, plan: StepPlan, **options: Any) -> InFlight:
         engine = self.engine
@@ -106,7 +106,7 @@ class Watcher:
         self._before[plan.number] = [(self._owners[slot], stored[:, slot].tolist()) for slot in plan.slots]
         return self._launch(plan, **options)
 
-    def look(self, plan: StepPlan, output: StepOutput) -> None:
+    def look(self, plan: StepPlan, output: StepOutput):
         before = self._before.get(plan.number, [])  # of an earlier watcher: nobody waits for it
         for (name, nodes), count in zip(before, output.num_verified.tolist(), strict=False):
             self.verified.setdefault(name, []).append((nodes, count))
@@ -155,7 +155,7 @@ def test_requests_without_drafts_teach_nothing(drafter, make, build, expected):
 def test_a_step_is_sized_by_those_that_draft(build):
     """A fixed width holds for them alone."""
     engine = build("eagle3", width=4)
-    plans = list[StepPlan]()
+    plans = []
     engine.trace = lambda event, plan: plans.append(plan) if event == "launched" else None
     run(engine, with_speculation(requests_of(), OFF, every=3))
     assert any(len({*plan.slots} - {*plan.drafting}) > 1 for plan in plans)
@@ -167,7 +167,7 @@ def test_a_step_is_sized_by_those_that_draft(build):
 def alternatives(nodes: list[list[int]], count: int, path: list[int]) -> list[int]:
     """Tokens of the first `count` nodes that follow the drafted tokens of `path`, by the texts of the nodes."""
     tokens, parents = nodes
-    texts = [list[int]()]
+    texts = [[]]
     for node in range(1, count):
         texts.append([*texts[parents[node]], tokens[node]])
     return [text[-1] for text in texts[1:] if text[:-1] == path]
@@ -176,7 +176,7 @@ def alternatives(nodes: list[list[int]], count: int, path: list[int]) -> list[in
 def explain(answer: Answer, rounds: list[tuple[list[list[int]], int]]) -> list[tuple[bool, int, int, list[int]]]:
     """Returns, for each token of an answer that was never preempted, whether it was drafted, its position, its round,
     and what was refused."""
-    origins = [(False, 0, 0, list[int]())]
+    origins = [(False, 0, 0, [])]
     ends = [*answer.starts[2:], len(answer.tokens)]
     pairs = zip(answer.starts[1:], ends, rounds, strict=False)
     for number, (start, end, (nodes, count)) in enumerate(pairs, 1):
@@ -195,7 +195,7 @@ def test_a_trace_says_where_each_token_comes_from(drafter, make, build, expected
     refused. Refused n-grams are named where the request's own text goes on with them."""
     engine = build(drafter, make)
     requests = with_speculation(requests_of(), TRACE, every=2)
-    sources = set[str]()
+    sources = set()
     refused = 0
     held_back = 0
     withheld = 0
@@ -244,7 +244,7 @@ def check_names(prompt: list[int], answer: Answer, *, is_ngram: bool) -> int:
     return withheld
 
 
-def check_counts(answer: Answer) -> None:
+def check_counts(answer: Answer):
     positions = [entry.position for entry in answer.trace if entry.position]
     assert len(answer.trace) == len(answer.tokens)
     assert [
@@ -267,7 +267,7 @@ def test_a_trace_survives_preemption_prefix_hits_and_ends(drafter, make, build, 
         if engine.scheduler.num_running > 1 and rng.random() < 0.3:
             engine.scheduler._preempt_newest()
 
-    accepted = Counter[tuple[str, str]]()
+    accepted = Counter()
     drafted = 0
     emitted = 0
     for _ in range(2):
@@ -300,12 +300,12 @@ def test_a_trace_tells_the_rows_of_each_pass(build):
     """The rows of all requests: two without drafts, their prompts included, and one with drafts."""
     requests = with_speculation(requests_of(2), Speculation(enabled=False, trace=True))
     engine = build("eagle3", prefill_budget=64)
-    passes = list[int]()
+    passes = []
     engine.trace = lambda event, plan: passes.append(rows_of(plan)) if event == "committed" else None
     answers = run(engine, requests)
     assert [entry.rows for entry in answers["1"].trace] == passes  # the longest runs from the first step to the last
     engine = build("eagle3")
-    passes = list[int]()
+    passes = []
     engine.trace = lambda event, plan: passes.append(rows_of(plan)) if event == "committed" else None
     [answer] = run(engine, with_speculation(requests_of(1), TRACE)).values()
     assert [entry.rows for entry in answer.trace] == [passes[entry.round] for entry in answer.trace]
@@ -319,7 +319,7 @@ def rows_of(plan: StepPlan) -> int:
 @pytest.mark.parametrize("make", [build_engine, build_overlapping])
 def test_proposals_are_copied_only_where_somebody_traces(make, build):
     engine = build("eagle3", make, max_running=2)
-    plans = list[StepPlan]()
+    plans = []
     engine.trace = lambda event, plan: plans.append(plan) if event == "launched" else None
     run(engine, requests_of(2))
     assert not any(plan.returns_proposals for plan in plans)

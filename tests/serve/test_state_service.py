@@ -75,7 +75,7 @@ def test_states_are_those_of_the_target_in_process(target, engine):
     client.close()
 
 
-def check_states(client: StateClient, target: Path, requests: list[StateRequest]) -> None:
+def check_states(client: StateClient, target: Path, requests: list[StateRequest]):
     futures = [client.ask(query) for query in requests]
     for query, future in zip(requests, futures, strict=True):
         future.result(60)
@@ -133,7 +133,7 @@ def test_an_impostor_without_the_key_is_refused(tmp_path):
 class Proxy:
     """Passes bytes on between clients and an engine; damages the answers of the first connections, or cuts them."""
 
-    def __init__(self, target: Address, path: str, manners: list[str]) -> None:
+    def __init__(self, target: Address, path: str, manners: list[str]):
         self.target = target
         self.manners = manners
         self.listener = socket.socket(socket.AF_UNIX)
@@ -141,7 +141,7 @@ class Proxy:
         self.listener.listen()
         threading.Thread(target=self.accept, daemon=True).start()
 
-    def accept(self) -> None:
+    def accept(self):
         while True:
             client, _ = self.listener.accept()
             engine = socket.socket(socket.AF_UNIX)
@@ -151,7 +151,7 @@ class Proxy:
                 threading.Thread(target=self.copy, args=(source, sink, how), daemon=True).start()
 
     @staticmethod
-    def copy(source: socket.socket, sink: socket.socket, manner: str) -> None:
+    def copy(source: socket.socket, sink: socket.socket, manner: str):
         count = 0
         with suppress(OSError):  # the other thread has closed both
             while data := bytearray(source.recv(1000)):
@@ -319,7 +319,7 @@ def test_clients_take_turns(target, tmp_path):
     futures = [[client.ask(request(seed)) for seed in range(6)] for client in clients]
     ends = []
     for index, answers in enumerate(futures):
-        answers[-1].add_done_callback(lambda _, index=index: ends.append(index))  # type: ignore[misc]
+        answers[-1].add_done_callback(lambda _, index=index: ends.append(index))
     for answers in futures:
         for future in answers:
             future.result(30)
@@ -448,12 +448,12 @@ def test_a_client_that_asks_on_and_returns_nothing_is_left(engine):
     wait_until(lambda: not shared_files(), "the end of shared memory")
 
 
-def flip(view: HostView, place: Tensor) -> None:
+def flip(view: HostView, place: Tensor):
     place.copy_(view.bytes[: len(place)])
     place[7] ^= 1
 
 
-def fail(*_: object) -> None:
+def fail(*_: object):
     raise OSError("no such process")
 
 
@@ -506,13 +506,13 @@ def test_memory_without_a_handle_is_freed(monkeypatch):
     class Memory:
         is_free = False
 
-        def tensor(self) -> Tensor:
+        def tensor(self):
             return torch.zeros(8, dtype=torch.uint8)
 
-        def handle(self) -> Tensor:
+        def handle(self):
             raise RuntimeError("operation not supported")
 
-        def free(self) -> None:
+        def free(self):
             self.is_free = True
 
     memory = Memory()

@@ -68,7 +68,7 @@ class StateOracle:
                 result[id] = layer.step(result[id], record)
         return result
 
-    def check(self, engine: Engine) -> None:
+    def check(self, engine: Engine):
         """Compares all that is kept. Raises AssertionError."""
         place, pool = next(pair for pair in enumerate(engine.scheduler.cache.groups) if isinstance(pair[1], StatePages))
         for node, entry in pool._attached.items():
@@ -90,14 +90,14 @@ def stored(engine: Engine, entry: int) -> list[State]:
 
 def text_of(node: Node, page_size: int) -> list[int]:
     """The tokens from the root of the prefix tree to the end of a node's page."""
-    pages = deque[list[int]]()
+    pages = deque()
     while node.parent is not None:
         pages.appendleft([int(token) for token in node.key[1 : 1 + page_size]])
         node = node.parent
     return [token for page in pages for token in page]
 
 
-def compare(states: Sequence[State], expected: Sequence[State]) -> None:
+def compare(states: Sequence[State], expected: Sequence[State]):
     torch.testing.assert_close(list(states), list(expected), atol=1e-4, rtol=1e-4)
 
 
@@ -109,7 +109,7 @@ class Situations:
     after_drafts: int = 0
     beside_drafts: int = 0
 
-    def look(self, plan: StepPlan, output: StepOutput) -> None:
+    def look(self, plan: StepPlan, output: StepOutput):
         has_drafts = [int(count) > 1 for count in output.num_verified[: len(plan.slots)]]
         for slot, drafted in zip(plan.slots, has_drafts, strict=True):
             self.after_drafts += self.had_drafts.get(slot, False) and not drafted

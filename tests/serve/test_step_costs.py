@@ -210,7 +210,7 @@ def test_tables_as_json():
         lambda data: data["draft"]["plain"].pop(),
     ],
 )
-def test_other_json_is_refused(damage):  # type: ignore[no-untyped-def]
+def test_other_json_is_refused(damage):
     data = TABLES.to_json()
     damage(data)
     with pytest.raises(ValueError, match="no tables of step times"):

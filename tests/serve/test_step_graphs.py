@@ -80,7 +80,7 @@ def configure(make_target, tmp_path_factory) -> Configure:
 def record(engine: Engine) -> Recorded:
     """Records from now on the plans that are launched, and their outputs if they are read."""
     recorded = Recorded()
-    places = dict[int, int]()
+    places = {}
 
     def trace(event, plan):
         if event == "launched":
@@ -96,7 +96,7 @@ def record(engine: Engine) -> Recorded:
     return recorded
 
 
-def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
+def check_replay(recorded: Recorded, engine: Engine, eager: Engine):
     """Launched as they are, the plans yield the same, and leave the same."""
     for plan, expected in recorded:
         if eager.runner.steps is None:
@@ -115,7 +115,7 @@ def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
             torch.testing.assert_close(captured_cache, other, rtol=1e-4, atol=1e-4)
 
 
-def check_states(runner: ModelRunner, other: ModelRunner) -> None:
+def check_states(runner: ModelRunner, other: ModelRunner):
     """Lengths, roots and proposals of all slots; the padding slot is as it was at first."""
     padding = runner.state.padding
     for field in ("lengths", "roots", "tokens", "parents", "bins", "probabilities"):
@@ -244,8 +244,6 @@ def test_a_step_with_one_filtered_request_is_chosen_by_filtered_times(configure)
     steps = engine.runner.steps
     drafts = engine.runner.drafts
     policy = engine.planner.policy
-    assert steps is not None
-    assert drafts is not None
     sizes = sorted({*steps.sizes, *steps.prompt_sizes})
     target = {"plain": dict.fromkeys(sizes, 1.0), "all": {rows: float(rows**3) for rows in sizes}}
     keys = drafts.keys
@@ -407,7 +405,7 @@ def test_prompts_may_be_left_uncaptured(configure):
     recorded = record(engine)
     expected = plain_answers(Path(config.target), requests)
     assert tokens_of(run(engine, requests)) == expected
-    keys = engine.runner.steps.keys  # type: ignore[union-attr]
+    keys = engine.runner.steps.keys
     assert not any(has_prompts for _, _, has_prompts, _ in keys)
     assert sum(replays_of(engine).values()) == sum(not plan.chunks for plan, _ in recorded) > 0
 
@@ -441,17 +439,17 @@ def test_padding_is_written_to_the_dump_page_only(drafter, configure):
         assert torch.isfinite(kv).all()
 
 
-def check_untouched(state: RequestState) -> None:
+def check_untouched(state: RequestState):
     assert not state.lengths.any()
     assert not state.pages.any()
     assert not state.stored.probabilities.any()
 
 
 class FakeEvent:
-    def __init__(self, enable_timing: bool) -> None:
+    def __init__(self, enable_timing: bool):
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self):
         pass
 
     def elapsed_time(self, _: "FakeEvent") -> float:
@@ -512,7 +510,7 @@ def test_step_times_of_other_sizes_are_measured_again(damage, configure, tmp_pat
     assert steps is not None
     assert drafts is not None
     key = cost_files.CostKey("H100", "2.11", "3.6", "0.1", "", "")
-    measured = list[str]()
+    measured = []
 
     def times(sizes):
         measured.append("")
@@ -539,7 +537,6 @@ def test_a_dropped_size_is_taken_by_a_larger_one(configure):
     def rows():
         """Rows of the pass that takes 4 nodes."""
         key = GraphTable(engine.runner.graphs, lambda: True).step(step_of(slots=[0], nodes=4))
-        assert key is not None
         return key.rows
 
     assert rows() == 4

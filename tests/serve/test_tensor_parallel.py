@@ -44,6 +44,7 @@ from slipstream.tests.serve.test_replay import SIZES as MOST_SIZES
 from slipstream.tests.serve.test_replay import requests_of_all_kinds
 from slipstream.tests.sources import HYBRID, TINY
 from slipstream.tests.tables import each_case
+from slipstream.tests.user_errors import user_error
 
 CPU = torch.device("cpu")
 GPU = pytest.mark.gpu
@@ -128,7 +129,7 @@ def sizes_of(family: str) -> dict[str, Any]:
     return HYBRID_SIZES if family == "qwen3-5" else SIZES
 
 
-def check_alike(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
+def check_alike(answers: dict[str, Answer], expected: dict[str, Answer]):
     assert tokens_of(answers) == tokens_of(expected)
     for name, answer in answers.items():
         assert answer.finish_reason == expected[name].finish_reason
@@ -361,7 +362,6 @@ def test_a_lost_rank_ends_all(device, number, sentence, busy, target, monkeypatc
     monkeypatch.setattr(teams, "SILENCE_SECONDS", 1.0)
     config = EngineConfig(target=str(target), device=device, tp=2, kv_cache_tokens=512)
     engine = build(read_plan(config))
-    assert engine.team is not None
     reports = []
     engine.watch(reports.append)
     process = engine.team.members[0].process
@@ -410,13 +410,13 @@ def test_ranks_that_draw_other_tokens_end(target):
     engine.close()
 
 
-def step_all(engine: Engine, pause: float = 0.0) -> None:
+def step_all(engine: Engine, pause: float = 0.0):
     while engine.has_work:
         engine.step()
         time.sleep(pause)  # as long as a large target takes
 
 
-def interrupt(_: object) -> None:
+def interrupt(_: object):
     raise KeyboardInterrupt
 
 
@@ -466,7 +466,7 @@ def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(family, optio
         save_random_draft(target, tmp_path / "eagle3")
         drafter = options["drafter"] | {"token_map": save_map(tmp_path)}
         options = options | {"draft": str(tmp_path / "eagle3"), "drafter": drafter}
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         read_plan(EngineConfig(target=str(target), device="cpu", **options))
 
 
@@ -474,9 +474,9 @@ def test_ranks_need_as_many_equal_devices(monkeypatch):
     gpu = DeviceFacts("cuda", name="H200")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
-    with pytest.raises(ValueError, match="tp is 4, but torch finds 2 GPUs; lower tp"):
+    with user_error("tp is 4, but torch finds 2 GPUs; lower tp"):
         gpu.check_ranks(4)
-    with pytest.raises(ValueError, match=r"tp is 2, but the GPUs differ \(GPU 0, GPU 1\)"):
+    with user_error(r"tp is 2, but the GPUs differ \(GPU 0, GPU 1\)"):
         gpu.check_ranks(2)
     gpu.check_ranks(1)
     DeviceFacts("cuda", is_present=False).check_ranks(8)

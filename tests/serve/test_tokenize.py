@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import jinja2
-import pytest
 
 from slipstream.serve.chat.forms import TOOL_FORMS
 from slipstream.serve.http.frontend import TargetText
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import CHAT, HELLO, SPECIAL, client_of, serving
+from slipstream.tests.user_errors import user_error
 
 
 def test_tokenizer_info_tells_what_clients_need_to_render_prompts(client):
@@ -43,7 +43,7 @@ def test_a_chat_template_of_a_file_is_served(byte_target, tmp_path):
         assert server.api.frontend.chat.tools == TOOL_FORMS["hermes"]
     for text, fault in (("{% for", "not valid Jinja"), ("hello", "does not write the messages")):
         file.write_text(text)
-        with pytest.raises(ValueError, match=fault):
+        with user_error(fault):
             TargetText.read(config)
-    with pytest.raises(ValueError, match=r"chat_template is .*missing.*cannot be read"):
+    with user_error(r"chat_template is .*missing.*cannot be read"):
         TargetText.read(replace(config, chat_template=str(tmp_path / "missing")))

@@ -49,7 +49,7 @@ TOOLS = [tool(name, schema) for name, schema in SCHEMAS.items()]
 class Sampler:
     """Answers at random under the mask, without a model."""
 
-    def __init__(self, form: str, folder: Path) -> None:
+    def __init__(self, form: str, folder: Path):
         self.tokenizer = load(form, folder / "target")
         self.chat = ChatFormat(self.tokenizer, "auto", "auto")
         self.prompt = self.tokenizer("What now?\n").input_ids
@@ -70,7 +70,7 @@ class Sampler:
         assert answers.grammar is not None
         ends = [self.tokenizer.eos_token_id, *answers.stop_ids]
         rng = random.Random(seed)
-        tokens = list[int]()
+        tokens = []
         matcher = self.grammars.matcher(self.grammars.compile(answers.grammar).result(), ends)
         while len(tokens) < limit and not matcher.is_over:
             bits = np.unpackbits(matcher.allowed([0], [-1]).view(np.uint8), bitorder="little")
@@ -84,7 +84,7 @@ class Sampler:
         return answers.parts_of(answers.decoder(tokens[:-1]))
 
 
-def check_calls(parts: Parts, schemas: dict[str, Any] = SCHEMAS) -> None:
+def check_calls(parts: Parts, schemas: dict[str, Any] = SCHEMAS):
     for call in parts.calls:
         assert re.search(r"\s{2}", re.sub(r'"(\\.|[^"\\])*"', '""', call.arguments)) is None, "white space is filled"
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])
@@ -128,7 +128,6 @@ def test_strict_tools_are_called_as_their_schemas_say_and_content_is_free(sample
 
 
 def test_content_with_a_grammar_or_calls(sampler):
-    assert sampler.chat.tools is not None
     is_strict = sampler.chat.tools.arguments == "quoted"  # others end too seldom by chance
     tools = [tool(name, schema, strict=is_strict) for name, schema in SCHEMAS.items()]
     answers = sampler.chat.answer(read_choice(tools, "auto", True), sampler.prompt, Grammar("regex", "[ab]{3}"))
@@ -343,7 +342,6 @@ def test_alternatives_that_are_one_are_written_once(form, tmp_path):
     for last in ({"type": "boolean"}, {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/d0"}]}):
         choice = read_choice([tool("f", alternatives(last), strict=True)], "required", True)
         grammar = chat.answer(choice, [5], None).grammar
-        assert grammar is not None
         assert grammar.text.count('"json_schema": {"type": "boolean"') <= 2, "first and further calls"
 
 

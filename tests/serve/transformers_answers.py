@@ -42,7 +42,7 @@ class AnswersConfig:
     engine: dict[str, Any] = field(default_factory=dict)
     """Options of the engine by name."""
 
-    def check_inputs(self) -> None:
+    def check_inputs(self):
         """Raises ValueError for a checkpoint that does not exist, and if none names the target."""
         check_checkpoints(self.target, self.draft)
 
@@ -96,7 +96,7 @@ def first_difference(
     return None if ends or len(answer.tokens) == max_tokens else Difference(len(answer.tokens), float("inf"))
 
 
-def report(answers: Sequence[Generation], differences: Sequence[Difference | None]) -> None:
+def report(answers: Sequence[Generation], differences: Sequence[Difference | None]):
     for index, difference in enumerate(differences):
         if difference is not None:
             print(f"answer {index}: token {difference.place}, whose logit is {difference.gap:.2e} below the highest")
@@ -106,13 +106,13 @@ def report(answers: Sequence[Generation], differences: Sequence[Difference | Non
     print(f"{equal} of {len(answers)} answers are those of transformers: {num_tokens:,} tokens in {rounds:,} rounds")
 
 
-def compare_and_exit(config: AnswersConfig) -> None:
+def compare_and_exit(config: AnswersConfig):
     differing = sum(difference is not None for difference in compare(config))
     if differing:
         raise ValueError(f"{differing} answers differ")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None):
     run(compare_and_exit, AnswersConfig, "transformers_answers", argv)
 
 

@@ -32,7 +32,7 @@ Document = tuple[list[int], list[bool]]  # tokens, and which of them are supervi
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def one_thread():
     """Sums in the same order here and in the processes that some tests start."""
     torch.set_num_threads(1)
 

@@ -24,7 +24,7 @@ def check_walk(
     target: PreTrainedModel,
     seed: int,
     depth: int,
-) -> None:
+):
     """Compares evaluation with a server's counts on documents, some of whose answers the draft can predict. At a
     smaller depth the server proposes the first tokens of the same chains or blocks."""
 

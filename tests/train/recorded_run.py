@@ -47,7 +47,7 @@ def train(flags: list[str], stop_in: int | None) -> list[list[int]]:
     return documents
 
 
-def main(path: Path) -> None:
+def main(path: Path):
     torch.set_num_threads(1)
     path.with_suffix(f".{RANK}.json").write_text(json.dumps(train(**json.loads(path.read_text()))))
 

@@ -41,14 +41,14 @@ def weights(output: Path, step: int = 6) -> dict[str, Tensor]:
     return load_file(output / f"step-{step}" / "state" / "model.safetensors")
 
 
-def assert_same_run(run: Path, expected: Path, last_step: int = 6) -> None:
+def assert_same_run(run: Path, expected: Path, last_step: int = 6):
     """Compares records and weights bit for bit."""
     assert records(run) == records(expected)
     for name, tensor in weights(expected, last_step).items():
         assert torch.equal(weights(run, last_step)[name], tensor), name
 
 
-def assert_like_run(run: Path, expected: Path, last_step: int = 6) -> None:
+def assert_like_run(run: Path, expected: Path, last_step: int = 6):
     """Compares records and weights up to the order of sums."""
     for line, other in zip(records(run), records(expected), strict=True):
         assert line == pytest.approx(other, rel=1e-4)
@@ -56,7 +56,7 @@ def assert_like_run(run: Path, expected: Path, last_step: int = 6) -> None:
         torch.testing.assert_close(weights(run, last_step)[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-def assert_same_gradients(loss: Tensor, expected: Tensor, draft: nn.Module) -> None:
+def assert_same_gradients(loss: Tensor, expected: Tensor, draft: nn.Module):
     """Compares losses and the gradients of every parameter up to the order of sums."""
     torch.testing.assert_close(loss, expected.float(), rtol=1e-4, atol=1e-4)
     parameters = list(draft.parameters())
@@ -74,7 +74,7 @@ def save_answers(target: Path, params: SamplingParams, save_data: SaveData) -> t
     return answers, save_data(*[Dataset.from_dict({"input_ids": texts, "loss_mask": masks})] * 2)
 
 
-def assert_served(target: Path, draft: Path) -> None:
+def assert_served(target: Path, draft: Path):
     """The answers are the target's own."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     alone, drafted = (LLM(str(target), name).generate(PROMPTS, params) for name in ("none", str(draft)))
@@ -101,7 +101,7 @@ def refusal(flags: list[str], main: Program = eagle3.main) -> str:
     return messages.getvalue().rstrip().splitlines()[-1] if stop.value.code == 1 else str(stop.value.code)
 
 
-def run_interrupted(flags: list[str], number: signal.Signals) -> None:
+def run_interrupted(flags: list[str], number: signal.Signals):
     """Sends the signal in the third step, after which the run saves and ends with status 130."""
     train_step = Loop.train_step
 
@@ -134,6 +134,6 @@ def start_program(program: Path, *arguments: str, num_processes: int = 1, on_cpu
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def end_program(program: subprocess.Popen[str]) -> None:
+def end_program(program: subprocess.Popen[str]):
     printed, _ = program.communicate(timeout=300)
     assert program.returncode == 0, printed

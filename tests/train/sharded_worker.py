@@ -76,7 +76,7 @@ def refusal(path: Path, other: Path) -> str:
     return "none"
 
 
-def main(path: Path) -> None:
+def main(path: Path):
     torch.set_num_threads(1)
     jobs = json.loads(path.read_text())
     for program, flags in jobs["runs"]:

@@ -78,7 +78,6 @@ def test_collate_lays_documents_out_with_padding():
     assert batch.supervised.tolist() == [[False, True, True, False, True], [False] * 5]
     assert (batch.num_supervised, batch.weights, batch.total_weight) == (3, None, 3)
     batch = collate([[([1, 2, 3], [9.0, 0.5, 2.0]), ([4, 5], [True, True])], [([6], [0.0])]], 3)
-    assert batch.weights is not None
     assert batch.weights.tolist() == [[0, 0.5, 2, 0, 1], [0, 0, 0, 0, 0]]
     assert batch.supervised.tolist() == [[False, True, True, False, True], [False] * 5]
     assert (batch.num_supervised, batch.total_weight) == (3, 3.5)

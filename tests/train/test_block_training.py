@@ -299,7 +299,6 @@ def test_a_run_continues_a_draft(tmp_path, target_path, target_model, run_flags,
     for name in ("mask_token_id", "aux_layers", *parts):
         assert getattr(config, name) == getattr(source.config, name)
     head = config.head(ConfidenceConfig)
-    assert head is not None
     assert len(head.confidence_temperatures) == len(head.confidence_biases) == BLOCK_SIZE
     last = records(tmp_path / "run")[-1]
     assert 0 <= last["eval_confidence_error"] <= 1

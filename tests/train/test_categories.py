@@ -53,7 +53,6 @@ def test_a_run_logs_and_draws_them(tmp_path, arguments, save_data, monkeypatch, 
     text = write_report(ReportConfig(run=str(tmp_path))).read_text()
     chart = next(part for part in text.split("<figure>") if "Accept length by category, held out<" in part)
     legend = re.search("<div class=legend>(.*?)</div>", chart)
-    assert legend is not None
     assert re.findall("</i>([^<]*)<", legend[1]) == ["a b", "math"]
 
 

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.models.layers.attention import AttentionLayer
 from slipstream.models.targets.families import OutputGate
 from slipstream.models.targets.frozen import TransformersTarget
 from slipstream.tests.naive_dflash import NaiveDFlash
@@ -154,13 +153,13 @@ def test_the_draft_starts_as_the_targets_last_layers(target_model):
     stored = {}
 
     class Recorder:
-        def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
+        def write(self, k, v, layer):
             stored[layer.id] = k, v
 
     aux_states = target_aux_states(target_model, torch.arange(20, 30), (0, 2))
     layer = target_model.model.layers[3]
     with torch.no_grad():
-        draft.write_context(draft.fuse(aux_states), Recorder())  # type: ignore[arg-type]
+        draft.write_context(draft.fuse(aux_states), Recorder())
         normed = layer.input_layernorm(aux_states[:, 32:])
         k, v = (project(normed).unflatten(-1, (2, 16)) for project in (layer.self_attn.k_proj, layer.self_attn.v_proj))
         k = layer.self_attn.k_norm(k)

@@ -136,7 +136,7 @@ def test_flags_of_eagle_3_1_are_trained(flagged_training, target_model, token_ma
     check_walk(flagged_training, naive, target_model, 1, DEPTH)
 
 
-def check_batch(training: Eagle3Training, target_model: PreTrainedModel, ids: Tensor, distance: Distance) -> None:
+def check_batch(training: Eagle3Training, target_model: PreTrainedModel, ids: Tensor, distance: Distance):
     """Loss, gradients and metrics against the loops."""
     rows = documents(1)
     terms = [

@@ -122,7 +122,7 @@ def test_what_a_server_loads_is_accepted_and_the_rest_refused(drafter, words, se
         write(drafter, *words, flag)
 
 
-def assert_refused(rule: Rule, flag: str, write: Callable[[str], Draft]) -> None:
+def assert_refused(rule: Rule, flag: str, write: Callable[[str], Draft]):
     """By the message of the parser or, where the target's depth decides, of the program."""
     with pytest.raises((SystemExit, ValueError)) as stop:
         write(flag)
@@ -133,7 +133,7 @@ def assert_refused(rule: Rule, flag: str, write: Callable[[str], Draft]) -> None
     assert rule.remedy in message
 
 
-def assert_convert_agrees(drafter: str, draft: Draft, output: Path) -> None:
+def assert_convert_agrees(drafter: str, draft: Draft, output: Path):
     """EAGLE drafts without a bias get one of zeros."""
     config = ConvertConfig(input=str(draft.folder), output=str(output), layout="sglang")
     rules = [rule for rule in broken_rules("sglang", drafter, draft.values) if rule.option != "bias"]

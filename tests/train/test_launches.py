@@ -17,7 +17,7 @@ from slipstream.train.trackers import read_metrics
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
-def launch(name: str, flags: list[str]) -> None:
+def launch(name: str, flags: list[str]):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -66,7 +66,7 @@ def make_trainer(draft: str, folder: Path) -> Trainer:
     return Trainer(LearnJob(**job, folder=str(folder), output=str(folder / "passed"), layers=[*LAYERS[draft]]))
 
 
-def set_length(trainer: Trainer, length: int) -> None:
+def set_length(trainer: Trainer, length: int):
     """In tokens of a row."""
     trainer.options = replace(trainer.options, data=replace(trainer.options.data, max_length=length))
 
@@ -218,7 +218,6 @@ def test_states_are_kept_in_fp8(draft, tmp_path):
     entries = in_memory(raw).now().train.recent[""]
     decoded = []
     for entry, before in zip(entries, raw, strict=True):
-        assert entry.scales is not None
         assert entry.nbytes == before.states.numel() + entry.scales.nbytes + 8 * len(before.tokens)
         states = decode(entry.states, entry.scales, torch.float32)
         torch.testing.assert_close(states, before.states, rtol=2**-4, atol=float(before.states.abs().max()) / 448)
@@ -296,14 +295,14 @@ class Verdicts(Exception):
 class FakeChannel:
     """An engine that has answered, and judges what it is offered."""
 
-    def __init__(self, texts: ServedTexts, outcomes: list[Outcome], judge: Callable[[Path], None]) -> None:
+    def __init__(self, texts: ServedTexts, outcomes: list[Outcome], judge: Callable[[Path], None]):
         self.texts = texts
         self.verdicts = self
         self.saving = nullcontext()
         self._outcomes = outcomes
         self._judge = judge
 
-    def send(self, offer: Offer) -> None:
+    def send(self, offer: Offer):
         if not self._outcomes:
             raise Verdicts
         self._judge(Path(offer.folder))
@@ -312,9 +311,7 @@ class FakeChannel:
         return self._outcomes.pop(0)
 
 
-def learn_from(
-    answers: list[ServedText], trainer: Trainer, outcomes: Sequence[Outcome] = (), judge: Any = None
-) -> None:
+def learn_from(answers: list[ServedText], trainer: Trainer, outcomes: Sequence[Outcome] = (), judge: Any = None):
     """Three times the answers, up to the offer after the last outcome."""
     channel = FakeChannel(in_memory(answers * 3), [*outcomes], judge)
     with pytest.raises(Verdicts):
@@ -366,7 +363,7 @@ def test_a_trainer_rests_after_each_piece_of_work(trainer, answers, monkeypatch)
     """Steps and evaluations, three seconds for each that a forward pass takes, by a clock of its own."""
     monkeypatch.setattr(learn_module, "STEPS", 4)
     monkeypatch.setattr(learn_module, "GAIN", 0.0)
-    seconds = Counter[str]()
+    seconds = Counter()
     trainer.training.register_forward_pre_hook(lambda *_: seconds.update(work=1))
     clock = SimpleNamespace(monotonic=seconds.total, sleep=lambda rest: seconds.update(rest=rest))
     monkeypatch.setattr("slipstream.train.pace.time", clock)

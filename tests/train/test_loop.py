@@ -61,7 +61,7 @@ def test_an_interrupted_run_saves_and_continues_bit_for_bit(tmp_path, arguments,
     assert_same_run(tmp_path, finished)
 
 
-def play(monkeypatch: pytest.MonkeyPatch, accept_lengths: Sequence[float]) -> None:
+def play(monkeypatch: pytest.MonkeyPatch, accept_lengths: Sequence[float]):
     """Lets evaluations find these accept lengths, one after the other."""
     lengths = iter(accept_lengths)
     script = {"value": 0.0}
@@ -162,7 +162,6 @@ def test_further_epochs_take_the_rows_of_a_run_planned_longer(tmp_path, argument
     jump = re.search(
         r"continues at step 8 with optim.epochs 3, before 1: the learning rate jumps from (\S+) to (\S+)\n", printed
     )
-    assert jump is not None
     assert float(jump[1]) < 1e-4
     assert float(jump[2]) == pytest.approx(lines[1][7]["lr"], rel=0.05)
 

@@ -29,7 +29,7 @@ PROGRAM = ROOT / "train" / "eagle3.py"
 Machines = list[list[str]]  # what begins a command on each
 
 
-def call(*words: str) -> None:
+def call(*words: str):
     subprocess.run(words, check=True, capture_output=True)
 
 
@@ -65,11 +65,11 @@ def launch(machines: Machines, port: int, flags: list[str], num_processes: int =
         launcher = ["-m", "torch.distributed.run", *meeting, f"--nproc_per_node={num_processes}"]
         command = [*prefix, sys.executable, *launcher, str(PROGRAM), *flags]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        programs.append(subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes))  # type: ignore[call-overload]
+        programs.append(subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes))
     return programs
 
 
-def wait_for(path: Path, programs: list[subprocess.Popen[str]]) -> None:
+def wait_for(path: Path, programs: list[subprocess.Popen[str]]):
     while not path.exists():
         assert all(program.poll() is None for program in programs), [program.communicate()[0] for program in programs]
         time.sleep(0.02)

@@ -39,7 +39,7 @@ def run(tmp_path, finished) -> Path:
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def remove_steps(run: Path) -> None:
+def remove_steps(run: Path):
     for folder in step_folders(run):
         shutil.rmtree(folder)
 
@@ -201,7 +201,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_read(tmp_path, a
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def call_in_third_step(patch: pytest.MonkeyPatch, second: Callable[[], None]) -> None:
+def call_in_third_step(patch: pytest.MonkeyPatch, second: Callable[[], None]):
     """Lets `second` run while a run trains, once."""
     train_step = Loop.train_step
     calls = [second]
@@ -216,7 +216,7 @@ def call_in_third_step(patch: pytest.MonkeyPatch, second: Callable[[], None]) ->
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path, arguments, finished, monkeypatch):
     """Before it reads anything; the first one does not notice."""
-    messages = list[str]()
+    messages = []
     other = arguments(tmp_path, optim__lr=9e-3, target="nobody/absent")
     call_in_third_step(monkeypatch, lambda: messages.append(refusal(other)))
     eagle3.main(arguments(tmp_path))

@@ -10,7 +10,7 @@ from slipstream.train.pace import LOOK_SECONDS, Pace
 class World:
     """A clock, and another program that is busy in some spans of time."""
 
-    def __init__(self, busy: list[tuple[float, float]]) -> None:
+    def __init__(self, busy: list[tuple[float, float]]):
         self.now = 0.0
         self.busy = busy
 
@@ -20,7 +20,7 @@ class World:
     def monotonic(self) -> float:
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         self.now += seconds
 
 

@@ -52,13 +52,13 @@ def test_counts_are_those_of_the_real_run(tmp_path, arguments, training, target_
     assert f"draft     {draft / 1e6:.1f}M parameters, vocabulary 40, target states [2, 0, 4]" in printed
     assert f"target    {target / 1e6:.1f}M parameters" in printed
     steps, tokens = (
-        int(re.search(pattern, printed)[1].replace(",", ""))  # type: ignore[index]
+        int(re.search(pattern, printed)[1].replace(",", ""))
         for pattern in (r"steps +([\d,]+) of 4 rows", r", ([\d,]+) of them supervised")
     )
     eagle3.main(flags)
     (newest,) = sorted(tmp_path.glob("step-*"), key=lambda path: int(path.name[5:]))[-1:]
     assert int(newest.name[5:]) == steps
-    trained = int(re.search(r'"tokens": (\d+)', (newest / "run.json").read_text())[1])  # type: ignore[index]
+    trained = int(re.search(r'"tokens": (\d+)', (newest / "run.json").read_text())[1])
     assert tokens == pytest.approx(trained, rel=0.25), "rows are as full as they are on average"
 
 
@@ -81,7 +81,7 @@ def test_few_tokens_for_the_drafts_size_are_warned_about(epochs, tmp_path, argum
         if name not in {"draft.lm_head.weight", "draft.d2t", "draft.t2d"}
     ]
     assert count == sum(shapes)
-    tokens = int(re.search(r"few tokens: ([\d,]+) supervised", planned[0])[1].replace(",", ""))  # type: ignore[index]
+    tokens = int(re.search(r"few tokens: ([\d,]+) supervised", planned[0])[1].replace(",", ""))
     assert f"{tokens / count:.2g} each; a draft is likely to need 1: prepare more data" in planned[0]
     assert tokens == pytest.approx(records(tmp_path / "run")[-1]["tokens"], rel=0.01)
     eagle3.main([*arguments(tmp_path / "next", draft__head="frozen", init_from=tmp_path / "run" / "best"), "--dry-run"])
@@ -106,7 +106,6 @@ def test_the_layers_are_what_is_sharded(tmp_path, arguments, target_model, capsy
     monkeypatch.setattr(plan, "_gb", lambda size: f"{size:.0f}")
     eagle3.main([*arguments(tmp_path, target_sharding="machine"), "--dry-run"])
     sizes = re.search(r"target (\d+) and (\d+) sharded, (\d+) gathered at a time", capsys.readouterr().out)
-    assert sizes is not None
     layers = sum(4 * x.numel() for layer in target_model.get_decoder().layers for x in layer.parameters())
     total = sum(4 * x.numel() for x in target_model.parameters())
     assert [int(size) for size in sizes.groups()] == [total - layers, layers, layers // 2]  # two of four alike

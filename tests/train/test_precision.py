@@ -83,4 +83,4 @@ def test_a_draft_reads_what_its_weights_take(precision, kind, dtype):
         mixed_precision = precision
         distributed_type = kind
 
-    assert dtype_of_weights(Accelerator()) == dtype  # type: ignore[arg-type]
+    assert dtype_of_weights(Accelerator()) == dtype

@@ -43,7 +43,7 @@ class Hub:
             raise RepositoryNotFoundError("404", response=httpx.Response(404, request=REQUEST))
         return self.present
 
-    def create_repo(self, repo: str, **options: Any) -> None:
+    def create_repo(self, repo: str, **options: Any):
         inspect.signature(HfApi.create_repo).bind(self, repo, **options)
         if self.error is not None:
             raise self.error
@@ -88,7 +88,7 @@ def run_folder(finished, tmp_path) -> Path:
     return folder
 
 
-def pushed(*words: object) -> None:
+def pushed(*words: object):
     slipstream(["push", *map(str, words)])
 
 

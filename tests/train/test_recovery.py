@@ -60,14 +60,14 @@ def is_writing(output: Path) -> bool:
     return any(path.is_dir() for path in output.glob(".*"))
 
 
-def wait(program: subprocess.Popen[str], is_over: Callable[[], bool]) -> None:
+def wait(program: subprocess.Popen[str], is_over: Callable[[], bool]):
     deadline = time.monotonic() + 120
     while program.poll() is None and not is_over():
         assert time.monotonic() < deadline
         time.sleep(0.0005)
 
 
-def wait_for_moment(program: subprocess.Popen[str], output: Path, kind: str, moments: random.Random) -> None:
+def wait_for_moment(program: subprocess.Popen[str], output: Path, kind: str, moments: random.Random):
     """`start`: while it starts or in its first steps. The others: a few checkpoints on, and while one is written, or
     anywhere in the steps, evaluations and checkpoints that follow."""
     target_step = newest_step(output) + moments.randint(1, 6)
@@ -88,7 +88,7 @@ def kinds(moments: random.Random) -> Iterator[str]:
     yield from ("start", *later)
 
 
-def assert_checkpoint(checkpoint: Path, expected: Path) -> None:
+def assert_checkpoint(checkpoint: Path, expected: Path):
     """All that serves and all that a run continues from, against the run that nothing disturbed."""
     assert {path.name for path in checkpoint.rglob("*")} == {path.name for path in expected.rglob("*")}
     for file in expected.rglob("*.safetensors"):
@@ -109,7 +109,7 @@ def assert_checkpoint(checkpoint: Path, expected: Path) -> None:
         assert progress[0] == progress[1]
 
 
-def assert_whole(output: Path, expected: Path) -> None:
+def assert_whole(output: Path, expected: Path):
     """Every folder with a checkpoint's name equals the undisturbed run's, which kept all."""
     for folder in step_folders(output):
         assert_checkpoint(folder, expected / folder.name)

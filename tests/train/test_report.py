@@ -39,22 +39,22 @@ OPEN_TAGS = {"tr", "th", "td", "p", "html"}  # may end without an end tag
 class Page(HTMLParser):
     """Elements with their attributes; every end tag closes the innermost open element of its kind."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str):
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.stack: list[str] = []
         self.feed(text)
         self.close()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
         self.elements.append((tag, dict(attrs)))
         if tag not in EMPTY_TAGS:
             self.stack.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]):
         self.elements.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag: str):
         while self.stack[-1] != tag:
             assert self.stack.pop() in OPEN_TAGS
         self.stack.pop()

@@ -46,13 +46,12 @@ def test_parts_hold_each_row_once(size, all_run):
         parts = [find_rows(batch, 3, all_run=all_run, group=RowGroup(index, size, None)) for index in range(size)]
         counted = [part.of_taught(part.asking)[part.counts[0]] for part in parts]
         assert torch.equal(torch.cat(counted), batch_rows.of_taught(batch_rows.asking)[batch_rows.counts[0]])
-        owned = [torch.cat((part.context, part.asking[: part.gathering.num_own])) for part in parts]  # type: ignore[union-attr]
+        owned = [torch.cat((part.context, part.asking[: part.gathering.num_own])) for part in parts]
         everything = torch.cat(owned)
         reading_order = torch.cat((batch_rows.context, batch_rows.asking))[batch_rows.keys]
         assert torch.equal(everything.sort().values, reading_order)
         documents = batch.documents.flatten()
         for index, (part, rows) in enumerate(zip(parts, owned, strict=True)):
-            assert part.gathering is not None
             assert part.gathering.counts[index] == len(rows)
             keys = everything[part.keys]
             assert torch.equal(keys, reading_order[torch.isin(documents[reading_order], documents[part.asking])])

@@ -63,7 +63,7 @@ def load_training(kind: Any, network: Any, options: Any, target: Path, draft: Pa
 
 def check_served(
     llm: LLM, states: Callable[[Batch], Tensor], training: DraftTraining, check: Callable[[list[int], Served], None]
-) -> None:
+):
     """Runs `check` on the tokens and rounds of two greedy answers; `states` of a request whose draft was just made.
     Then the accept length: what the server counted is what evaluation counts."""
     drafter = llm.engine.runner.drafter
@@ -118,7 +118,7 @@ def test_eagle3_of_two_layers(target_path, tmp_path):
     check_chain(target_path, draft, training)
 
 
-def check_chain(target: Path, draft: Path, training: Any) -> None:
+def check_chain(target: Path, draft: Path, training: Any):
     llm = LLM(str(target), str(draft), max_running=1, width=DEPTH + 1)
     drafter = llm.engine.runner.drafter
 
@@ -205,14 +205,14 @@ def test_chains_at_temperature_1(target_path, gemma_path, tmp_path):
         check_accept_length(drafter, target, tmp_path / drafter, 1.0)
 
 
-def save_random_chain(drafter: str, target: Path, draft: Path) -> None:
+def save_random_chain(drafter: str, target: Path, draft: Path):
     if drafter == "eagle":
         save_random_eagle(target, draft, answers_alone(target)[:1], draft_vocab_size=100, intermediate_size=64)
     else:
         save_random_draft(target, draft, num_layers=2, fc_norm=True, norm_output=True)
 
 
-def check_accept_length(drafter: str, target: Path, draft: Path, temperature: float) -> None:
+def check_accept_length(drafter: str, target: Path, draft: Path, temperature: float):
     """Evaluation counts exactly what the server accepts; above temperature 0 with the requests' own noise."""
     training, rounds, emitted, batch = serve_and_load(drafter, target, draft, temperature, PROMPTS)
     training.temperature = temperature

@@ -19,7 +19,7 @@ from slipstream.train.loop import Loop
 from slipstream.train.training import Metrics, add
 
 
-def break_gradients(monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[int], bool]) -> None:
+def break_gradients(monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[int], bool]):
     """Makes the gradients of the n-th step, from 1, not finite where `is_broken(n)`; the loss stays as it is."""
     original_loss = Eagle3Training.loss
     steps = itertools.count(1)

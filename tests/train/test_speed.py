@@ -36,7 +36,6 @@ def test_a_step_takes_the_passes_that_are_large_enough(costs, requests, plain, t
     options = EvaluationOptions(costs=str(costs), requests=requests)
     step_times = StepTimes.read(options, 3)
     assert step_times == StepTimes(requests, plain, times)
-    assert step_times is not None
     lengths = {1: 1.7, 2: 2.2, 3: 2.5}
     speed, depth = max((1000 * requests * lengths[depth] / ms, depth) for depth, ms in times.items())
     figures = step_times.metrics(lengths)

@@ -149,7 +149,6 @@ def test_states_are_those_of_the_target_up_to_rounding(target_path, data_path, c
     aux_states, final = target_states(training.target, rows["train"].batch([0, 1]), CPU)
     cached = rows["train"].batch([0, 1]).cached
     expected = target_states(plain.target, plain_rows["train"].batch([0, 1]), CPU)
-    assert cached is not None
     for states, reference, cached_rows in (
         (aux_states, expected[0], cached.rows),
         (final, expected[1], cached.final_rows),
@@ -171,14 +170,14 @@ def test_documents_without_states_stop_a_run(target_path, data_path, capture_to)
         read_all(rows["train"])
 
 
-def read_all(rows: PackedRows) -> None:
+def read_all(rows: PackedRows):
     for row in range(len(rows)):
-        rows.batch([row]).cached.to(CPU)  # type: ignore[union-attr]
+        rows.batch([row]).cached.to(CPU)
 
 
 def test_a_batch_is_made_while_the_last_one_is_copied(target_path, data_path, stores, monkeypatch):
     _, rows = start("dflash", target_path, data_path, stores["all"])
-    expected = [rows["train"].batch([row]).cached.to(CPU) for row in (0, 1)]  # type: ignore[union-attr]
+    expected = [rows["train"].batch([row]).cached.to(CPU) for row in (0, 1)]
     copy = StateSource.copy
     may_copy = Event()
 
@@ -190,7 +189,7 @@ def test_a_batch_is_made_while_the_last_one_is_copied(target_path, data_path, st
     batches = [rows["train"].batch([row]) for row in (0, 1)]
     may_copy.set()
     for batch, reference in zip(batches, expected, strict=True):
-        states = batch.cached.to(CPU).states  # type: ignore[union-attr]
+        states = batch.cached.to(CPU).states
         assert torch.equal(states["aux_states"], reference.states["aux_states"])
 
 
@@ -280,7 +279,7 @@ class CountedRows:
 
     batches_ahead = BATCHES_AHEAD
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.add_states = lambda batch, _documents: batch
         self.made = 0
 
@@ -299,7 +298,7 @@ def test_batches_are_read_ahead_in_order_and_not_too_far():
     rows = CountedRows()
     batches = read_ahead(rows.batches(100), rows)
     assert [next(batches) for _ in range(4)] == [0, 1, 2, 3]
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     assert 4 <= rows.made <= 4 + BATCHES_AHEAD
     assert set(threading.enumerate()) <= threads
     batches = read_ahead(rows.batches(5, fault=2), rows)

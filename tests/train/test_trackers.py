@@ -95,7 +95,7 @@ class FakeWandb:
 
     api = SimpleNamespace(api_key="key")
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.options: dict[str, Any] = {}
         self.logged: list[tuple[int, dict[str, Any]]] = []
         self.artifacts: list[Any] = []
@@ -109,13 +109,13 @@ class FakeWandb:
         self.id = options["id"]
         return self
 
-    def define_metric(self, name: str, summary: str) -> None:
+    def define_metric(self, name: str, summary: str):
         self.summaries[name] = summary
 
-    def log(self, record: dict[str, Any], step: int) -> None:
+    def log(self, record: dict[str, Any], step: int):
         self.logged.append((step, record))
 
-    def finish(self) -> None:
+    def finish(self):
         self.is_finished = True
 
     def Table(self, columns: list[str], data: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
@@ -128,14 +128,14 @@ class FakeWandb:
         files = []
         return SimpleNamespace(name=name, type=type, metadata=metadata, files=files, add_file=files.append)
 
-    def log_artifact(self, artifact: SimpleNamespace, aliases: list[str]) -> None:
+    def log_artifact(self, artifact: SimpleNamespace, aliases: list[str]):
         self.artifacts.append((artifact, aliases))
 
 
 @pytest.fixture
 def wandb(monkeypatch) -> FakeWandb:
     fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
 
 

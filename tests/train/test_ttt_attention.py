@@ -104,7 +104,7 @@ def run_naive(batch: Batch, num_steps: int, dtype: torch.dtype) -> list[Tensor]:
     return inputs.results(outputs)
 
 
-def assert_equal(outputs: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+def assert_equal(outputs: list[Tensor], expected: list[Tensor], tolerance: float):
     assert len(outputs) == len(expected)
     for output, reference in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output.cpu().to(reference.dtype), reference, rtol=tolerance, atol=tolerance)
@@ -161,7 +161,7 @@ def plain_backward(
 
 
 @pytest.fixture
-def plain_flash(monkeypatch) -> None:
+def plain_flash(monkeypatch):
     """FlashAttention, which only GPUs have, by its formulas, for any dtype."""
     monkeypatch.setattr(module, "flash_forward", plain)
     monkeypatch.setattr(module, "flash_backward", plain_backward)

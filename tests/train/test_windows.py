@@ -70,7 +70,6 @@ def test_windows_lose_no_token_and_no_prediction(max_length):
         "which begin a round in the next window"
     )
     assert max(supervised.values()) == 2
-    assert batch.weights is not None
     assert batch.weights[batch.supervised].tolist() == [token + 2 for token in batch.tokens[batch.supervised].tolist()]
     assert rows.num_tokens == sum(len(window) for window in windows)
     assert rows.num_split_documents == sum(length > max_length for length in LENGTHS)

@@ -29,7 +29,7 @@ def with_weights(rows: Sequence[Sequence[Document]], weights: Callable[[], float
     return [[(tokens, weigh(mask)) for tokens, mask in row] for row in rows]
 
 
-def check_weights(training: DraftTraining, max_length: int, seed: int = 0) -> None:
+def check_weights(training: DraftTraining, max_length: int, seed: int = 0):
     """A loss with weights is the sum over weights of the losses that supervise the answers of this weight alone. A
     weight of 2 is the row twice. Evaluations read no weights."""
     rows = documents(seed)

@@ -25,7 +25,7 @@ def texts(message: Any) -> str:
     return "".join(part if isinstance(part, str) else part.get("text", "") for part in parts)
 
 
-def main(url: str, question: str, bias: str) -> None:
+def main(url: str, question: str, bias: str):
     settings = {"model": "byte-model", "base_url": f"{url}/v1", "api_key": "any", "temperature": 0}
     chat = ChatOpenAI(**settings, max_tokens=20)
     response = ChatOpenAI(**settings, max_tokens=20, use_responses_api=True)

@@ -11,7 +11,7 @@ import litellm
 TOOL = {"name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
 
 
-def main(url: str, question: str, bias: str) -> None:
+def main(url: str, question: str, bias: str):
     settings = {"api_base": f"{url}/v1", "api_key": "any", "temperature": 0}
     messages = [{"role": "user", "content": question}]
     chat = {"model": "openai/byte-model", "messages": messages, "max_tokens": 20, "seed": 1, **settings}

@@ -19,7 +19,7 @@ def answers(manager: Any, kind: str, **options: Any) -> dict[str, Any]:
     return {task: [sample["resps"] for sample in results["samples"][task]] for task in TASKS}
 
 
-def main(url: str, target: str, tasks: str) -> None:
+def main(url: str, target: str, tasks: str):
     manager = TaskManager(include_path=tasks, include_defaults=False)
     served = {"model": "byte-model", "base_url": f"{url}/v1/completions", "tokenizer": target, "max_length": 512}
     report = {
