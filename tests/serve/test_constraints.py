@@ -100,16 +100,6 @@ def test_tokens_are_those_of_transformers_generate(drafter, build, requests, exp
         assert acceptance(answers) > 0
 
 
-@pytest.mark.parametrize("drafter", ["eagle3 tree", "ngram"])
-def test_also_beside_others_and_when_preempted(drafter, build, requests, expected):
-    free = [make_request(f"free {i}", random_prompt(12, i), temperature=0.8, max_tokens=30) for i in range(3)]
-    engine = build(drafter, kv_cache_tokens=150, page_size=1)
-    answers = tokens_of(run(engine, [*free, *requests]))
-    assert engine.scheduler.num_preemptions > 0
-    assert {name: answers[name] for name in expected} == expected
-    assert {request.id: answers[request.id] for request in free} == tokens_of(run(build("none"), free))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_captured_passes_say_the_same(temperature, target, draft, requests, build):
     """Where the host reads tokens a step later, as long as nothing is constrained."""
