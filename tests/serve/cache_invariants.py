@@ -55,9 +55,10 @@ def check_cache(cache: PageCache, tables: Iterable[PageTable]):
     assert all(node.references == readers.get(node, 0) for node in nodes), "references are counted wrong"
     unused = {node.page: node for node in nodes if node.references == 0}
     assert unused == cache._cached, "cached pages are the nodes without references"
-    age = {page: order for order, page in enumerate(cache._cached)}
-    for page, node in unused.items():
-        assert all(age[child.page] < age[page] for child in node.children.values()), "a parent would go first"
+    gone = set[Node | None]()
+    for node in cache._cached.values():
+        assert node.parent not in gone, "a parent would go first"
+        gone.add(node)
     in_use = private_pages + [node.page for node in nodes if node.references > 0]
     assert len(cache._free) + len(unused) + len(in_use) == cache.total_pages, "pages were lost or handed out twice"
     assert {*cache._free, *unused, *in_use} == set(range(1, cache.total_pages + 1)), "a page is in two places"
