@@ -39,6 +39,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 ConfigT = TypeVar("ConfigT")
 
 SWITCHES = (bool, bool | None)  # types of options that need no value
+MAPPINGS = ("engine", "drafter")  # ends of names of options whose keys are options, too
 LIST = "a list such as [1, 2]"
 WORDS = {  # for types in messages; null is omitted
     "int": "a whole number",
@@ -403,8 +404,8 @@ def sections_of(name: str) -> list[str]:
 
 
 def _option(word: str, types: dict[str, Any]) -> tuple[str, str | None]:
-    """Name with underscores and the value after '=', if any. Other words pass unchanged, and so do keys that name
-    folders or adapters, not options."""
+    """Name with underscores and the value after '=', if any. Other words pass unchanged, and so do keys that are no
+    options of ours: names of folders, adapters, template variables and fields of requests."""
     if word == "-o":
         return "--output", None
     if not word.startswith("--"):
@@ -414,7 +415,7 @@ def _option(word: str, types: dict[str, Any]) -> tuple[str, str | None]:
     if types.get(option.removeprefix("no_")) in SWITCHES and option not in types and not equals:
         return f"--{option.removeprefix('no_')}", "false"
     if option not in types:
-        mappings = (mapping for mapping, kind in types.items() if kind == dict[str, Any])
+        mappings = (mapping for mapping in types if mapping.endswith(MAPPINGS))
         depth = next((mapping.count(".") + 2 for mapping in mappings if option.startswith(f"{mapping}.")), 1)
         parts = name.split(".", depth)
         option = ".".join([part.replace("-", "_") for part in parts[:depth]] + parts[depth:])

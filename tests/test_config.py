@@ -55,16 +55,16 @@ class Mappings:
 
     @dataclass(frozen=True)
     class Part:
-        engine_options: dict[str, Any] = field(default_factory=dict)
+        first_engine: dict[str, Any] = field(default_factory=dict)
 
     part: Part = field(default_factory=Part)
     weights: dict[str, float] = field(default_factory=dict)
 
 
 def test_keys_that_are_names_of_options_may_have_dashes():
-    flags = ["--part.engine-options.max-running", "3", "--weights.my-data=2"]
+    flags = ["--part.first-engine.max-running", "3", "--weights.my-data=2"]
     options = parse(Mappings, flags, prog="test", description="A test.")
-    assert (options.part.engine_options, options.weights) == ({"max_running": 3}, {"my-data": 2.0})
+    assert (options.part.first_engine, options.weights) == ({"max_running": 3}, {"my-data": 2.0})
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
