@@ -1,11 +1,7 @@
 """Attention over the paged cache against a softmax in fp64 over the very tokens that each node sees."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,7 @@ from slipstream.kernels.attention.paged import Blocks, fit_blocks
 from slipstream.kernels.attention.tree import Parts, choose_blocks, choose_parts, choose_shares, tree_attention
 from slipstream.kernels.grid_sync import barriers, done_counters
 from slipstream.tests.kernels.attention_scenes import CASES, GPU_CASES, LONG, Case, Scene
-from slipstream.tests.kernels.triton_runs import NO_INTERPRETER, SLOW, each_device, poisoned
+from slipstream.tests.kernels.triton_runs import NO_INTERPRETER, SLOW, compiled, each_device, poisoned
 from slipstream.tests.pairwise import grouped, rotating
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:overflow")  # the interpreter, in rows that pad
@@ -156,11 +152,8 @@ def test_codes_are_converted_two_at_a_time_and_never_loaded_one_by_one(num_rows,
 
 
 def compiled_for(capability: int, blocks: Blocks, head_dim: int, window: int, has_codes: int) -> list[int]:
-    script = Path(__file__).with_name("compile_attention.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(script), *map(str, (capability, *blocks, head_dim, window, has_codes))]
-    compiled = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return [int(number) for number in compiled.stdout.split()]
+    output = compiled("compile_attention.py", capability, *blocks, head_dim, window, has_codes)
+    return [int(number) for number in output.split()]
 
 
 @pytest.mark.parametrize("rows", [16, 64])

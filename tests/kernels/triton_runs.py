@@ -1,7 +1,11 @@
 """How the kernels' tests run them: interpreted on the CPU or compiled on a GPU, into poisoned memory, in a graph."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -18,6 +22,15 @@ SLOW = pytest.mark.slow
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # two roundings
 
 Result = TypeVar("Result")
+
+
+def compiled(program: str, *words: object, **variables: str) -> str:
+    """The output of a program of this folder that compiles kernels, for a GPU that need not be there."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    command = [sys.executable, str(Path(__file__).with_name(program)), *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 def keys_of(seeds: range, device: str = "cpu") -> Tensor:

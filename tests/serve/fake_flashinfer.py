@@ -21,6 +21,7 @@ class Wrapper:
     """Base of both wrappers: a plan is read once per `plan`, not per `run`."""
 
     instances: list["Wrapper"] = []
+    causal = False
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str):
         assert float_workspace_buffer.dtype == torch.uint8
@@ -46,7 +47,13 @@ class Wrapper:
             for pages, last in zip(self.pages, last_page_len, strict=True)
         ]
 
-    def _run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor, return_lse: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        result = self._run(q, paged_kv_cache, out)
+        return result if return_lse else result[0]
+
+    def _run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor) -> tuple[Tensor, Tensor]:
         """out (T, Q, D), filled, and the log2-sum-exp2 (T, Q) of the scaled scores, very low where nothing is seen."""
         assert q.shape[1:] == (self.shape[0], self.shape[2])
         assert {q.dtype, out.dtype, *(x.dtype for x in kv)} == {self.dtype}
@@ -64,7 +71,7 @@ class Wrapper:
             scores = torch.einsum("nhd,shd->hns", q[start:end].float(), k) * self.scale
             if self.softcap:
                 scores = self.softcap * torch.tanh(scores / self.softcap)
-            if causal:
+            if self.causal:
                 visible = torch.ones(end - start, length, dtype=torch.bool).tril(length - (end - start))
                 scores = scores.masked_fill(~visible, -torch.inf)
             if self.window_left >= 0:
@@ -108,12 +115,6 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         self._keep(starts, (indptr, indices, last_page_len), shape, q_data_type)
         assert self.use_tensor_cores or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 6, 8)
 
-    def run(
-        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor, return_lse: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        result = self._run(q, paged_kv_cache, out, causal=False)
-        return result if return_lse else result[0]
-
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str = "auto"):
@@ -145,12 +146,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         self.window_left = window_left
         self.scale = sm_scale
         self.softcap = logits_soft_cap
-
-    def run(
-        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor, return_lse: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        result = self._run(q, paged_kv_cache, out, self.causal)
-        return result if return_lse else result[0]
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:

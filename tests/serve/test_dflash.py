@@ -378,10 +378,14 @@ class Stage:
     metadata: AttentionMetadata
     aux_states: Tensor  # (11, K * H)
 
-    def extended(self, rows: PassRows, aux_states: Tensor) -> Tensor:
-        """The drafter's KV afterwards."""
-        self.drafter.extend(rows, aux_states)
-        return self.drafter.attention.kv.caches[0].flat
+    def caches(self) -> tuple[Tensor, Tensor]:
+        """The KV that the drafter writes, in one product for all layers, and that the module does, layer by layer."""
+        module = self.drafter.module
+        by_layer = self.attach()
+        module.write_context(module.fuse(self.aux_states), by_layer)
+        fused = self.attach()
+        self.drafter.extend(rows_of(self.metadata), self.aux_states)
+        return fused.kv.caches[0].flat, by_layer.kv.caches[0].flat
 
     def attach(self) -> SDPABackend:
         """A new, empty cache."""
@@ -419,29 +423,20 @@ def rows_of(metadata: AttentionMetadata) -> PassRows:
 
 def test_fused_context_equals_the_modules(stage):
     """One product and one kernel for all layers store what the module stores layer by layer."""
-    module = stage.drafter.module
-    attention = stage.attach()
-    module.write_context(module.fuse(stage.aux_states), attention)
-    stage.attach()
-    cache = stage.extended(rows_of(stage.metadata), stage.aux_states)
-    torch.testing.assert_close(cache, attention.kv.caches[0].flat, atol=1e-5, rtol=1e-5)
+    cache, expected = stage.caches()
+    torch.testing.assert_close(cache, expected, atol=1e-5, rtol=1e-5)
     assert cache[:, :, stage.metadata.slots.of(0)].count_nonzero() == cache.count_nonzero() > 0
 
 
 @pytest.mark.parametrize("stage", ["bias, three layers", "laguna"], indirect=True)
 def test_fused_context_has_the_adapters_of_the_modules(stage):
     """Adapters change all layers but the first."""
-    module = stage.drafter.module
-    for layer in module.attentions[1:]:
+    for layer in stage.drafter.module.attentions[1:]:
         size = layer.qkv_proj.out_features
         factors = LowRankFactors(torch.randn(5, 32), torch.randn(size, 5), torch.tensor([1, 1, 2, 2, 2]))
         layer.qkv_proj.change = LowRankChange(factors, stage.drafter.adapters)
     stage.drafter.adapters.numbers = torch.arange(11) % 3
-    attention = stage.attach()
-    module.write_context(module.fuse(stage.aux_states), attention)
-    stage.attach()
-    cache = stage.extended(rows_of(stage.metadata), stage.aux_states)
-    torch.testing.assert_close(cache, attention.kv.caches[0].flat, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(*stage.caches(), atol=1e-4, rtol=1e-4)
 
 
 def test_options_are_checked(make_target, make_draft):

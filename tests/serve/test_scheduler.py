@@ -62,13 +62,17 @@ class Recorder:
         return self.step(*emitted, drafted=drafted, prompt_tokens=0)[1]
 
     def step(
-        self, *emitted: list[int], drafted: int = 3, prompt_tokens: int | None = None
+        self,
+        *emitted: list[int],
+        drafted: int = 3,
+        prompt_tokens: int | None = None,
+        admission_limit: int | None = None,
     ) -> tuple[list[tuple[str, int, int]], list[Output]]:
         """Runs a step and returns its chunks and the outputs of the decoding requests, none if nothing is emitted."""
         scheduler = self.scheduler
         sequences = scheduler.next_decodes(RESERVE) if emitted else []
         check_scheduler(scheduler)
-        chunks = scheduler.next_chunks(self.prefill_budget if prompt_tokens is None else prompt_tokens)
+        chunks = scheduler.next_chunks(self.prefill_budget if prompt_tokens is None else prompt_tokens, admission_limit)
         check_scheduler(scheduler)
         scheduler.mark_launched(chunks)
         check_scheduler(scheduler)
@@ -158,17 +162,14 @@ def test_no_prompt_follows_in_a_step_that_has_enough_tokens():
     for token, (name, length) in enumerate((("a", 3), ("b", 4), ("c", 20), ("d", 1))):
         recorder.add(name, [token] * length)
 
-    def next_chunks(num_tokens, admission_limit):
-        chunks = recorder.scheduler.next_chunks(num_tokens, admission_limit)
-        recorder.scheduler.mark_launched(chunks)
-        recorder.scheduler.commit_chunks(chunks, [1 if chunk.is_last else None for chunk in chunks])
-        return [(chunk.sequence.request.id, chunk.start, chunk.end) for chunk in chunks]
+    def next_chunks(num_tokens):
+        return recorder.step(prompt_tokens=num_tokens, admission_limit=5)[0]
 
-    assert next_chunks(16, 5) == [("a", 0, 3), ("b", 0, 4)], "a prompt that was begun is not cut"
+    assert next_chunks(16) == [("a", 0, 3), ("b", 0, 4)], "a prompt that was begun is not cut"
     assert recorder.scheduler.num_running == 2
-    assert next_chunks(16, 5) == [("c", 0, 16)], "a long one may have more"
-    assert next_chunks(2, 5) == [("c", 16, 18)]
-    assert next_chunks(16, 5) == [("c", 18, 20), ("d", 0, 1)]
+    assert next_chunks(16) == [("c", 0, 16)], "a long one may have more"
+    assert next_chunks(2) == [("c", 16, 18)]
+    assert next_chunks(16) == [("c", 18, 20), ("d", 0, 1)]
 
 
 def test_prompts_are_computed_while_others_decode():
