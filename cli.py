@@ -147,14 +147,15 @@ def load(path: str, prog: str = "slipstream") -> Any:
         os.write(2, f"{prog}: interrupted\n".encode())
         os._exit(130)
 
-    handler = signal.getsignal(signal.SIGINT)
-    if handler == signal.default_int_handler:  # else Ctrl-C is ignored, or another program's
+    is_default = signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    if is_default:  # else Ctrl-C is ignored, or another program's
         signal.signal(signal.SIGINT, end)
     try:
         module, name = path.split(":")
         return getattr(import_module(f"slipstream.{module}"), name)
     finally:
-        signal.signal(signal.SIGINT, handler)
+        if is_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def overview(*group: str) -> str:
