@@ -20,6 +20,7 @@ from slipstream.kernels.collectives.peers import Peers
 SECONDS = 120  # that a test's ranks may take for each output
 PATIENCE = 1e9  # seconds of the interpreter, which counts looks at a clock
 look = peers._is_over
+load = interpreter._interpreter.load
 store = interpreter._interpreter.store
 
 
@@ -30,13 +31,24 @@ def look_and_rest(*arguments: Any) -> Any:
 
 
 def store_at_once(pointers: Any, values: Any, mask: Any):
-    """The interpreter's copies of two bytes are seen by halves: the C library stores one byte before both."""
-    if values.itemsize != 2:
+    """Stores each number once. The interpreter copies bytes by the C library, which stores one byte of two before both,
+    and four bytes twice: a cell may look full when half of it is, or again after it is emptied."""
+    word = {2: ctypes.c_int16, 4: ctypes.c_int32}.get(values.itemsize)
+    if word is None:
         store(pointers, values, mask)
         return
-    bits = values.view(np.int16)
+    bits = values.view(f"i{values.itemsize}")
     for pointer, number in zip(pointers[mask].tolist(), bits[mask].tolist(), strict=True):
-        ctypes.c_int16.from_address(pointer).value = number
+        word.from_address(pointer).value = number
+
+
+def load_whole(pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+    """Loads numbers of two bytes twice, since the C library reads one byte of them before both: a cell that was half
+    empty the first time is full the second time."""
+    first = load(pointers, mask, other, dtype)
+    if dtype.itemsize != 2:
+        return first
+    return np.where(first.view(np.int16) == 0, first, load(pointers, mask, other, dtype))
 
 
 def run_ranks(world: int, num_bytes: int, run: Callable[[Peers], list[Tensor]]) -> list[list[Tensor]]:
@@ -51,6 +63,7 @@ def run_ranks(world: int, num_bytes: int, run: Callable[[Peers], list[Tensor]]) 
         torch.set_num_threads(1)
         peers._is_over = look_and_rest  # in this process alone
         peers.POLLS = tl.constexpr(2)
+        interpreter._interpreter.load = load_whole
         interpreter._interpreter.store = store_at_once
         try:
             outputs = run(Peers(rank, buffers[rank], addresses, PATIENCE))
