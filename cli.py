@@ -3,14 +3,12 @@
 Invariant: a verb runs the program itself, so `slipstream prepare X` and `python data_tools/prepare.py X` are the same.
 """
 
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from slipstream.config import errors_reported, nearest, run
+from slipstream.config import end_at_interrupts, errors_reported, nearest, raise_interrupts, run
 
 
 class Verb(NamedTuple):
@@ -140,22 +138,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def load(path: str, prog: str = "slipstream") -> Any:
-    """Ctrl-C ends the process at once: in libraries that are being imported an exception is lost, becomes another one
-    (numpy) or aborts the process (torch)."""
-
-    def end(*_: object) -> None:
-        os.write(2, f"{prog}: interrupted\n".encode())
-        os._exit(130)
-
-    is_default = signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    if is_default:  # else Ctrl-C is ignored, or another program's
-        signal.signal(signal.SIGINT, end)
+    end_at_interrupts(prog)
     try:
         module, name = path.split(":")
         return getattr(import_module(f"slipstream.{module}"), name)
     finally:
-        if is_default:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise_interrupts()
 
 
 def overview(*group: str) -> str:

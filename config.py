@@ -20,11 +20,13 @@ import json
 import os
 import re
 import select
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from difflib import get_close_matches
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar, get_args, get_origin, get_type_hints
@@ -130,6 +132,7 @@ def run(
     program: Callable[[ConfigT], object], config_class: type[ConfigT], prog: str, argv: Sequence[str] | None = None
 ) -> None:
     """Reads the options by `read` and calls `program` with them."""
+    raise_interrupts()
     config = read(config_class, argv, prog)
     with errors_reported(config, prog):
         program(config)
@@ -143,6 +146,31 @@ def read(config_class: type[ConfigT], argv: Sequence[str] | None, prog: str) -> 
     with errors_reported(config, prog):
         getattr(config, "check_inputs", lambda: None)()
     return config
+
+
+def begin(config_class: type[Any], prog: str) -> None:
+    """Checks the command line before the imports of a program, which take seconds and which Ctrl-C ends at once."""
+    end_at_interrupts(prog)
+    read(config_class, None, prog)
+
+
+def end_at_interrupts(prog: str) -> None:
+    """Has Ctrl-C end the process at once, until `raise_interrupts`: in libraries that are being imported an exception
+    is lost, becomes another one (numpy) or aborts the process (torch)."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored, or another program's
+        signal.signal(signal.SIGINT, partial(_end, prog))
+
+
+def _end(prog: str, *_: object) -> None:
+    os.write(2, f"{prog}: interrupted\n".encode())
+    os._exit(130)
+
+
+def raise_interrupts() -> None:
+    """Has Ctrl-C raise KeyboardInterrupt again after `end_at_interrupts`."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, partial) and handler.func == _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

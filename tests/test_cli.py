@@ -55,17 +55,23 @@ TRAINING = [  # programs of `accelerate launch`, which runs the file itself
     )
 ]
 INTERRUPTED = """
-import signal, sys
+import runpy, signal, sys
 from slipstream import cli
 class Library:  # makes something else of an interrupt, as numpy does
     def find_spec(self, name, *_):
+        if name != "torch":
+            return
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
             raise ImportError("read the manual") from None
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Library())
-cli.load("data_tools.prepare:prepare", "slipstream prepare")
+del sys.argv[0]
+if sys.argv[0] in cli.VERBS:
+    cli.load(cli.VERBS[sys.argv[0]].program, f"slipstream {sys.argv[0]}")
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
 WRONG = [(f"{verb} {line}", option) for verb, (line, value, _) in LINES.items() for option in ("--outptu=x", value)]
 Reply = Callable[[str], tuple[str, str]]
@@ -101,9 +107,16 @@ def test_a_training_program_answers_before_it_imports_torch(line, status, words,
     assert words in reply(line)[1]
 
 
-def test_ctrl_c_ends_a_program_that_is_being_imported():
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (130, "slipstream prepare: interrupted\n")
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (["prepare"], "slipstream prepare"),
+        (["train/eagle.py", "--target=assets/tiny-target", "--output=o", "--data.path=."], "train/eagle.py"),
+    ],
+)
+def test_ctrl_c_ends_a_program_that_is_being_imported(program, words):
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, *program], capture_output=True, text=True, cwd=ROOT)
+    assert (ended.returncode, ended.stderr) == (130, f"{words}: interrupted\n")
 
 
 def test_every_verb_is_tried():

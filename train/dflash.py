@@ -8,11 +8,11 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from slipstream.config import read, run
+from slipstream.config import begin, run
 from slipstream.train.dflash_options import DFlashOptions, DraftOptions
 
 if __name__ == "__main__":
-    read(DFlashOptions, None, "train/dflash.py")  # here, since the imports below take seconds
+    begin(DFlashOptions, "train/dflash.py")
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -8,11 +8,11 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from slipstream.config import read, run
+from slipstream.config import begin, run
 from slipstream.train.eagle_options import DraftOptions, EagleOptions
 
 if __name__ == "__main__":
-    read(EagleOptions, None, "train/eagle.py")  # here, since the imports below take seconds
+    begin(EagleOptions, "train/eagle.py")
 
 from functools import partial
 

@@ -8,11 +8,11 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from slipstream.config import read, run
+from slipstream.config import begin, run
 from slipstream.train.eagle3_options import DraftOptions, Eagle3Options
 
 if __name__ == "__main__":
-    read(Eagle3Options, None, "train/eagle3.py")  # here, since the imports below take seconds
+    begin(Eagle3Options, "train/eagle3.py")
 
 from functools import partial
 

@@ -9,11 +9,11 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from slipstream.config import read, run
+from slipstream.config import begin, run
 from slipstream.train.mtp_options import DraftOptions, MTPOptions
 
 if __name__ == "__main__":
-    read(MTPOptions, None, "train/mtp.py")  # here, since the imports below take seconds
+    begin(MTPOptions, "train/mtp.py")
 
 from functools import partial
 
