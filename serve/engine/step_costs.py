@@ -110,7 +110,8 @@ class StepCosts(Costs):
 
     Logarithms of these are estimated from measured steps by an extended Kalman filter. So a size that text passes
     faster than random tokens did (a mixture of experts reads fewer of them) is told apart from a device that is slower
-    throughout, also after a few steps, and is remembered while other sizes are used.
+    throughout, also after a few steps, and is remembered while other sizes are used. An entry that was never measured
+    depends on no other, so the filter holds those alone that were: few of some hundred.
     """
 
     is_fitted = False
@@ -128,9 +129,8 @@ class StepCosts(Costs):
         # by entry: the factor, target passes by mode, draft passes
         self._table_ms = np.array([1.0, *targets, *drafts.values()])
         self._logs = np.zeros(len(self._table_ms))
-        self._spread = np.full(len(self._logs), DEVIATION)
-        self._spread[0] = FACTOR
-        self._covariance = np.diag(self._spread**2)
+        self._measured = [0]  # entries, as in the covariance
+        self._covariance = np.full((1, 1), FACTOR**2)
         self._num_observed = 0
 
     def passes(self, min_rows: int, max_rows: int, *, stride: int = 1) -> Rows:
@@ -157,22 +157,30 @@ class StepCosts(Costs):
         predicted = sum(parts)
         error = log(self._judge(ms, predicted) / predicted)
         shares = np.array([predicted, *parts]) / predicted  # how the logarithm of the time follows those of the entries
-        spread = self._covariance[:, entries] @ shares
-        gain = spread / (float(spread[entries] @ shares) + NOISE**2)
-        self._logs += gain * error
+        places = [self._place_of(entry) for entry in entries]
+        spread = self._covariance[:, places] @ shares
+        gain = spread / (float(spread[places] @ shares) + NOISE**2)
+        self._logs[self._measured] += gain * error
         np.clip(self._logs[1:], -MOST_LOG, MOST_LOG, out=self._logs[1:])
         self._covariance -= gain[:, None] * spread
         self._num_observed += 1
         if self._num_observed % AGE_EACH == 0:
             self._age()
 
+    def _place_of(self, entry: int) -> int:
+        """Returns the entry's place in the covariance, which grows by an entry that was never measured."""
+        if entry not in self._measured:
+            self._measured.append(entry)
+            self._covariance = np.pad(self._covariance, (0, 1))
+            self._covariance[-1, -1] = DEVIATION**2
+        return self._measured.index(entry)
+
     def _age(self) -> None:
         """Lets measurements age: the factor may have moved since, and a deviation slowly returns to none."""
-        keep = np.full(len(self._logs), KEEP_LOG)
-        keep[0] = 1.0
-        self._logs *= keep
-        self._covariance *= np.outer(keep, keep)
-        added = (1 - KEEP_LOG**2) * self._spread**2
+        self._logs[1:] *= KEEP_LOG
+        self._covariance[1:] *= KEEP_LOG
+        self._covariance[:, 1:] *= KEEP_LOG
+        added = np.full(len(self._measured), (1 - KEEP_LOG**2) * DEVIATION**2)
         added[0] = AGE_EACH * (OBSERVED * NOISE) ** 2  # so that a step that is measured often weighs OBSERVED
         self._covariance[np.diag_indices_from(self._covariance)] += added
 
