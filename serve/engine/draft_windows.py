@@ -52,9 +52,15 @@ class DraftWindows:
         self._num_steps = 0
         self._gains = self._compute_gains()
 
+    def has_long(self, lengths: Sequence[int]) -> bool:
+        """Whether a text of so many tokens may be read in part."""
+        return max(lengths, default=0) >= SHORTEST
+
     def choose(self, slots: Sequence[int], lengths: Sequence[int], width: int) -> tuple[tuple[int, int], ...]:
         """Chooses for a draft's pass of `width` nodes over texts in these slots, of which so many tokens are committed.
         Returns (slot, start) of those that start elsewhere than before."""
+        if not self.has_long(lengths) and not self.starts.any():
+            return ()
         self._num_steps += 1
         if self._num_steps % RECOMPUTE == 0:
             self._gains = self._compute_gains()

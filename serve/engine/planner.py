@@ -98,7 +98,8 @@ class Launched:
     traits: BatchTraits
     filtered: bool  # see BatchTraits, with masks that come late
     expected_ms: float = 0.0  # the policy's prediction for the step
-    are_windows: NDArray[np.bool_] | None = None  # whether a window drafted what each decoding sequence verifies
+    # Whether a window drafted what each decoding sequence verifies; None: no text is long enough for one.
+    are_windows: NDArray[np.bool_] | None = None
     num_read: int = 0  # committed tokens that the draft's pass reads
 
 
@@ -193,7 +194,8 @@ class Planner:
     ) -> tuple[tuple[int, int], ...]:
         """Returns `StepPlan.read_starts` of a step, whose decoding requests have at most `bounds` tokens."""
         traits = launched.traits
-        launched.are_windows = windows.starts[list(traits.slots)] > 0
+        if windows.has_long(bounds):
+            launched.are_windows = windows.starts[list(traits.slots)] > 0
         tokens = dict(zip(traits.segments, (*bounds, *(chunk.end for chunk in launched.chunks)), strict=True))
         lengths = [tokens[slot] for slot in traits.drafting]
         starts = windows.choose(traits.drafting, lengths, self.policy.width)
