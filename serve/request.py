@@ -403,7 +403,7 @@ class Logprobs:
         return self.tokens, self.ranks, self.top, self.top_ids
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # each step makes one for each request; to freeze them takes 2 us each
 class Output:
     """New tokens of one request. Only its last Output has `finish_reason` and `stats`, and, where that is "error", the
     sentence that says what failed, and whether the request itself is at fault (`is_refusal`). `logprobs` and `trace`

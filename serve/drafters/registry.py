@@ -30,7 +30,8 @@ def plan_draft(source: DraftSource, values: dict[str, Any], target: TargetSpec) 
     ngram, _ = _ngram_options(source, options)
     if ngram is None:
         return plan
-    return replace(plan, host_widths=ngram.widths, branches=plan.branches or ngram.branches)
+    chain_nodes = plan.chain_nodes if plan.branches else plan.widths[-1]
+    return replace(plan, host_widths=ngram.widths, branches=plan.branches or ngram.branches, chain_nodes=chain_nodes)
 
 
 def load_drafter(source: DraftSource, values: dict[str, Any], target: Target) -> tuple[Drafter, list[HostStage]]:

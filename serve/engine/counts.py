@@ -7,6 +7,7 @@ Plain data that is pickled to the server with the engine's gauges. Counts only g
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 NODE_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
@@ -131,5 +132,13 @@ class EngineCounts:
         if is_tree:
             self.drafted[source, IN_TREE] += num_drafted
         else:
-            self.drafted.update((source, str(place)) for place in range(1, num_drafted + 1))
-        self.accepted.update((source, str(place)) for place in range(1, num_accepted + 1))
+            for place in _places(source, num_drafted):
+                self.drafted[place] += 1
+        for place in _places(source, num_accepted):
+            self.accepted[place] += 1
+
+
+@cache
+def _places(source: str, count: int) -> tuple[tuple[str, str], ...]:
+    """Returns the first places of a source's proposals."""
+    return tuple((source, str(place)) for place in range(1, count + 1))

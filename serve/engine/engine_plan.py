@@ -204,12 +204,8 @@ def plan_engine(
     if config.keep_states:
         check_aux_layers(config.keep_states, spec.num_layers)
     inexact = find_inexact(config, part, device, dtype, backends["verify"])
-    if inexact and config.exact:
-        raise ValueError(
-            f"exact is true, but {inexact}; change that, or leave exact out (exact-check: --engine.exact false)"
-        )
-    if inexact and config.tp_exact:
-        raise ValueError(f"tp_exact is true, but {inexact}; change that, or leave tp_exact out")
+    if inexact:
+        check_inexact(config, inexact)
     max_model_len = pick_max_model_len(config.max_model_len, spec)
     most_nodes = max(usual_nodes, forced_nodes)
     captured_tokens = config.captured_tokens if captures else 0
@@ -228,7 +224,10 @@ def plan_engine(
         enough_prompt_rows=enough_tokens,
         grid=grid,
         prompts_by="prefill" if inexact else "verify",  # other backends add in orders of their own
+        branches=draft.branches,
+        chain_nodes=draft.chain_nodes if draft.branches else usual_nodes,
     )
+    chain_rows = min(node_rows, config.max_running * draft.chain_nodes) if draft.branches else None
     return EnginePlan(
         config=config,
         path=path,
@@ -251,8 +250,21 @@ def plan_engine(
         inexact=inexact,
         captures=captures,
         overlap=overlap,
-        graphs=GraphKeys.for_sizes(config.max_running, node_rows, captured_tokens, widths) if captures else GraphKeys(),
+        graphs=GraphKeys.for_sizes(config.max_running, node_rows, captured_tokens, widths, chain_rows)
+        if captures
+        else GraphKeys(),
     )
+
+
+def check_inexact(config: EngineConfig, reason: str) -> None:
+    """Raises ValueError where the options demand bits that do not depend on other requests, which `reason` rules
+    out."""
+    if config.exact:
+        raise ValueError(
+            f"exact is true, but {reason}; change that, or leave exact out (exact-check: --engine.exact false)"
+        )
+    if config.tp_exact:
+        raise ValueError(f"tp_exact is true, but {reason}; change that, or leave tp_exact out")
 
 
 def shard(config: EngineConfig, spec: TargetSpec, draft: DraftPlan) -> TargetSpec:

@@ -28,6 +28,7 @@ class StepKey(NamedTuple):
     rows: int
     heads: int  # rows with logits
     has_prompts: bool
+    branches: bool  # its proposals may be trees
     mode: SamplingMode
 
 
@@ -166,6 +167,7 @@ class StepPlan:
     bounds: tuple[int, ...] = ()  # for each of `slots`: most tokens that it can have committed before the step
     mode: SamplingMode = "greedy"
     nodes: int = 0  # nodes that the pass verifies, roots included: the likeliest of all requests
+    branches: bool = False  # their proposals may be trees
     width: int = 1  # nodes that the draft then proposes for each request, root included
     acceptance_table: NDArray[np.float32] | None = None  # (C,) by acceptance bin, where they have changed
     returns_proposals: bool = False  # a host stage or a traced request needs what the step proposes
@@ -183,7 +185,8 @@ class StepOutput(NamedTuple):
     num_verified: NDArray[np.int32]  # (S,) nodes that the pass verified, root included; of chunks 0
     tokens: NDArray[np.int32]  # (S, W) emitted, -1 padded
     bins: NDArray[np.int32]  # (S, W) acceptance bins of the nodes that were stored, -1 of roots and unused ones
-    accepted: NDArray[np.int32] | None  # (S, W) accepted nodes, -1 padded; None: chains, whose first nodes are
+    # (S, W) accepted nodes, -1 padded; None: of a pass over chains, whose first nodes are
+    accepted: NDArray[np.int32] | None
     proposed: NDArray[np.int32] | None  # (2, S, W) tokens and parents of the next step, where the plan wants them
     errors: dict[int, str]  # by slot: the request fails, the others go on
     logprobs: NDArray[np.int32] | None = None  # (2 + 2 * K, S, W) as in kernels/sampling/logprobs.py, where wanted

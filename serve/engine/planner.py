@@ -45,6 +45,8 @@ class PassLimits:
     enough_prompt_rows: int  # prompt tokens of a step from which on no other prompt follows
     prompts_by: PromptPhase  # see StepPlan
     grid: int = 1  # prompts are cut at multiples of so many tokens
+    branches: bool = False  # some proposals are trees
+    chain_nodes: int = 0  # nodes up to which those of the network are chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ class Planner:
         self._admissions: dict[int, Admission] = {}  # since the last plan, by slot
         self._offers: dict[int, Offer] = {}  # by slot: the proposal that the next step may verify
         self._offered = set[int]()  # slots whose proposal is the host's
+        self._stored_nodes = 1  # nodes of the proposals that the network stored last
         self._decoding: list[Sequence] = []  # of the last step without prompts, which `_traits` are of
         self._traits = BatchTraits.of([], [])
 
@@ -187,7 +190,7 @@ class Planner:
             segments=(sequence.slot,),
             prompts_by=self.limits.prompts_by,
         )
-        return plan if self.graphs is None else replace(plan, graph=self.graphs.step(plan))
+        return self._with_graphs(plan)
 
     def _choose_windows(
         self, windows: DraftWindows, launched: Launched, bounds: tuple[int, ...]
@@ -248,15 +251,29 @@ class Planner:
         if self._sent_version != acceptance.version:
             self._sent_version = acceptance.version
             acceptance_table = acceptance.table.copy()
-        plan = replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, acceptance_table=acceptance_table)
+        plan = replace(
+            plan,
+            mode=mode,
+            nodes=choice.nodes,
+            branches=self.limits.branches and (self._stored_nodes > self.limits.chain_nodes or bool(self._offered)),
+            width=choice.width,
+            acceptance_table=acceptance_table,
+        )
+        return self._with_graphs(plan)
+
+    def _with_graphs(self, plan: StepPlan) -> StepPlan:
+        """Completes the plan with its captured passes."""
         if self.graphs is None:
             return plan
-        return replace(plan, graph=self.graphs.step(plan), draft_graph=self.graphs.draft(plan))
+        graph = self.graphs.step(plan)
+        branches = plan.branches if graph is None else graph.branches
+        return replace(plan, graph=graph, branches=branches, draft_graph=self.graphs.draft(plan))
 
     def launched(self, plan: StepPlan) -> None:
         """Notes that the passes of the plan are launched and will store proposals."""
         launched = self._launched[plan.number]
         self.scheduler.mark_launched(launched.chunks)
+        self._stored_nodes = plan.width
         if launched.traits.traced:
             self._tracer.launched(plan, launched.traits.traced)
         if self.host_drafts:

@@ -236,7 +236,9 @@ class StepGraphs(Graphs[StepKey]):
         self.most_prompt_rows = max(self.prompt_sizes, default=0)
         self.packed = self._pack((), self.most_prompt_rows).to(state.device)
         num_segments = self.max_running + self.num_chunks
-        self.results = step_passes.empty_results(num_segments, has_logprobs=True, num_passes=MAX_STEPS_IN_FLIGHT + 1)
+        self.results = step_passes.empty_results(
+            num_segments, has_logprobs=True, branches=step_passes.branches, num_passes=MAX_STEPS_IN_FLIGHT + 1
+        )
         self.passes = torch.zeros(1, dtype=torch.int64, device=state.device)  # number of passes that were launched
         self._num_launched: int | None = None  # `passes`, once nothing but `launch` adds to it
 
@@ -255,13 +257,17 @@ class StepGraphs(Graphs[StepKey]):
         self._capture_all("target passes", sizes)
 
     def time_all(self) -> dict[str, dict[Any, float]]:
-        """Milliseconds of passes with random tokens and no committed ones to read, by mode and rows. Where a pass has
-        more rows than it can have nodes, the others are a prompt's."""
+        """Milliseconds of passes with random tokens and no committed ones to read, by mode and rows: over chains, up
+        to as many rows as they can have. Where a pass has more rows than it can have nodes, the others are a
+        prompt's."""
         tables: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
+        chain_sizes = {key.rows for key in self.keys if not key.branches}
         self._num_launched = None
         with self.step_passes.state.random_requests(self.step_passes.target.config.vocab_size):
             for key in self.keys:
                 rows = key.rows
+                if key.branches and rows in chain_sizes:
+                    continue
                 if not key.has_prompts or (rows > self.sizes[-1] and key.heads == self._heads(rows)[-1]):
                     nodes = min(rows, self.sizes[-1])
                     self.step_passes.state.send(tuple(range(min(rows, self.max_running))), nodes)
@@ -301,32 +307,35 @@ class StepGraphs(Graphs[StepKey]):
         self._graphs[plan.graph][1].replay()
         first = min(plan.graph.rows, self.max_running)
         count = first + len(plan.chunks) if plan.chunks else len(plan.slots)
-        tokens = self.results.tokens[number % len(self.results.tokens)]
+        tokens = self.results.tokens[number % len(self.results.tokens)]  # of trees, and of chains in fewer columns
         return Results(tokens[:count], self.results.logprobs if plan.logprobs is not None else None), first
 
     def parts_of(self, key: StepKey) -> Sequence[Part]:
-        rows, heads, has_prompts, mode = key
+        rows, heads, has_prompts, branches, mode = key
         chunks = split_chunks(self.packed, self.num_chunks, self.most_prompt_rows)
         if not has_prompts:
             chunks = Chunks(*(field[:0] for field in chunks))
         requests = self.requests[: min(rows, self.max_running)]
         inputs = StepInputs(self.step_passes.state.budget[:1], requests, chunks, self.passes)
         num_segments = len(requests) + len(chunks.slots)
-        buffers = self.results if mode == "all" else self.results._replace(logprobs=None)
-        results = Results._make(buffer if buffer is None else buffer[:, :num_segments] for buffer in buffers)
-        target_pass = CapturedPass(inputs, mode, results, rows, heads)
+        columns = self.step_passes.result_columns(branches=branches)
+        logprobs = self.results.logprobs if mode == "all" else None
+        results = Results(
+            self.results.tokens[:, :num_segments, :columns],
+            None if logprobs is None else logprobs[:, :num_segments],
+        )
+        target_pass = CapturedPass(inputs, mode, results, rows, heads, branches)
         return [lambda _: self.step_passes.forward(target_pass), partial(self.step_passes.verify, target_pass)]
 
-    def start_of(self, key: StepKey) -> tuple[int, bool]:
-        return key.rows, key.has_prompts
+    def start_of(self, key: StepKey) -> tuple[int, bool, bool]:
+        return key.rows, key.has_prompts, key.branches
 
     def hold_padding(self) -> None:
         self.step_passes.state.send((), 0)
         self._hold_chunks(())
 
     def describe(self, key: StepKey) -> str:
-        rows, _, _, mode = key
-        return f"a pass of {rows} rows ({mode} sampling)"
+        return f"a pass of {key.rows} rows ({key.mode} sampling)"
 
     def _heads(self, rows: int) -> list[int]:
         """Numbers of rows with logits that passes with prompts of so many rows are captured for, ascending."""

@@ -49,7 +49,7 @@ class InFlight:
         of_prompts = self.results.prompt_logprobs
         counts = results[:, 0]
         tokens = results[:, 2 : 2 + width]
-        accepted = results[:, 2 + 2 * width :]
+        accepted = results[:, 2 + 2 * width :] if plan.branches and not self.failure else None
         slots = plan.segments
         errors = dict.fromkeys(slots, self.failure) if self.failure else self._not_finite(slots, counts, tokens)
         return StepOutput(
@@ -57,7 +57,7 @@ class InFlight:
             num_verified=results[:, 1],
             tokens=tokens,
             bins=results[:, 2 + width : 2 + 2 * width],
-            accepted=accepted if accepted.shape[1] else None,
+            accepted=accepted,
             proposed=None if self.proposed is None else self.proposed.numpy(),
             errors=errors,
             logprobs=None if logprobs is None else self._of_plan(logprobs.numpy(), axis=1),
@@ -249,8 +249,10 @@ class ModelRunner:
         state = self.state
         chunks = self._put_chunks(plan.chunks) if plan.chunks else self._no_chunks
         inputs = StepInputs(state.upload([plan.nodes]), self._upload("step", plan.slots), chunks)
-        results = self.passes.empty_results(len(plan.segments), has_logprobs=plan.logprobs is not None)
-        target_pass = EagerPass(inputs, plan.mode, results, plan.bounds, plan.chunks, plan.prompts_by)
+        results = self.passes.empty_results(
+            len(plan.segments), has_logprobs=plan.logprobs is not None, branches=plan.branches
+        )
+        target_pass = EagerPass(inputs, plan.mode, results, plan.bounds, plan.chunks, plan.prompts_by, plan.branches)
         return self.passes.step(target_pass), len(plan.slots)
 
     def _put_chunks(self, chunks: tuple[PromptChunk, ...]) -> Chunks:

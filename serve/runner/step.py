@@ -82,6 +82,7 @@ class CapturedPass:
     results: Results  # the buffers; log-probabilities are taken only if there is one for them
     rows: int
     heads: int
+    branches: bool = False  # its proposals may be trees
 
     def write_changes(self, state: RequestState) -> None:
         """Writes what the host has changed in requests."""
@@ -102,6 +103,7 @@ class EagerPass:
     bounds: tuple[int, ...]  # as in HostShape
     chunks: tuple[PromptChunk, ...]
     prompts_by: PromptPhase
+    branches: bool = False  # as in CapturedPass
 
     def write_changes(self, state: RequestState) -> None:
         """Writes what the host has changed in requests."""
@@ -140,7 +142,8 @@ class StepPasses:
     kv: tuple[NetworkKV, ...]  # the target's and, if it has some, the draft's
     states: RecurrentStates | None = None  # of the target's recurrent layers
     usual_nodes: int = MAX_NODES  # nodes of a proposal, but for rare ones that have more
-    branches: bool = False  # some proposals are trees, by the drafter or by the host
+    chain_nodes: int = MAX_NODES  # likewise, of a pass whose proposals are chains
+    branches: bool = False  # some passes verify trees, by the drafter or by the host
     order: FixedOrder | None = None  # order of the target's products; attention's is then fixed, too
     accept_length: float | None = None  # simulated: see `simulate`
     kept_states: KeptStates | None = None  # of committed tokens
@@ -168,13 +171,13 @@ class StepPasses:
             state.pages[0],
             state.page_size,
             sizes.rows,
-            self.branches,
+            target_pass.branches,
             state.padding,
         )
         attention, mask = self._attention(layout, len(requests), sizes.host)
         network: Attention = attention
         if self.states is not None:
-            are_chains = not self.branches
+            are_chains = not target_pass.branches
             network = MixedAttention.plan(
                 attention, self.states, layout, len(requests), sizes.host, are_chains=are_chains
             )
@@ -226,12 +229,18 @@ class StepPasses:
             self.drafter.extend(rows, aux_states if verified.order is None else aux_states[verified.order])
         return results
 
-    def empty_results(self, num_segments: int, *, has_logprobs: bool, num_passes: int = 0) -> Results:
+    def result_columns(self, *, branches: bool) -> int:
+        """Numbers that a pass tells the host of each segment: see `Results`."""
+        return 2 + (3 if branches else 2) * self.state.proposals.shape[2]
+
+    def empty_results(
+        self, num_segments: int, *, has_logprobs: bool, branches: bool = False, num_passes: int = 0
+    ) -> Results:
         """Zeros. For a number of passes, which take turns, tokens (N, S, ...) are in the host's memory, which a GPU
         writes to."""
         device = self.state.device
         width = self.state.proposals.shape[2]
-        columns = 2 + (3 if self.branches else 2) * width
+        columns = self.result_columns(branches=branches)
         zeros = partial(torch.zeros, dtype=torch.int32)
         if num_passes:
             tokens = zeros(num_passes, num_segments, columns, pin_memory=device.type == "cuda")
@@ -291,7 +300,7 @@ class StepPasses:
     ) -> tuple[Backend | PartsAttention, str]:
         """The target's attention, planned, and the mask of nodes."""
         verify = self.attention["verify"]
-        mask = "tree" if self.branches and num_requests else "causal"
+        mask = "tree" if layout.ancestors is not None and num_requests else "causal"
         if host is None or host.prompts_by == "verify":
             verify.plan(self._ragged(layout, num_requests))
             return verify, mask
@@ -335,7 +344,7 @@ class StepPasses:
             lengths=layout.segment_lengths,
             num_decoding=num_requests,
             most_nodes=min(self.state.proposals.shape[2], MAX_NODES),
-            usual_nodes=self.usual_nodes,
+            usual_nodes=self.chain_nodes if layout.ancestors is None else self.usual_nodes,
             by_path=by_path,
         )
 
@@ -383,7 +392,7 @@ class StepPasses:
         """
         if self.states is not None:
             self.states.commit(layout, verified, num_requests)
-        if self.branches and num_requests:
+        if layout.ancestors is not None and num_requests:
             width = verified.nodes.shape[1]
             order = torch.arange(width, device=verified.nodes.device).expand(num_requests, width)
             nodes = torch.where(verified.nodes < 0, order, verified.nodes.long())

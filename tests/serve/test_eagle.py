@@ -3,7 +3,9 @@
 import itertools
 import json
 import logging
+import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -242,6 +244,35 @@ def test_narrow_proposals_of_a_tree_are_chains(width, drafted, make_target, make
     check_proposals(engine, Oracle(target, draft, TreeOptions(**drafted)), target, sized_requests(temperature=0.8))
 
 
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [("eagle", {"depth": 4, "topk": 3, "nodes": 9}), ("eagle3", {"ngram_first": 1, "ngram_nodes": 12})],
+    ids=["tree", "chain after n-grams"],
+)
+def test_passes_over_chains_meet_no_tree(drafter, options, make_target, make_draft):
+    """Whichever width is proposed next, and whether the host proposes."""
+    engine = build_engine(make_target("llama"), make_draft("llama", drafter), drafter=options)
+    rng = random.Random(0)
+    policy = engine.planner.policy
+    choose = policy.choose
+    policy.choose = lambda *args, **sizes: choose(*args, **sizes)._replace(width=rng.choice(policy.widths))
+    branches = Counter()
+
+    def look(event, plan):
+        if event == "ready" and plan.slots:
+            branches[plan.branches] += 1
+            stored = engine.runner.state.stored
+            index = torch.arange(stored.parents.shape[1])
+            are_chains = (stored.parents == index - 1) | (stored.tokens < 0) | (index == 0)
+            changed = any(any(proposal.counts) for proposal in plan.edits.proposals)
+            assert plan.branches or (not changed and are_chains[list(plan.slots)].all())
+
+    engine.trace = look
+    requests = sized_requests(max_tokens=40, temperature=0.6)
+    assert tokens_of(run(engine, requests)) == plain_answers(make_target("llama"), requests)
+    assert min(branches[False], branches[True]) > 2, branches
+
+
 def test_the_widths_and_scratch_of_a_tree():
     shape = TreeOptions(depth=3, topk=4).shape
     assert (shape.candidates, shape.expanded) == (36, 8)
@@ -268,6 +299,8 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target, make_draft):
     proposed = record_proposals(engine.runner.drafter)
 
     def look(plan, output):
+        if output.accepted is None:
+            return
         emissions = zip(plan.slots, output.accepted.tolist(), output.num_emitted.tolist(), strict=False)
         branched.update(slot for slot, nodes, length in emissions if nodes[:length] != list(range(length)))
 

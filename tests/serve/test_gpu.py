@@ -271,7 +271,7 @@ def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(starved, target, dr
 
         monkeypatch.setattr(owner, "parts_of", starving_parts)
 
-    starve(StepGraphs, lambda _rows, _heads, has_prompts, _mode: "prompts" if has_prompts else "nodes")
+    starve(StepGraphs, lambda _rows, _heads, has_prompts, *_: "prompts" if has_prompts else "nodes")
     starve(DraftGraphs, lambda *_: "drafts")
     requests = [
         make_request(f"{index} {kind}", random_prompt(9 + 7 * index, index), seed=index, **SAMPLINGS[kind])

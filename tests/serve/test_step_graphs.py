@@ -341,7 +341,7 @@ def test_which_captured_pass_takes_what(mode, engine):
         key = graphs.step(step_of(*chunks, mode=mode, slots=range(num_decoding), nodes=nodes))
         if key is None:
             return None
-        assert key[2:] == (bool(chunks), "all" if mode == "all" else "plain")
+        assert key[2:] == (bool(chunks), False, "all" if mode == "all" else "plain")
         return key[:2]
 
     assert rows(chunk_of(0, 3)) == (32, 32)
@@ -406,7 +406,7 @@ def test_prompts_may_be_left_uncaptured(configure):
     expected = plain_answers(Path(config.target), requests)
     assert tokens_of(run(engine, requests)) == expected
     keys = engine.runner.steps.keys
-    assert not any(has_prompts for _, _, has_prompts, _ in keys)
+    assert not any(key.has_prompts for key in keys)
     assert sum(replays_of(engine).values()) == sum(not plan.chunks for plan, _ in recorded) > 0
 
 
