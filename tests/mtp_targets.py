@@ -149,12 +149,11 @@ class NaiveMTP(NaiveEagle3):
         layer.use_post_norm = True
         return states
 
+    def head_input(self, states: Tensor) -> Tensor:
+        return self.module.layers[0].post_norm(states.double()) if self.hidden == "before_norm" else states.double()
+
     def logits(self, states: Tensor) -> Tensor:
-        states = states.double()
-        if self.hidden == "before_norm":
-            layer = self.module.layers[0]
-            states = layer.post_norm(states)
-        return states @ self.head.T
+        return self.head_input(states) @ self.head.T
 
 
 class NaiveModules(NaiveMTP):

@@ -32,5 +32,8 @@ class NaiveEagle(NaiveEagle3):
         x = joined + self._attention(joined)
         return x, self._gated(x, "layers.0")
 
+    def head_input(self, states: Tensor) -> Tensor:
+        return states.double()
+
     def logits(self, states: Tensor) -> Tensor:
-        return states.double() @ self.head.T
+        return self.head_input(states) @ self.head.T

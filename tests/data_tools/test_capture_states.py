@@ -70,13 +70,6 @@ def test_drafts_decide_the_states(words, layers, last_hidden, flags, tmp_path, c
     assert (form.layers, form.last_hidden) == (tuple(layers), last_hidden)
 
 
-@pytest.mark.parametrize("words", [("--drafters", "eagle3", "eagle"), ("--layers", "3", "0")])
-def test_other_states(words, tmp_path, flags, capture_data, capture_target):
-    main(flags(tmp_path, *words))
-    assert StateStore(tmp_path).index.form.layers == {"--drafters": (1, 2, 3, 4), "--layers": (3, 0)}[words[0]]
-    check_states(tmp_path, capture_data, capture_target)
-
-
 def test_states_of_a_target_with_delta_nets(tmp_path, flags, capture_data, capture_target, make_target):
     target = tmp_path / "target"
     shutil.copytree(make_target("qwen3-5"), target)

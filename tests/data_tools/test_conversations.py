@@ -18,7 +18,7 @@ from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import Row, RowError, read_rows
 from slipstream.data_tools.verb_options import PrepareConfig
 from slipstream.tests.data_tools.chats import chat, write_jsonl
-from slipstream.tests.tables import each_case
+from slipstream.tests.tables import each_case, table_of
 from slipstream.tests.user_errors import user_error
 
 TURNS = chat("Hello", "fine")
@@ -37,51 +37,32 @@ def test_conversation_formats_are_one(columns):
     assert (result.id, result.messages, result.tools, result.text, result.documents) == ("7", TURNS, None, None, None)
 
 
+FORMS = table_of(__file__, "forms")
+
+
 def form_of(kind: str, texts: list[str]) -> tuple[dict[str, Any], list[Any]]:
-    """The columns of a form, and its messages: questions and answers in alternation, or questions alone."""
-    question = texts[0]
-    pair = chat(*texts[:2])
+    """The columns of a form, and its messages, with these texts."""
     conversation = chat(*texts)
-    worse = {"role": "assistant", "content": "worse"}
-    preference = {"chosen": conversation[-1:], "rejected": [worse]}
-    forms = {
-        "alpaca": ({"instruction": question, "input": "", "output": texts[1]}, pair),
-        "alpaca with input": (
-            {"instruction": question, "input": "5, 8", "output": texts[1]},
-            chat(f"{question}\n5, 8", texts[1]),
-        ),
-        "instruction": ({"instruction": question}, pair[:1]),
-        "prompt": ({"prompt": question}, pair[:1]),
-        "question": ({"question": question, "answer": 4}, pair[:1]),
-        "answer": ({"question": question, "answer": texts[1]}, pair),
-        "response": ({"prompt": question, "response": texts[1], "answer": "4"}, pair),
-        "dolly": (
-            {"instruction": question, "context": "5, 8", "response": texts[1]},
-            chat(f"{question}\n5, 8", texts[1]),
-        ),
-        "texts as prompt": ({"prompt": texts[::2]}, [{"role": "user", "content": text} for text in texts[::2]]),
-        "chosen for a question": ({"question": question, "chosen": texts[1], "rejected": "worse"}, pair),
-        "chosen for an input": ({"input": question, "chosen": texts[1], "rejected": "worse"}, pair),
-        "messages as prompt": ({"prompt": conversation[:-1]}, conversation[:-1]),
-        "turns": ({"turns": texts[::2]}, [{"role": "user", "content": text} for text in texts[::2]]),
-        "chosen text": ({"prompt": question, "chosen": texts[1], "rejected": "worse"}, pair),
-        "chosen text after messages": (
-            {"prompt": conversation[:-1], "chosen": texts[-1], "rejected": "worse"},
-            conversation,
-        ),
-        "chosen message": ({"prompt": conversation[:-1], **preference}, conversation),
-        "chosen conversation": ({"chosen": conversation, "rejected": [*conversation[:-1], worse]}, conversation),
-        "its first question": (
-            {"prompt": question, "chosen": conversation, "rejected": [*conversation[:-1], worse]},
-            conversation,
-        ),
+    worse = [*conversation[:-1], {"role": "assistant", "content": "worse"}]
+    parts = {
+        "QUESTION": texts[0],
+        "ANSWER": texts[1],
+        "LAST": texts[-1],
+        "PAIR": conversation[:2],
+        "CONVERSATION": conversation,
+        "WORSE": worse,
+        "QUESTIONS": texts[::2],
+        "USER TURNS": [{"role": "user", "content": text} for text in texts[::2]],
+        "WITH INPUT": chat(f"{texts[0]}\n5, 8", texts[1]),
+        "QUESTION TURN": conversation[:1],
+        "BUT LAST": conversation[:-1],
+        "LAST TURN": conversation[-1:],
+        "WORSE TURN": worse[-1:],
     }
-    return forms[kind]
+    form = FORMS[kind]
+    return {name: parts.get(value, value) for name, value in form["columns"].items()}, parts[form["messages"]]
 
 
-FORMS = ["alpaca", "alpaca with input", "instruction", "prompt", "question", "messages as prompt", "turns"]
-FORMS += ["chosen text", "chosen text after messages", "chosen message", "chosen conversation", "its first question"]
-FORMS += ["answer", "response", "dolly", "texts as prompt", "chosen for a question", "chosen for an input"]
 COLUMNS = ("messages", "conversations", "completion", "text", "tools", "weight", "input", "finish_reason", "rejected")
 
 
@@ -97,26 +78,8 @@ def test_each_form_gives_the_messages_written_by_hand(kind, data):
         columns["system"] = "Be kind."
         messages = [{"role": "system", "content": "Be kind."}, *messages]
     nulls = data.draw(strategies.sets(strategies.sampled_from(COLUMNS)))
-    needed = {
-        "alpaca with input": {"input"},
-        "chosen conversation": {"rejected"},
-        "chosen for a question": {"rejected"},
-        "chosen for an input": {"input", "rejected"},
-    }.get(kind, set())
-    columns |= dict.fromkeys(nulls - needed)
+    columns |= dict.fromkeys(nulls - set(FORMS[kind].get("needed", ())))
     assert example(columns).messages == messages
-
-
-@pytest.mark.parametrize("kind", FORMS)
-def test_each_form_is_read_from_parquet_with_other_rows(tmp_path, kind):
-    """Arrow lends every row the columns of all others."""
-    columns, messages = form_of(kind, ["Hello", "fine", "And?", "good"])
-    other = {"id": "other", "category": "writing", "messages": TURNS}
-    rows = [{**dict.fromkeys(other), **columns}, {**dict.fromkeys(columns), **other}]
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    read = read_rows(ConversationOptions(data=(str(path),)))
-    assert [to_example(row, row.columns()).messages for row in read] == [messages, TURNS]
 
 
 def test_forms_that_agree_are_one():

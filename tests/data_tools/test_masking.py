@@ -14,7 +14,6 @@ from slipstream.tests.data_tools.chats import (
     CHATML_TAGGED,
     GEMMA4,
     GLM,
-    LLAMA,
     THINKING,
     build_tokenizer,
     chat,
@@ -34,16 +33,6 @@ CHATML_PIECES = [
     ("What?<|im_end|>\n<|im_start|>assistant\n", False),
     ("four. <|im_end|>", True),
 ]
-LLAMA_PIECES = [
-    ("<s><|head|>system<|/head|>Today: 05 Mar 2023<|eot|>", False),
-    ("<|head|>system<|/head|>\n\n", False),
-    ("You are fine.<|eot|><|head|>user<|/head|>\n\n", False),
-    ("Hello there<|eot|><|head|>assistant<|/head|>\n\n", False),
-    ("How are you?<|eot|>", True),
-    ("<|head|>user<|/head|>\n\n", False),
-    ("What?<|eot|><|head|>assistant<|/head|>\n\n", False),
-    ("four.<|eot|>", True),
-]
 
 
 def documents(
@@ -58,19 +47,6 @@ def documents(
 def mask(template: str, messages: list[Any], **options: Any) -> Document:
     [document] = documents(template, messages, **options)
     return document
-
-
-@pytest.mark.parametrize(
-    ("template", "end", "pieces"),
-    [
-        (CHATML_TAGGED, "<|im_end|>", CHATML_PIECES),
-        (CHATML, "<|im_end|>", CHATML_PIECES),
-        (LLAMA, "<|eot|>", LLAMA_PIECES),
-    ],
-    ids=["tags", "rendered", "llama"],
-)
-def test_masks_equal_the_tokens_cut_by_hand(template, end, pieces):
-    assert mask(template, CONVERSATION, end=end) == join(build_tokenizer(template, end), pieces)
 
 
 @pytest.mark.parametrize(("options", "answers"), [({"turns": "last"}, {6}), ({"weights": {2: 0}}, {6}),

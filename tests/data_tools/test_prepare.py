@@ -343,13 +343,6 @@ def test_impossible_runs_get_one_sentence(tmp_path, target, capsys, monkeypatch,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.jsonl", "rows.jsonl"]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path, target, capsys):
-    with pytest.raises(SystemExit):
-        prepare(tmp_path, target, ROWS, "--output", "/proc/x/out")
-    message = "output /proc/x/out cannot be used (No such file or directory: /proc/x); check the path, or name another"
-    assert message in capsys.readouterr().err
-
-
 def test_an_existing_output_is_kept(tmp_path, target, exits):
     prepare(tmp_path, target, ROWS)
     out = tmp_path / "out"

@@ -18,7 +18,7 @@ from slipstream.data_tools.dialogue import row_seed
 from slipstream.tests.data_tools import fake_answers
 from slipstream.tests.data_tools.chats import CHATML, build_tokenizer, chat, write_jsonl
 from slipstream.tests.data_tools.fake_answers import EXPECTED, ROWS, FakeEndpoint, answered, error, lines, report, run
-from slipstream.tests.data_tools.test_template_zoo import QWEN_3
+from slipstream.tests.data_tools.test_template_zoo import ZOO
 from slipstream.tests.random_targets import change_json
 
 
@@ -205,7 +205,7 @@ def test_special_tokens_of_a_format_are_not_lost(tmp_path, unknown, fidelity, tu
 
 @pytest.mark.parametrize("unknown", [(), ("return_token_ids",)])
 def test_thinking_is_removed_from_later_prompts_and_kept_in_answers(tmp_path, unknown):
-    tokenizer = build_tokenizer(QWEN_3.replace("[", "").replace("]", ""))
+    tokenizer = build_tokenizer(ZOO["qwen 3"].template.replace("[", "").replace("]", ""))
     tokenizer.save_pretrained(tmp_path / "target")
     thought = "<think>\nEasy sum\n</think>\n\nfour"
     rows = [{"messages": chat("What is 2 + 2?", "", "And 1 + 3?")}]

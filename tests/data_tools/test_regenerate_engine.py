@@ -217,12 +217,6 @@ def test_bad_options_get_one_sentence(tmp_path, options, message, capsys):
     assert message in error(capsys, tmp_path, *options)
 
 
-@with_llms
-def test_a_place_that_cannot_be_written_is_named(tmp_path, target, capsys):
-    message = error(capsys, tmp_path, "--target", target, "--output", "/proc/x/a.jsonl")
-    assert "output /proc/x/a.jsonl cannot be used (No such file or directory: /proc/x); check the path" in message
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
@@ -110,37 +109,6 @@ def all_documents(rows: PackedRows) -> list[tuple[int, ...]]:
     return sorted(tuple(rows.dataset[document]["input_ids"][:40]) for row in rows.rows for document in row)
 
 
-def test_an_epoch_is_a_permutation_and_epochs_differ(rows):
-    """Rows one by one: batches of more span epochs."""
-    batches = [batch for batch, is_new in take(rows, 2 * len(rows), size=1) if is_new]
-    first = batches[: len(rows)]
-    second = batches[len(rows) :]
-    for epoch in (first, second):
-        assert sorted(document for batch in epoch for document in documents_of(batch)) == all_documents(rows)
-    assert any(not torch.equal(a.tokens, b.tokens) for a, b in zip(first, second, strict=True))
-    assert torch.cat([batch.numbers for batch in batches]).tolist() == list(range(2 * len(rows)))
-
-
-def test_order_goes_on_from_any_row_across_epochs(rows):
-    count = 2 * len(rows) + 3
-    batches = [batch for batch, _ in take(rows, count, size=1)]
-    for start in (1, len(rows) - 1, len(rows), len(rows) + 1, count - 1):
-        for (batch, is_new), expected in zip(
-            take(rows, count - start, start=start, size=1), batches[start:], strict=True
-        ):
-            assert is_new
-            assert torch.equal(batch.tokens, expected.tokens)
-            assert torch.equal(batch.numbers, expected.numbers)
-
-
-def test_processes_share_the_batch_of_one(rows):
-    batches = take(rows, 9, size=4)
-    parts = [take(rows, 9, size=2, process=process, num=2) for process in range(2)]
-    for (batch, _), (first, _), (second, _) in zip(batches, *parts, strict=True):
-        assert documents_of(batch) == sorted(documents_of(first) + documents_of(second))
-        assert batch.numbers.tolist() == first.numbers.tolist() + second.numbers.tolist()
-
-
 @pytest.mark.parametrize("num", [1, 2, 3])
 @pytest.mark.parametrize("stops", [(5,), (1, 6, 17)])
 def test_numbers_of_processes_may_follow_each_other(rows, num, stops):
@@ -180,12 +148,6 @@ def test_evaluation_sees_every_row_once_in_equally_many_batches(rows, num):
         d for batches in batches_by_process for batch, is_new in batches if is_new for d in documents_of(batch)
     ]
     assert sorted(documents) == all_documents(rows)
-
-
-def test_a_split_that_supervises_nothing_is_refused():
-    dataset = Dataset.from_dict({"input_ids": [[1, 2, 3]], "loss_mask": [[False] * 3]})
-    with user_error("no document of 1 has two supervised tokens"):
-        PackedRows(dataset, 8)
 
 
 def test_prepared_data_must_be_whole_and_of_this_tokenizer(save_data, target_path, tmp_path):

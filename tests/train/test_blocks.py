@@ -34,7 +34,7 @@ KV_HEADS = 2
 HEAD_DIM = 16
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(8))
 def test_blocks_follow_the_rule(seed):
     batch, rows = packed(seed)
     anchors = []
@@ -90,6 +90,17 @@ def test_anchors_are_drawn_from_the_possible_ones(limit):
         in_row = sum(a // width == row for a in possible)
         assert int((anchors // width == row).sum()) == min(limit, in_row)
         assert float(stands_for[anchors // width == row].sum()) == pytest.approx(in_row)
+
+
+def test_each_possible_anchor_is_drawn_as_often():
+    """So that a few, each of which stands for many, estimate the loss of all."""
+    batch, _ = packed(2)
+    sums = torch.zeros(batch.tokens.numel())
+    for seed in range(2000):
+        anchors, stands_for = draw_anchors(batch, 3, seed)
+        sums[anchors] += stands_for
+    expected = torch.zeros_like(sums).index_fill(0, possible_roots(batch), 2000.0)
+    torch.testing.assert_close(sums, expected, rtol=0.2, atol=0)
 
 
 def naive_mask(

@@ -1,7 +1,5 @@
 """EAGLE's training against plain loops over documents, tokens and steps."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,9 +7,9 @@ from transformers import PreTrainedModel
 
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.tests.naive_eagle import NaiveEagle
-from slipstream.tests.random_targets import shared_weights, target_aux_states
-from slipstream.tests.train.conftest import Document, documents, random_parts
-from slipstream.tests.train.naive_terms import state_distance, terms_of
+from slipstream.tests.random_targets import shared_weights
+from slipstream.tests.train.conftest import documents, random_parts
+from slipstream.tests.train.naive_terms import check_chain_loss
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.tests.train.weighted_cases import check_weights
@@ -37,22 +35,6 @@ def make_training(
     return training
 
 
-def naive_terms(
-    training: EagleTraining, model: PreTrainedModel, ids: Tensor, document: Document
-) -> Iterator[tuple[int, Tensor, Tensor | None, bool]]:
-    """Per counting (row, step): step, aux hidden state loss, cross-entropy (None outside the vocabulary), agreement."""
-    tokens = torch.tensor(document[0])
-    naive = NaiveEagle(training.draft, *shared_weights(model))
-    steps = training.options.ttt_steps
-    states = naive.chains(target_aux_states(model, tokens, training.draft.config.aux_layers), tokens, steps)
-    with torch.no_grad():
-        output = model(input_ids=tokens[None], output_hidden_states=True)
-    for term in terms_of(naive, states, output.logits[0], ids, document[1], steps):
-        regression = state_distance(term.state, output.hidden_states[-1][0, term.place])
-        entropy = -(term.teacher[ids].softmax(0) * term.logits.log_softmax(0)).sum()
-        yield term.step, regression, entropy if term.is_known else None, term.agrees
-
-
 @pytest.mark.parametrize(
     ("reduced", "options", "logits_at_once"),
     [(False, {}, 500), (True, {}, 10**6), (True, SEVERAL_STEPS, 500), (False, SEVERAL_STEPS, 10**6)],
@@ -61,21 +43,10 @@ def test_loss_gradient_and_metrics_equal_the_loops(
     target_model, token_map, options, reduced, logits_at_once, monkeypatch
 ):
     monkeypatch.setattr(losses, "LOGITS_AT_ONCE", logits_at_once)
-    ids = token_map.ids if reduced else torch.arange(120)
-    training = make_training(target_model, ids if reduced else None, **options)
-    rows = documents(1)
-    terms = [term for row in rows for document in row for term in naive_terms(training, target_model, ids, document)]
-    expected = torch.zeros(())
-    for step, regression, entropy, _ in terms:
-        term = regression + training.token_weight * (0 if entropy is None else entropy)
-        expected = expected + 0.6**step * term
-    loss, metrics = training.loss(collate(rows, MAX_LENGTH))
-    for step in range(training.options.ttt_steps):
-        agreements = [agrees for s, _, _, agrees in terms if s == step]
-        assert metrics[f"accept_rate_{step}"].tolist() == [sum(agreements), len(agreements)]
-        regressions = sum(float(regression.detach()) for s, regression, _, _ in terms if s == step)
-        assert metrics[f"feature_loss_{step}"].tolist() == pytest.approx([regressions, len(agreements)], rel=1e-4)
-    assert any(entropy is None for _, _, entropy, _ in terms) == reduced
+    training = make_training(target_model, token_map.ids if reduced else None, **options)
+    naive = NaiveEagle(training.draft, *shared_weights(target_model))
+    weights = {"token_weight": training.token_weight, "state_weight": 1.0}
+    loss, expected = check_chain_loss(training, target_model, naive, documents(1), **weights)
     assert_same_gradients(loss, expected, training.draft)
 
 

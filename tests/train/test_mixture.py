@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, concatenate_datasets
 
 from slipstream.models.files.checkpoint import read_json
@@ -79,8 +80,9 @@ def test_the_order_goes_on_anywhere_on_any_number_of_processes(rows, start):
     for processes in (1, 2, 3):
         shares = [training_batches(rows, 2, 3, start, start + 24, process, processes) for process in range(processes)]
         passes = range(24 // (2 * processes))
-        tokens = [next(shares[process])[0].tokens for _ in passes for process in range(processes)]
-        texts = [row[: row.count_nonzero()].tolist() for batch in tokens for row in batch]
+        batches = [next(shares[process])[0] for _ in passes for process in range(processes)]
+        assert torch.cat([batch.numbers for batch in batches]).tolist() == list(range(start, start + 24))
+        texts = [row[: row.count_nonzero()].tolist() for batch in batches for row in batch.tokens]
         expected = [rows.batch([row]).tokens[0] for row in order[start : start + 24]]
         assert texts == [row[: row.count_nonzero()].tolist() for row in expected]
 

@@ -1,6 +1,5 @@
 """Training of MTP heads against plain loops over documents, tokens and steps, and against transformers' modules."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,11 +15,10 @@ from slipstream.models.drafts.mtp import MTP, MTPConfig, load_mtp
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.frozen import DecoderTarget, load_frozen_target
 from slipstream.tests.mtp_targets import NaiveModules, NaiveMTP, PlainMTP, save_mtp_target
-from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import gate_of
-from slipstream.tests.random_targets import shared_weights, target_aux_states
-from slipstream.tests.train.conftest import Document, documents, random_parts
-from slipstream.tests.train.naive_terms import state_distance, terms_of
+from slipstream.tests.random_targets import shared_weights
+from slipstream.tests.train.conftest import documents, random_parts
+from slipstream.tests.train.naive_terms import check_chain_loss
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.tests.train.weighted_cases import check_weights
@@ -53,54 +51,6 @@ def family_training(folder: Path, **options: Any) -> MTPTraining:
     return training
 
 
-def overlap_loss(teacher: Tensor, logits: Tensor) -> Tensor:
-    return 1 - torch.minimum(teacher.softmax(0), logits.softmax(0)).sum()
-
-
-def entropy_loss(teacher: Tensor, logits: Tensor) -> Tensor:
-    return -(teacher.softmax(0) * logits.log_softmax(0)).sum()
-
-
-def hybrid_loss(teacher: Tensor, logits: Tensor) -> Tensor:
-    divergence = entropy_loss(teacher, logits) - entropy_loss(teacher, teacher)
-    overlap = overlap_loss(teacher, logits)
-    share = torch.exp(-3 * (1 - overlap)).detach()
-    return share * divergence + (1 - share) * overlap
-
-
-LOSSES = {"soft_ce": entropy_loss, "tv": overlap_loss, "lk_lambda": hybrid_loss}
-
-
-def naive_terms(
-    training: MTPTraining, model: PreTrainedModel, naive: NaiveEagle3, document: Document
-) -> Iterator[tuple[int, Tensor, Tensor | None, bool]]:
-    """Per counting (row, step): step, distance of states, loss (None where the target's best token is outside the
-    vocabulary), agreement."""
-    tokens = torch.tensor(document[0])
-    ids = naive.target_ids
-    aux_states = target_aux_states(model, tokens, (4,))
-    states = naive.chains(aux_states, tokens, STEPS)
-    with torch.no_grad():
-        targets = model(input_ids=tokens[None]).logits[0]
-    for term in terms_of(naive, states, targets.double(), ids, document[1], STEPS):
-        loss = LOSSES[training.options.loss](term.teacher[ids], term.logits) if term.is_known else None
-        yield term.step, state_distance(term.state, aux_states[term.place]), loss, term.agrees
-
-
-def check_loss(training: MTPTraining, model: PreTrainedModel, naive: NaiveEagle3) -> tuple[Tensor, Tensor]:
-    """Compares the metrics; returns the loss and the one to be expected."""
-    rows = documents(1)
-    terms = [term for row in rows for document in row for term in naive_terms(training, model, naive, document)]
-    loss, metrics = training.loss(collate(rows, MAX_LENGTH))
-    for step in range(STEPS):
-        agreements = [agrees for s, _, _, agrees in terms if s == step]
-        assert metrics[f"accept_rate_{step}"].tolist() == [sum(agreements), len(agreements)]
-    expected = [0.6**step * term for step, _, term, _ in terms if term is not None]
-    if not training.draft.config.form:
-        expected += [0.6**step * distance for step, distance, _, _ in terms]
-    return loss, torch.stack(expected).sum()
-
-
 @pytest.mark.parametrize(
     ("kind", "reduced", "logits_at_once"), [("soft_ce", False, 500), ("tv", True, 10**6), ("lk_lambda", False, 10**6)]
 )
@@ -108,7 +58,8 @@ def test_loss_gradient_and_metrics_equal_the_loops(target_model, token_map, kind
     monkeypatch.setattr(losses, "LOGITS_AT_ONCE", logits_at_once)
     training = make_training(target_model, token_map.ids if reduced else None, kind)
     naive = PlainMTP(training.draft, *shared_weights(target_model))
-    assert_same_gradients(*check_loss(training, target_model, naive), training.draft)
+    loss, expected = check_chain_loss(training, target_model, naive, documents(1), kind=kind, state_weight=1.0)
+    assert_same_gradients(loss, expected, training.draft)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +70,7 @@ def test_loss_gradient_and_metrics_equal_the_loops(target_model, token_map, kind
 def test_the_loss_of_a_familys_modules_equals_that_of_transformers(kind, count, tmp_path):
     target = save_mtp_target(kind, tmp_path / kind, count=count)
     naive = NaiveMTP(target) if count == 1 else NaiveModules(target)
-    loss, expected = check_loss(family_training(target.folder), target.model, naive)
+    loss, expected = check_chain_loss(family_training(target.folder), target.model, naive, documents(1))
     torch.testing.assert_close(loss, expected.float(), rtol=1e-4, atol=1e-4)
 
 

@@ -45,12 +45,6 @@ def test_epochs_end_at_their_last_row(num_rows, epochs, accumulation):
     assert [lr for _, lr in steps] == expected
 
 
-def test_steps_take_as_many_rows_as_it_needs():
-    steps = walk(schedule(5, steps=7, accumulation=2), Progress())
-    assert [count for count, _ in steps] == [4] * 7
-    assert [lr for _, lr in steps] == [1e-4 * lr_factor(step, 7, 1, OptimOptions()) for step in range(7)]
-
-
 @pytest.mark.parametrize("numbers", [(1, 4, 2), (3, 1, 5)])
 @pytest.mark.parametrize(("warmup", "shape"), [(0.0, "cosine"), (0.4, "cosine"), (0.1, "wsd"), (0.1, "constant")])
 def test_epochs_end_there_on_any_numbers_of_processes(numbers, warmup, shape, monkeypatch):
