@@ -7,6 +7,7 @@ kernels/speculation/ragged.py). It decides by measurements: how often nodes were
 proposals look like (yields.py), and how long steps took (step_costs.py). Imports no torch.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -95,7 +96,8 @@ class BudgetPolicy:
         self.acceptance = AcceptanceStats()
         self.host_wait = HostWait()
         self.proposals = ProposalStats(max(2, self.widths[-1]), chain_nodes)
-        self._prober = Prober(len(self.widths), is_fitted=costs.is_fitted)
+        widest_chain = max(bisect_right(self.widths, chain_nodes) - 1, 0)
+        self._prober = Prober(len(self.widths), is_fitted=costs.is_fitted, widest_chain=widest_chain)
         self._best_width = BestWidth(len(self.widths))
         self._stored = self._best_width.index  # index of the stored proposals' width
         self._records: list[tuple[Sequence[int], Ints, Ints, NDArray[np.bool_]]] = []  # not counted yet

@@ -12,12 +12,14 @@ class Prober:
 
     A probe drafts the next wider proposals and verifies one more node per request. Where times are fitted, every other
     probe is narrower, since the times of such steps may be wrong, and the first steps have each width twice, since
-    nothing is known of any.
+    nothing is known of any. While trees are drafted, every other probe drafts the widest chains, of which trees tell
+    nothing. `widest_chain`: index of their width; 0: trees are their beginnings, or there are none.
     """
 
-    def __init__(self, num_widths: int, *, is_fitted: bool) -> None:
+    def __init__(self, num_widths: int, *, is_fitted: bool, widest_chain: int = 0) -> None:
         self._last_width = num_widths - 1
         self._is_fitted = is_fitted
+        self._widest_chain = widest_chain
         self._tour = [j for j in range(num_widths) for _ in range(2)] if is_fitted else []
         self._ms = 0.0  # that probes may take
         self._num_steps = 0  # left of this probe
@@ -46,11 +48,12 @@ class Prober:
         ms = steps.ms(k, width)
         share_ms = ms * (FITTED_PROBE_SHARE if self._is_fitted else PROBE_SHARE)
         self._ms += share_ms
-        narrows = self._narrows and width > 0
-        j = width - 1 if narrows else min(width + 1, self._last_width)
+        narrower = self._narrower(width)
+        narrows = self._narrows and narrower < width
+        j = narrower if narrows else min(width + 1, self._last_width)
         more = k if narrows else steps.find(steps.rows[k] + num_drafted)
         if (more, j) == (k, width):  # there is nothing more
-            self._narrows = self._is_fitted
+            self._narrows = narrower < width
             return
         extra_ms = (steps.values[width] - steps.values[j]) / steps.rate if narrows else steps.ms(more, j) - ms
         is_allowed = narrows or ms + extra_ms <= max_ms
@@ -58,4 +61,10 @@ class Prober:
             self._num_steps = PROBE_STEPS
             self._width = j
             self._ms = 0.0
-            self._narrows = self._is_fitted and not narrows
+            self._narrows = narrower < width and not narrows
+
+    def _narrower(self, width: int) -> int:
+        """Returns the index of the width that a narrower probe drafts; `width` if there is none."""
+        if self._is_fitted:
+            return max(width - 1, 0)
+        return self._widest_chain if 0 < self._widest_chain < width else width

@@ -132,28 +132,49 @@ def test_it_is_close_to_the_best_fixed_numbers(batch, power):
 
 
 class Branching(World):
-    """Proposals of 8 nodes are trees, whose best nodes are surer than those of chains."""
+    """Proposals of 8 nodes are trees, whose best nodes are mostly surer than those of chains."""
+
+    def __init__(self, power: float, *, chains: float = 1.0):
+        super().__init__(power)
+        self.chains = chains
 
     def propose(self, batch: int, width: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        return self.nodes(self.rng.beta(3, 1, (batch, width - 1)) ** (0.4 if width == 8 else 1.0))
+        return self.nodes(self.rng.beta(3, 1, (batch, width - 1)) ** (0.4 if width == 8 else self.chains))
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
-def test_trees_are_not_judged_by_chains(batch: int) -> None:
-    """Trees pay here, though the draft takes twice as long; a policy that counts chains as their beginnings yields .88
-    of them."""
+def simulate_trees(world: World, batch: int, policy: BudgetPolicy | None = None) -> Simulation:
+    """Proposals of 8 nodes take the draft twice as long."""
     draft = {(requests, width): draft_ms(requests, width) * (2 if width == 8 else 1) for requests, width in DRAFTS}
     tables = CostTables({"plain": TARGETS, "all": TARGETS}, {"plain": draft, "all": draft})
 
     def step_ms(rows: int, requests: int, width: int) -> float:
         return gpu_ms(rows, requests, 1) - draft[requests, 1] + draft[requests, width]
 
-    policy = BudgetPolicy(StepCosts(tables), WIDTHS, chain_nodes=4)
-    simulation = Simulation(policy, Branching(1.6), batch, step_ms=step_ms)
+    policy = policy or BudgetPolicy(StepCosts(tables), WIDTHS, chain_nodes=4)
+    return Simulation(policy, world, batch, step_ms=step_ms)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_trees_are_not_judged_by_chains(batch: int) -> None:
+    """Trees pay here; a policy that counts chains as their beginnings yields .88 of them."""
+    simulation = simulate_trees(Branching(1.6), batch)
     simulation.run(300)
     rate = simulation.run(500)
     assert rate > 0.98 * simulation.best(max(40, 1000 // batch))
     assert simulation.widths.count(8) > 400
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+def test_chains_are_found_again_while_trees_are_drafted(batch: int) -> None:
+    """Trees tell nothing of chains; a policy that tries only wider proposals yields .72 of chains that got better."""
+    simulation = simulate_trees(Branching(1.6, chains=4.0), batch)
+    simulation.run(300)
+    assert simulation.widths.count(8) > 270
+    simulation.world = Branching(1.6, chains=0.1)
+    simulation.run(300)
+    rate = simulation.run(300)
+    assert simulation.widths[-300:].count(8) < 10
+    assert rate > 0.98 * simulation.best(40)
 
 
 @pytest.mark.parametrize(("batch", "power"), [(1, 30.0), (4, 100.0), (64, 30.0)])
